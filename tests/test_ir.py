@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.refusals import refused
 from zbc.errors import Problems, ZbcError, raise_all
 from zbc.ir import Kind, Message, Op, Placement, Program, parse_line
-from zbc.ops import PATCHES, ROWS, TIED, VALUES, WORDS, At, Lane, Scope, rows_with
+from zbc.ops import MAKER, PATCHES, ROWS, TIED, VALUES, WORDS, At, Lane, Scope, round_trip, rows_with
 
 small = st.integers(0, 300)
 
@@ -190,6 +190,11 @@ ANSWERS = {
     "is_barrier": "VALIDATE",
     "stage_wide": "REDUCE STEP GATHER FREE TENTATIVE COMMIT SCATTER AVERAGE",
     "rank_wide": "VALIDATE NORM VERDICT REDO",
+    "is_forward": "F",
+    "is_backward": "B BW",
+    "splits": "B",
+    "makes_part": "W BW",
+    "steps": "STEP TENTATIVE",
     "unit_wide": "SPREAD S MEET T SUM I GIVE TAKE E",
 }
 
@@ -236,6 +241,18 @@ def test_patches_add_up_in_any_order_and_free_what_is_read():
     for name, patches in PATCHES.items():
         changed = {kind for kind, row in rows_with((name,)).items() if row != ROWS[kind]}
         assert changed == {patch.kind for patch in patches}, name
+
+
+def test_rows_and_patches_name_features_that_a_program_can_have():
+    every = {"vocabulary": 2, "sharded": True, "scatters": True, "averages": 2, "resident": 1, "with_w": True}
+    program = Program(Placement.linear(1), 1, ((),), **every, flushless=True)
+    assert {*PATCHES, *(row.feature for row in ROWS.values() if row.feature)} == program.features
+
+
+def test_kinds_are_found_by_what_they_do():
+    assert round_trip(split=True) == (Kind.F, Kind.B, Kind.W) and round_trip(split=False) == (Kind.F, Kind.BW)
+    assert [MAKER[what] for what in ("total", "weights", "host")] == [Kind.REDUCE, Kind.GATHER, Kind.OFFLOAD]
+    assert "shard" not in MAKER
 
 
 def test_values_on_edges_are_named_by_edges_and_a_message_carries_one():

@@ -29,7 +29,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ops import EXPERTS, NUMBERED, OWNERS, TIED, WORDS, At, Scope, experts_of, home_of, owner_text
+from zbc.ops import EXPERTS, NUMBERED, OWNERS, PATCHES, TIED, WORDS, At, Scope, experts_of, home_of, owner_text
 from zbc.ops import Kind as Kind
 from zbc.topology import Topology, inner_of
 
@@ -112,8 +112,13 @@ def turned(n: int, slices: int) -> int:
 
 def nth(kind: Kind, stage: int, n: int, slices: int) -> Op:
     """The n-th op of a kind on its stage: a forward, or a backward of either kind."""
-    mb, part = divmod(n if kind is Kind.F else turned(n, slices), slices)
+    mb, part = divmod(n if kind.is_forward else turned(n, slices), slices)
     return Op(kind, stage, mb, 0, part)
+
+
+def forward(stage: int, mb: int = 0, pipe: int = 0, part: int = 0) -> Op:
+    """The op that computes the output of a stage for a unit."""
+    return Op(Kind.F, stage, mb, pipe, part)
 
 
 class Key(NamedTuple):
@@ -127,7 +132,7 @@ class Key(NamedTuple):
     @property
     def name(self) -> str:
         """`s1 m0`, as in the text of an op."""
-        return str(Op(Kind.F, *self)).removeprefix("F ")
+        return str(forward(*self)).partition(" ")[2]
 
 
 def parse_line(text: str) -> tuple[Op, int | None]:
@@ -449,23 +454,42 @@ class Program(ProgramTraits):
         return sum(len(ops) for ops in self.ranks)
 
     @property
-    def patches(self) -> tuple[str, ...]:
-        """Names of the `ops.PATCHES` that apply to its rows."""
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its ops."""
+        return frozenset(op[0] for ops in self.ranks for op in ops)
+
+    @property
+    def split(self) -> frozenset[int]:
+        """The stages with separate B and W."""
+        return frozenset(op.stage for ops in self.ranks for op in ops if op.kind.splits)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features that its rows depend on: names of `ops.PATCHES`, and of `Row.feature`."""
         there = {
             "vocabulary": self.vocabulary > 0,
             "two sums": self.vocabulary > 1,
+            "sharded": self.sharded,
+            "scatters": self.scatters,
+            "averages": self.averages > 0,
             "resident": self.resident > 0,
             "weights for W": self.resident > 0 and self.with_w,
             "waits for averages": self.averages > 1,
             "flushless": self.flushless,
             "flushless in shares": self.flushless and self.sharded,
         }
-        return tuple(name for name in there if there[name])
+        return frozenset(name for name in there if there[name])
+
+    @property
+    def patches(self) -> tuple[str, ...]:
+        """Names of the `ops.PATCHES` that apply to its rows."""
+        features = self.features
+        return tuple(name for name in PATCHES if name in features)
 
     @property
     def grouped(self) -> bool:
         """Whether it has overlap groups."""
-        return any(op.kind.is_mark for ops in self.ranks for op in ops)
+        return any(kind.is_mark for kind in self.kinds)
 
     @property
     def ahead(self) -> bool:

@@ -82,6 +82,10 @@ class Kind(StrEnum):
     takes: At | None  # the edges of its stage that it reads: SOURCES or SINKS; None: no edge
     gives: At | None  # the edges that it writes, likewise
     makes_part: bool  # its result is a share of the gradients of its stage's weights
+    is_forward: bool  # computes the output of its stage
+    is_backward: bool  # computes the gradient of its stage's input
+    splits: bool  # leaves the gradients of weights to another op
+    steps: bool  # makes new weights of its owner
 
 
 WORDS = -1  # the owner of a rank's rows of a vocabulary that all ranks share
@@ -222,12 +226,15 @@ class Row(NamedTuple):
     early: bool = False  # its event begins when its inputs exist, not when its rank comes to it
     closes: str = ""  # which end of a step it belongs to: "barrier" or "ahead"
     repeats: bool = False  # may come before REDO, which runs it again
+    data: str = ""  # of each sample, that its rank reads for it: "inputs" or "targets"
     family: str = ""  # its class in a search policy: "forward", "input" or "weight" (gradients)
     look: Look | None = None  # None: pictures leave it out
     needs: str = ""  # names of the owner's bytes that it takes while it runs
     goes_on: str = ""  # names of the owner's bytes that it takes until its event has completed
     place: str = ""  # its position in a step, for errors
-    places: Mapping[int, str] = MappingProxyType({})  # the same of other owners than stages
+    places: Mapping[int, str] = MappingProxyType({})  # the same of TIED and WORDS, if they have such ops; "": `place`
+    feature: str = ""  # the one of `Program.features` without which a program has no such ops
+    dealt: bool = False  # only of owners that ranks share out
     idle: str = ""  # why it has nothing to work on in a program without its feature
 
 
@@ -364,6 +371,7 @@ ROWS: dict[Kind, Row] = {
         look=_look("A", "tentative step", "#5a5a5a", (240,), "#ffffff"),
         needs="tentative step",
         place="one TENTATIVE for each stage a rank holds, after its last op of compute",
+        places={WORDS: ""},
     ),
     Kind.NORM: Row(
         _RANK,
@@ -401,6 +409,7 @@ ROWS: dict[Kind, Row] = {
         look=_look("C", "final step", "#c4c4c4", (251,)),
         needs="step",
         place="one COMMIT for each stage a rank holds, after REDO and before its first B or BW",
+        places={WORDS: ""},
     ),
     # ---- sharded weights
     Kind.GATHER: Row(
@@ -415,9 +424,12 @@ ROWS: dict[Kind, Row] = {
         goes_on="gathered",
         place="one GATHER for each stage a rank holds, before its first F, or after its TENTATIVE",
         places={WORDS: "every rank gathers its words before its first I"},
+        feature="sharded",
         idle="no stage is stepped in parts",
     ),
-    Kind.FREE: Row(_STAGE, _COMPUTE, reads=_refs("weights"), frees=_refs("weights"), idle="weights stay"),
+    Kind.FREE: Row(
+        _STAGE, _COMPUTE, reads=_refs("weights"), frees=_refs("weights"), feature="resident", idle="weights stay"
+    ),
     # ---- replicas that average weights
     Kind.AVERAGE: Row(
         _STAGE,
@@ -430,6 +442,7 @@ ROWS: dict[Kind, Row] = {
             TIED: "every rank with a stage that shares weights averages them apart, before its first op",
             WORDS: "every rank averages its words, before its first I",
         },
+        feature="averages",
     ),
     # ---- sharded gradients
     Kind.SCATTER: Row(
@@ -437,6 +450,8 @@ ROWS: dict[Kind, Row] = {
         _COLLECTIVE,
         cost="reduce",
         look=_look("Z", "sum of some gradients", "#b9a7cf", (146,)),
+        feature="scatters",
+        dealt=True,
         idle="gradients are not shared out",
     ),
 }
@@ -452,6 +467,7 @@ ROWS |= {
         reads=_refs("hidden weights@WORDS"),
         writes=_refs("logits sums"),
         cost="s",
+        data="targets",
         look=_look("V", "logits of a rank's words", "#3a2a4f", (54,), "#ffffff"),
     ),
     Kind.MEET: Row(
@@ -478,6 +494,7 @@ ROWS |= {
         writes=_refs("turn@LAST"),
         frees=_refs("dtop"),
         cost="sum",
+        feature="two sums",
         idle="the ranks that share the vocabulary sum once, in MEET",
     ),
     Kind.I: Row(
@@ -486,6 +503,7 @@ ROWS |= {
         reads=_refs("weights@WORDS"),
         writes=_refs("words"),
         cost="i",
+        data="inputs",
         look=_look("I", "look-up of a rank's words", "#6f6a7d", (60,), "#ffffff"),
     ),
     Kind.GIVE: Row(
@@ -508,6 +526,9 @@ ROWS |= {
         cost="e",
         look=_look("N", "gradient of looked-up words", "#f7f7fb", (231,)),
     ),
+}
+ROWS |= {
+    kind: row._replace(feature="vocabulary") for kind, row in ROWS.items() if row.scope is _EVERY and not row.feature
 }
 Rows = dict[Kind, Row]
 
@@ -574,7 +595,6 @@ def rows_with(features: tuple[str, ...]) -> Rows:
     return rows
 
 
-VOCABULARY = frozenset(kind for kind, row in ROWS.items() if row.scope is _EVERY)
 COUNTED = frozenset({Kind.GATHER, Kind.FREE, Kind.SCATTER})  # may occur several times in a step; `Op.mb` counts them
 
 NUMBERED = COUNTED | {Kind.STEP}  # kinds whose ops print their number
@@ -602,8 +622,22 @@ def _answer(kind: Kind, row: Row) -> None:
     kind.rank_wide = row.scope is Scope.RANK and not kind.is_mark
     kind.unit_wide = row.scope is Scope.EVERY
     kind.takes, kind.gives = _side(row.reads), _side(row.writes)
-    kind.makes_part = any(ref.what == "part" for ref in row.writes)
+    written = {ref.what for ref in row.writes}
+    kind.makes_part, kind.splits, kind.steps = "part" in written, "left" in written, "shard" in written
+    kind.is_forward, kind.is_backward = row.family == "forward", row.family == "input"
 
 
 for _kind in Kind:
     _answer(_kind, ROWS[_kind])
+
+
+@functools.cache
+def round_trip(*, split: bool) -> tuple[Kind, ...]:
+    """The kinds that take a unit through a stage and back, in order: with a backward in one op, or `split` in two."""
+    halves = {kind for kind in Kind if kind.row.family and (kind.splits or not kind.is_backward)}
+    return tuple(kind for kind in Kind if kind.is_forward or (kind.row.family and (kind in halves) is split))
+
+
+_WRITTEN = [ref.what for row in ROWS.values() for ref in row.writes]
+# Value -> the kind that makes it, for values that only one kind makes.
+MAKER = {ref.what: kind for kind, row in ROWS.items() for ref in row.writes if _WRITTEN.count(ref.what) == 1}

@@ -43,22 +43,22 @@ def missing_problems(job: Job, program: Program) -> Iterator[ZbcError]:
 
     Offload copies and frozen layers are not required: a program may do without.
     """
-    kinds, parallel, sync = {op.kind for ops in program.ranks for op in ops}, job.parallel, job.optimizer.sync
-    words = {Kind.S, Kind.T, Kind.I, Kind.E}
+    kinds, parallel, sync = program.kinds, job.parallel, job.optimizer.sync
+    lacks = {kind.row.feature for kind in Kind if kind not in kinds}
     several, averages = parallel.copies > 1, parallel.average is not None
     asked = {
         "schedule.slices": (job.slices > 1, program.slices == job.slices),
         "parallel.cp": (parallel.cp > 1, program.cp == parallel.cp),
         "parallel.tp": (parallel.tp > 1, program.tp == parallel.tp),
-        "parallel.dp": (several and not averages, kinds >= {Kind.REDUCE}),
-        "parallel.average": (several and averages, kinds >= {Kind.AVERAGE}),
+        "parallel.dp": (several and not averages, any(kind.sums for kind in kinds)),
+        "parallel.average": (several and averages, "averages" not in lacks),
         "parallel.ep": (parallel.ep > 1, program.ep == parallel.ep),
-        "parallel.shard": (several and job.shard != "none", program.sharded and kinds >= {Kind.GATHER}),
-        "parallel.shard: weights": (parallel.frees, program.resident > 0 and kinds >= {Kind.GATHER, Kind.FREE}),
+        "parallel.shard": (several and job.shard != "none", program.sharded and "sharded" not in lacks),
+        "parallel.shard: weights": (parallel.frees, program.resident > 0 and not lacks & {"sharded", "resident"}),
         "parallel.shard: gradients": (parallel.scatters, program.scatters),
         "parallel.exchange": (parallel.one_sided, program.one_sided),
-        "parallel.vocabulary": (job.vocabulary > 0, program.vocabulary == job.vocabulary and kinds >= words),
-        "optimizer.sync": (sync == "post-validate", kinds >= {Kind.TENTATIVE, Kind.REDO}),
+        "parallel.vocabulary": (job.vocabulary > 0, program.vocabulary == job.vocabulary and "vocabulary" not in lacks),
+        "optimizer.sync": (sync == "post-validate", kinds >= {kind for kind in Kind if kind.row.closes == "ahead"}),
         "optimizer.sync: no flush": (sync in FLUSHLESS, program.flushless),
     }
     for key, (wanted, there) in asked.items():

@@ -19,7 +19,7 @@ from zbc.compiler.check.vocabulary import vocabulary_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
-from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, VOCABULARY, WORDS, Kind, Lane, Scope, experts_of, home_of
+from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, WORDS, Kind, Lane, Scope, experts_of, home_of
 
 
 def check_complete(program: Program) -> None:
@@ -63,7 +63,7 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
         if code != "E202":
             continue
         why = op.kind.row.idle if op.stage >= 0 else _NOBODYS.get(max(op.stage, EXPERTS))
-        if op.kind in VOCABULARY and not program.vocabulary:
+        if op.kind.unit_wide and not program.vocabulary:
             why = "the first and the last stage hold the vocabulary"
         if why and op.stage < placement.stages and op.mb < program.microbatches:
             text = f"program: {op} has nothing to work on: {why}"
@@ -321,7 +321,7 @@ def _wide_ops(g: Graph) -> Iterator[Op]:
     yield from (Op(kind, 0) for kind in Kind if kind.rank_wide)
     for owner in (TIED, WORDS):
         yield from (Op(kind, owner) for kind in Kind if kind.stage_wide and g.layout.owns(kind, owner))
-    kinds = [kind for kind in Kind if kind.stage_wide and (kind not in COUNTED or (kind is Kind.GATHER and renews))]
+    kinds = [kind for kind in Kind if kind.stage_wide and (kind not in COUNTED or (kind.row.writes and renews))]
     for owner in map(experts_of, range(program.placement.stages if program.ep else 0)):
         yield from (Op(kind, owner) for kind in kinds if g.layout.owns(kind, owner))
     for stage in range(program.placement.stages):
@@ -362,9 +362,9 @@ def _averaged(g: Graph) -> Iterator[ZbcError]:
         if g.rank(i) != rank:
             rank, began = g.rank(i), {}
         of = g.program.tying if op.stage == TIED else (home_of(op.owner),)
-        if op.kind.computes or op.kind is Kind.STEP:
+        if op.kind.computes or op.kind.steps:
             began.setdefault(home_of(op.owner), i)
-        elif op.kind is Kind.AVERAGE and not began.keys().isdisjoint(of):
+        elif op.kind.row.feature == "averages" and not began.keys().isdisjoint(of):
             first = min(began[home] for home in of if home in began)
             text = f"program: {op} comes after {g.ops[first]}, whose weights it changes"
             hint = f"move step {g.place(i)[1]} before step {g.place(first)[1]}"

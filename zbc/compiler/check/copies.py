@@ -13,9 +13,10 @@ from itertools import pairwise
 from zbc.compiler.graph import Graph
 from zbc.errors import ZbcError
 from zbc.ir import COPY, Key
-from zbc.ops import Kind
+from zbc.ops import Kind, round_trip
 
-ORDER = (Kind.F, Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD, Kind.B)  # BW in place of B
+FORWARD, BACKWARD = round_trip(split=False)
+ORDER = (FORWARD, *(kind for kind in Kind if kind in COPY), BACKWARD)
 
 
 def copy_problems(g: Graph) -> Iterator[ZbcError]:
@@ -28,7 +29,7 @@ def copy_problems(g: Graph) -> Iterator[ZbcError]:
         copied: dict[Key, None] = {}
         for i in g.mine(rank):
             op = g.ops[i]
-            kind = Kind.B if op.kind is Kind.BW else op.kind
+            kind = BACKWARD if op.kind.is_backward else op.kind
             if kind not in ORDER or i in lost:
                 continue
             first = places.setdefault(op.key, {}).setdefault(kind, i)

@@ -10,7 +10,7 @@ from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.pairing import pairing_problems
 from zbc.compiler.graph import build
 from zbc.errors import ZbcError, raise_all
-from zbc.ir import Kind, Op, Program, nth
+from zbc.ir import Op, Program, forward
 from zbc.plan.forward import SHARED
 
 
@@ -20,12 +20,12 @@ def check_forward(program: Program) -> None:
     homes: dict[Op, int] = {}
     problems = []
     for rank, ops in enumerate(program.ranks):
-        for op in (op for op in ops if op.kind is Kind.F):
+        for op in (op for op in ops if op.kind.is_forward):
             if op in homes or placement.rank_of(op.stage) != rank:
                 problems.append(ZbcError("E202", f"program: {op} is on rank {rank}", hint="make the plan again"))
             homes[op] = rank
-    units = program.microbatches * program.slices
-    wanted = {nth(Kind.F, s, unit, program.slices) for s in range(placement.stages) for unit in range(units)}
+    units = product(range(placement.stages), range(program.microbatches), (0,), range(program.slices))
+    wanted = {forward(*unit) for unit in units}
     problems += [ZbcError("E202", f"program: no rank runs {op}") for op in sorted(wanted - homes.keys())]
     problems += [ZbcError("E202", f"program: {op} is out of range") for op in sorted(homes.keys() - wanted)]
     problems += _words(program) if program.vocabulary else []

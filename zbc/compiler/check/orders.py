@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Program
-
-ONE_SIDED = frozenset({Kind.GATHER, Kind.SCATTER, Kind.REDUCE})
+from zbc.ir import Op, Program
 
 
 def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
@@ -34,8 +32,8 @@ def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
 
 
 def _meetings(ops: Sequence[Op], *, one_sided: bool) -> list[Op]:
-    alone = ONE_SIDED if one_sided else frozenset[Kind]()
-    return [op for op in ops if op.kind.is_collective and not op.kind.is_barrier and op.kind not in alone]
+    met = [op for op in ops if op.kind.is_collective and not op.kind.is_barrier]
+    return [op for op in met if not (one_sided and op.kind.stage_wide)]
 
 
 def _amid(meetings: Sequence[Op]) -> bool:

@@ -13,7 +13,7 @@ from zbc.compiler.check.found import raise_found
 from zbc.compiler.graph import MESSAGE, Channel, Graph, Mixed, build
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
-from zbc.ops import VALUES
+from zbc.ops import VALUES, At
 
 
 def check_pairing(program: Program) -> None:
@@ -117,19 +117,13 @@ def _carries_nothing(g: Graph, i: int, code: str) -> ZbcError:
     if code == "E202":
         text = f"program: {op} carries nothing: the program has no such tensor"
     elif message is None:
-        nothing = "reads the output" if _outward(op) else "makes the input"
+        nothing = "reads the output" if At.SINKS in (op.kind.takes, op.kind.gives) else "makes the input"
         text = f"program: {op} carries nothing: no stage {nothing} of stage {op.stage}"
     else:
         end = message.sink if op.stage == message.source else message.source
         owner = names.rank_of(g, op)
         text = f"program: {op} carries nothing: stages {op.stage} and {end} are both on rank {owner}"
     return ZbcError("E203", text, where=g.where(i), hint="drop it")
-
-
-def _outward(op: Op) -> bool:
-    """Whether a transfer concerns the output of its stage, or its gradient."""
-    row = op.kind.row
-    return any(ref.at.name == "SINKS" for ref in (*row.reads, *row.writes))
 
 
 def _channel(g: Graph, i: int) -> Channel:

@@ -20,6 +20,7 @@ from zbc.ops import Kind
 
 def redo_problems(g: Graph) -> Iterator[ZbcError]:
     """Yields E206 for ops not allowed before REDO, and for messages of which only one end would be repeated."""
+    # Names a kind: of those that close a step ahead it alone runs ops again.
     if Kind.REDO not in g.layout.kinds:
         return
     redo: dict[int, int] = {}

@@ -9,6 +9,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.ops import COUNTED, TIED, WORDS, Scope, experts_of, owner_text
 
+# Names kinds: the proof has a rule for each kind that brings weights, frees them, or ends their use.
+
 
 def resident_problems(g: Graph) -> list[ZbcError]:
     """E208 for each op that finds the weights of its stage missing, gathers or frees them in vain, or gathers more than

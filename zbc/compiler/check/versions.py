@@ -27,6 +27,7 @@ from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
 from zbc.ops import home_of, owner_text
 
+# Names kinds: the proof is about the order of STEP and the sums before it, by which alone such a step ends.
 ROW = 3  # consecutive steps checked as one program
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from zbc.compiler.graph import Graph
 from zbc.errors import ZbcError
-from zbc.ir import Op
+from zbc.ir import Op, Program
 from zbc.ops import Kind
 
 
-def kinds_of(sums: int) -> list[Kind]:
+def kinds_of(program: Program) -> list[Kind]:
     """Kinds of ops that each rank runs for each unit, in the order of their dependencies."""
-    return [kind for kind in Kind if kind.unit_wide and (kind is not Kind.SUM or sums == 2)]
+    return [kind for kind in Kind if kind.unit_wide and kind.row.feature in program.features]
 
 
 def vocabulary_problems(g: Graph) -> Iterator[ZbcError]:
@@ -31,7 +31,7 @@ def vocabulary_problems(g: Graph) -> Iterator[ZbcError]:
                 details = [f"first at {g.text(first[op])}"]
                 yield ZbcError("E202", text, where=g.where(i), hint="drop one", details=details)
             first.setdefault(op, i)
-        for kind in kinds_of(program.vocabulary):
+        for kind in kinds_of(program):
             for mb in range(program.microbatches):
                 for part in range(program.slices):
                     op = Op(kind, 0, mb, 0, part)
@@ -43,7 +43,7 @@ def vocabulary_problems(g: Graph) -> Iterator[ZbcError]:
 def _whole(g: Graph) -> bool:
     """Whether there are no problems, by numbers alone."""
     program = g.program
-    wanted = len(kinds_of(program.vocabulary)) * program.microbatches * program.slices
+    wanted = len(kinds_of(program)) * program.microbatches * program.slices
     for rank in range(program.placement.ranks):
         ops = [g.ops[i] for i in g.mine(rank) if g.ops[i].kind.unit_wide]
         if len(ops) != wanted or len(set(ops)) != wanted:

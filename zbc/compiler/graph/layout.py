@@ -18,10 +18,10 @@ from zbc.ir import Kind, Op, Program
 from zbc.ops import (
     COUNTED,
     EXPERTS,
+    MAKER,
     ROWS,
     TIED,
     VALUES,
-    VOCABULARY,
     WORDS,
     At,
     Lane,
@@ -89,13 +89,13 @@ class Layout:
         self.pipes, self.stages, self.edges = placement.pipes, placement.stages, placement.edges
         self.ranks = max(placement.ranks, len(program.ranks))
         self.slices, self.width = program.slices, program.microbatches * program.slices
-        self.kinds = {op[0] for ops in program.ranks for op in ops}
+        self.kinds = program.kinds
         closing = {rows[kind].closes for kind in self.kinds} - {""}
         self.closed = bool(closing)
         self.ahead = "ahead" in closing
         # Sharded weights begin a step as shards if ops gather them within it, and whole if the previous step gathered
         # them.
-        gathers = program.resident > 0 or (Kind.GATHER in self.kinds and not (self.ahead or program.flushless))
+        gathers = program.resident > 0 or (MAKER["weights"] in self.kinds and not (self.ahead or program.flushless))
         self.begins = "shard" if gathers else "weights"
         # Whether messages are ops: true if the program has any transfer or step-level op.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
@@ -103,14 +103,12 @@ class Layout:
         # Whether other ranks hold the same values of an owner. The sum of tied weights may have one rank alone.
         self.shares = {stage: replicas * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
         self.shares[WORDS] = program.vocabulary > 0 and replicas > 1
-        experts = {experts_of(stage): Op(Kind.REDUCE, experts_of(stage)) for stage in range(self.stages)}
-        self.shares |= {owner: program.ep > 0 and program.shared(op) for owner, op in experts.items()}
+        experts = [*map(experts_of, range(self.stages))]
+        self.shares |= {owner: program.ep > 0 and program.shared(Op(MAKER["total"], owner)) for owner in experts}
         self.shares[TIED] = program.tied and (replicas > 1 or len(self.holding(TIED)) > 1 or self._reduces(TIED))
         # Whether these ranks each step a part of it, if weights are sharded.
         self.deals = self.shares | {
-            owner: there and program.shared(Op(Kind.GATHER, owner))
-            for owner, there in self.shares.items()
-            if owner in experts
+            owner: self.shares[owner] and program.shared(Op(MAKER["weights"], owner)) for owner in experts
         }
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
         self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
@@ -139,9 +137,8 @@ class Layout:
     @classmethod
     def of(cls, program: Program, rows: Rows = ROWS) -> Layout:
         """The layout of a program, with fresh cells; programs of the same shape share compiled rows."""
-        kinds = frozenset(op[0] for ops in program.ranks for op in ops)
         shape = program.placement, program.microbatches, program.slices, program.traits
-        key = (*shape, kinds, id(rows), sum(map(len, program.ranks)), len(program.ranks))
+        key = (*shape, program.kinds, id(rows), sum(map(len, program.ranks)), len(program.ranks))
         made = _MADE.get(key)
         if made is None:
             made = _MADE[key] = cls(program, rows)
@@ -189,10 +186,10 @@ class Layout:
 
     def holding(self, owner: int) -> list[int]:
         """The ranks that hold weights of an owner."""
-        return sorted(self.program.members(Op(Kind.REDUCE, owner)))
+        return sorted(self.program.members(Op(MAKER["total"], owner)))
 
     def _reduces(self, owner: int) -> bool:
-        return any(op[0] is Kind.REDUCE and op[1] == owner for ops in self.program.ranks for op in ops)
+        return any(op[0] is MAKER["total"] and op[1] == owner for ops in self.program.ranks for op in ops)
 
     def owners(self, rank: int) -> list[int]:
         """The owners of gradients on a rank."""
@@ -206,7 +203,7 @@ class Layout:
         if what == "clean":
             return self.ahead
         if what == "total":
-            return self.shares[owner] and (self.closed or Kind.REDUCE in self.kinds)
+            return self.shares[owner] and (self.closed or MAKER["total"] in self.kinds)
         return what not in ("kv", "dkv") or self.slices > 1
 
     def column(self, key: CellKey, width: int) -> int:
@@ -254,15 +251,7 @@ class Layout:
             return "E202"
         if stage < 0 and not self.owns(kind, stage):
             return "E202"
-        if kind is Kind.GATHER and not self.program.sharded:
-            return "E202"
-        if kind is Kind.AVERAGE and not self.program.averages:
-            return "E202"
-        if kind is Kind.FREE and not self.program.resident:
-            return "E202"
-        if kind is Kind.SCATTER and not (self.program.scatters and self.deals[stage]):
-            return "E202"
-        if kind in VOCABULARY and not self._has(kind):
+        if (row.feature and row.feature not in self.program.features) or (row.dealt and not self.deals[stage]):
             return "E202"
         unit = row.scope is Scope.UNIT or row.scope is Scope.EVERY
         if row.scope is Scope.UNIT and self.pipes[pipe][stage] != rank:
@@ -292,24 +281,15 @@ class Layout:
             slice=part,
         )
 
-    def _has(self, kind: Kind) -> bool:
-        """Whether the program shares a vocabulary in a way that has ops of this kind."""
-        sums = self.program.vocabulary
-        return sums > 0 and (kind is not Kind.SUM or sums == 2)
-
     def owns(self, kind: Kind, owner: int) -> bool:
         """Whether an owner that is not a stage has ops of a kind: tied weights are stepped with the stages."""
-        if owner == TIED:
-            return self.program.tied and kind in (Kind.REDUCE, Kind.AVERAGE)
         if owner <= EXPERTS:
             there = self.program.ep > 0 and experts_of(owner) < self.stages
-            met = self.shares[owner] if kind is Kind.REDUCE else kind in COUNTED and self.tracks("weights", owner)
-            return there and (kind in (Kind.STEP, Kind.TENTATIVE, Kind.COMMIT, Kind.AVERAGE) or met)
-        if not self.program.vocabulary or kind in (Kind.FREE, Kind.SCATTER):
-            return False
-        if kind is Kind.GATHER and not self.program.sharded:
-            return False
-        return self.shares[WORDS] or kind not in (Kind.GATHER, Kind.REDUCE)
+        else:
+            there = (self.program.tied if owner == TIED else self.program.vocabulary > 0) and owner in kind.row.places
+        if not there or not (kind.sums or kind in COUNTED):
+            return there
+        return self.shares[owner] if kind.sums else self.tracks("weights", owner)
 
     def _cells(self, ref: Ref, who: _Who, *, made: bool = False) -> list[int]:
         """Cells of one reference of a row, of microbatch 0; [] for a value that does not exist, unless it is `made`."""
