@@ -25,7 +25,7 @@ from zbc.compiler.schedules import Request, find
 from zbc.errors import ZbcError
 from zbc.host.torch_version import release
 from zbc.interop import torch_csv
-from zbc.ir import Kind, Program
+from zbc.ir import Program
 
 _PLAIN = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}  # run from code in torch; its table of 1F1B differs
 _LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
@@ -72,7 +72,7 @@ def _problems(program: Program, stages: Sequence[Any]) -> Iterator[str]:
     if total != {placement.stages}:
         yield f"the plan has {placement.stages} stages, theirs is {_list(sorted(total))} (num_stages)"
     wrapped = [stage.stage_index for stage in stages if isinstance(stage.submod, DistributedDataParallel)]
-    if wrapped and any(op.kind is Kind.W for ops in program.ranks for op in ops):
+    if wrapped and any(kind.splits for kind in program.kinds):
         yield (
             f"stage {_list(wrapped)} is in DistributedDataParallel, which sums gradients before W has made them; take "
             "it off, and sum gradients over replicas after step"

@@ -263,7 +263,8 @@ def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
         mfu = "?" if rates.mfu is None else percent(rates.mfu)
         idle = percent(row.compiled.report.idle_rate)
         shape = [str(getattr(row.shape, axis)) for axis in axes]
-        cells.append([str(number), *shape, row.compiled.schedule, _shard(row), _again_of(row), tokens, mfu, most, idle])
+        shard = {"optimizer": "ZeRO-1", "all": "FSDP"}.get(row.job.shard, "-")
+        cells.append([str(number), *shape, row.compiled.schedule, shard, _again_of(row), tokens, mfu, most, idle])
     yield table(heads, cells, left=len(axes) + 4)
     yield ""
     yield labelled("decides", *wrap(decides(rows).split(" "), 68, between=" "))
@@ -283,10 +284,6 @@ _LEGEND = [
     "memory: of the fullest GPU",
     "idle: of the step, mean over GPUs",
 ]
-
-
-def _shard(row: Row) -> str:
-    return {"optimizer": "ZeRO-1", "all": "FSDP"}.get(row.job.shard, "-")
 
 
 def _again_of(row: Row) -> str:

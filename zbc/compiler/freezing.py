@@ -11,8 +11,9 @@ from zbc.compiler.partition.setup import Ordered, freezing_refused
 from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage, trained
 from zbc.compiler.report.report import FreezeReport
 from zbc.compiler.sim.bounds import Bounds
-from zbc.ir import Kind, Op
+from zbc.ir import Op
 from zbc.job.spec import Job
+from zbc.ops import round_trip
 
 
 def freezes(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Ordered:
@@ -31,8 +32,9 @@ def _bounds(job: Job, found: Ordered) -> Bounds:
     """Lower bounds: as if weight gradients took no time, except for the work of the busiest rank."""
     placement, costs, m = found.program.placement, found.costs, job.schedule.microbatches
     least = bounds_of(job, placement, costs.with_ms(w=(0.0,) * placement.stages, bw=()))
+    whole = round_trip(split=False)[-1]
     columns = zip(*map(costs.column, ("f", "bw")), strict=True)
-    work = [m * (f + bw - costs.left_out(Op(Kind.BW, s), job.freeze.most)) for s, (f, bw) in enumerate(columns)]
+    work = [m * (f + bw - costs.left_out(Op(whole, s), job.freeze.most)) for s, (f, bw) in enumerate(columns)]
     busiest = max(sum(work[s] for s in placement.stages_of(rank)) for rank in range(placement.ranks))
     return replace(least, makespan=max(least.makespan, busiest), span=max(least.span, busiest))
 

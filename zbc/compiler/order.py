@@ -136,6 +136,7 @@ def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:
     for rank, step, op in program:
         if not (isinstance(op, Op) and isinstance(op.kind, Kind) and all(type(part) is int for part in op[1:])):
             text = f"schedule: plugin {name} has {op!r} in the order of rank {rank}, step {step}"
+            # Names a kind: so does a plugin.
             hint = "an entry is zbc.ir.Op(Kind.F, stage, microbatch), with whole numbers"
             raise ZbcError("E121", text, where=where, hint=hint)
 

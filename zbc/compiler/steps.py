@@ -16,8 +16,8 @@ from zbc.compiler.graph import build
 from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import SAME, Timeline, lengths, replay, run
-from zbc.ir import NEXT, Kind, Program, repeated
-from zbc.ops import Lane
+from zbc.ir import NEXT, Program, repeated
+from zbc.ops import MAKER, Lane
 
 SETTLES = 8  # steps until steady state, usually
 _TRIED = (8, 16, 32)  # numbers of steps without a flush to try, until they repeat
@@ -85,11 +85,6 @@ def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
             free = [_all_stepped(timeline, program, costs)] * len(free)
 
 
-def _behind_barrier(kind: Kind) -> bool:
-    """Whether it is the barrier, or an op after it."""
-    return kind.row.closes == "barrier" or kind is Kind.GATHER
-
-
 def _all_stepped(timeline: Timeline, program: Program, costs: Costs) -> float:
     """ms when all ranks have stepped, after the barrier."""
     ranks = range(timeline.ranks)
@@ -129,7 +124,8 @@ def either_way(complete: Context) -> tuple[float, float]:
     if program.resident:
         return with_barrier, with_barrier  # gathered weights need the barrier
     if not program.ahead:
-        open_end = [[op for op in ops if not _behind_barrier(op.kind)] for ops in program.ranks]
+        behind = {MAKER["weights"], *(kind for kind in program.kinds if kind.row.closes == "barrier")}
+        open_end = [[op for op in ops if op.kind not in behind] for ops in program.ranks]
         open_program = program.with_ranks(open_end, by="without-barrier")
         # The pass reads only the graph's compute ops and their messages, unless weights are gathered.
         context = Context(open_program, costs) if program.sharded else complete

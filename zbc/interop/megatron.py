@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.compiler.partition import megatron_layout
+from zbc.compiler.passes.fuse_backward import fuse
 from zbc.compiler.schedules import Request, find
 from zbc.interop.refused import Refused
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Placement, Program
 from zbc.plan.directory import Manifest
 
 
@@ -50,21 +51,7 @@ def _runs(program: Program, p: int, v: int) -> bool:
     """Whether the compute ops are in Megatron's order; a backward may be split into adjacent B and W."""
     request = Request(p, program.microbatches, v)
     expected = find("1f1b" if v == 1 else "interleaved-1f1b").make(request).ranks
-    return tuple(tuple(_fused(ops)) for ops in program.ranks) == expected
-
-
-def _fused(ops: tuple[Op, ...]) -> Iterator[Op]:
-    """The compute ops, with a B directly followed by its W as one BW."""
-    compute = [op for op in ops if op.kind.computes]
-    skip = False
-    for op, following in zip(compute, [*compute[1:], None], strict=True):
-        if skip:
-            skip = False
-        elif op.kind is Kind.B and following == op._replace(kind=Kind.W):
-            skip = True
-            yield op._replace(kind=Kind.BW)
-        else:
-            yield op
+    return tuple(tuple(fuse([op for op in ops if op.kind.computes])) for ops in program.ranks) == expected
 
 
 def _lines(program: Program, manifest: Manifest, model: dict[str, object]) -> Iterator[str]:

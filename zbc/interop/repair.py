@@ -24,7 +24,7 @@ from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
-from zbc.ops import At
+from zbc.ops import At, round_trip
 
 AHEAD = (0, 1, 2, 3, 5, 8, 13, 1_000_000)  # ops past the first
 LARGE = 5_000  # ops from which on only some of AHEAD are tried
@@ -87,11 +87,11 @@ def _without_repeats(program: Program) -> tuple[Ranks, tuple[Op, ...]]:
 
 def _missing(program: Program) -> Iterator[ZbcError]:
     """E414 for stages and microbatches without F, or without exactly one backward."""
-    ops = {op for rank in program.ranks for op in rank}
+    ops, ways = {op for rank in program.ranks for op in rank}, [{*round_trip(split=split)} for split in (True, False)]
     for stage in range(program.placement.stages):
         for mb in range(program.microbatches):
-            f, b, w, bw = (Op(kind, stage, mb) in ops for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
-            if not f or b is not w or b is bw:
+            done = {kind for way in ways for kind in way if Op(kind, stage, mb) in ops}
+            if done not in ways:
                 text = f"csv: stage {stage} does not run F and one backward of microbatch {mb}"
                 hint = "add or drop actions first: --suggest changes the order only"
                 yield ZbcError("E414", text, where=f"row {program.placement.rank_of(stage) + 1}", hint=hint)
@@ -138,14 +138,10 @@ def _known(program: Program) -> Iterator[Ranks]:
 def _as_in(ops: Sequence[Op], wanted: frozenset[Op]) -> Iterator[Op]:
     """`ops` with each backward split or fused as in `wanted`; a new W directly follows its B."""
     for op in ops:
-        fused = op._replace(kind=Kind.BW)
         if op in wanted:
             yield op
-        elif op.kind is Kind.BW:
-            yield op._replace(kind=Kind.B)
-            yield op._replace(kind=Kind.W)
-        elif op.kind is Kind.B and fused in wanted:
-            yield fused
+        elif op.kind.is_backward:
+            yield from (op._replace(kind=kind) for kind in round_trip(split=op.kind.makes_part)[1:])
 
 
 def _makers(kind: Kind, at: At | None) -> tuple[Kind, ...]:

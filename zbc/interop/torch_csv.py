@@ -28,6 +28,7 @@ from zbc.interop.refused import Refused
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.ops import UNIT_SCOPES
 
+# Names kinds: those that torch's format has letters for.
 LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(0|[1-9]\d*)([FIWB])(0|[1-9]\d*)")
@@ -252,16 +253,12 @@ def refuse(program: Program) -> None:
     empty = [str(rank) for rank, ops in enumerate(program.ranks) if not any(op.kind.computes for op in ops)]
     if empty:
         refused.add(f"every rank needs work, rank {', '.join(empty)} has none")
-    kinds = {op.kind for ops in program.ranks for op in ops}
-    missing = sorted(kind.value for kind in kinds - LETTERS.keys() if not _implied(kind))
+    # Torch adds messages, and ops that are not of units, by itself.
+    own = {kind for kind in program.kinds if not kind.is_transfer and kind.row.scope in UNIT_SCOPES}
+    missing = sorted(kind.value for kind in own - LETTERS.keys())
     if missing:
         refused.add(f"it has no action for {', '.join(missing)}")
     refused.raise_any()
-
-
-def _implied(kind: Kind) -> bool:
-    """Whether torch adds ops of this kind by itself."""
-    return kind.is_transfer or kind.row.scope not in UNIT_SCOPES
 
 
 def _row(ops: Sequence[Op]) -> Iterator[str]:

@@ -23,7 +23,8 @@ import io
 from collections.abc import Iterator
 
 from zbc.interop import torch_csv
-from zbc.ir import Kind, Op, Program, groups
+from zbc.ir import Op, Program, groups
+from zbc.ops import At
 
 DIALECTS = {"compute_comms": False, "compute_comms-2.15": True}  # whether the dialect has waits
 
@@ -42,17 +43,17 @@ def _row(ops: tuple[Op, ...], *, waits: bool) -> Iterator[str]:
     last = {op.stage: step for step, op in enumerate(ops) if op.kind.makes_part}
     ends = {step: stage for stage, step in last.items()}
     grouped = groups(ops)
-    sent: dict[tuple[Kind, int, int], str] = {}  # started sends without a wait so far
+    sent: dict[tuple[At | None, int, int], str] = {}  # started sends without a wait so far
     for step, op in enumerate(ops):
         if op.kind.is_mark:
             yield from torch_csv.paired(ops[step + 1], ops[step + 2])
         elif op.kind.is_transfer:
             yield f"{op.stage}{op.kind.value}{op.mb}"
             if waits and op.kind.is_send:
-                sent[op.kind, op.stage, op.mb] = f"{op.stage}WAIT_{op.kind.value}{op.mb}"
+                sent[op.kind.takes, op.stage, op.mb] = f"{op.stage}WAIT_{op.kind.value}{op.mb}"
         elif op.kind.computes and step not in grouped:
             yield torch_csv.action(op)
-        if op.kind.row.family == "input" and (wait := sent.pop((Kind.SEND_F, op.stage, op.mb), None)):
+        if op.kind.is_backward and (wait := sent.pop((At.SINKS, op.stage, op.mb), None)):
             yield wait
         if step in ends:
             yield f"{ends[step]}REDUCE_GRAD"

@@ -17,7 +17,7 @@ from typing import Any
 
 from zbc.interop import torch_csv
 from zbc.interop.refused import Refused
-from zbc.ir import Kind, Placement, Program
+from zbc.ir import Placement, Program
 from zbc.plan.directory import Manifest
 
 
@@ -133,7 +133,7 @@ def _python(
     for section, values in settings.items():
         yield from (f"    config.{section}.{key} = {text}" for key, text in _values(values, "    "))
     yield "    config.training.disable_cuda_graphs = True  # torchtitan refuses them with pipelining"
-    if any(op.kind is Kind.W for ops in program.ranks for op in ops):
+    if any(kind.splits for kind in program.kinds):
         yield "    # where B and W are apart, the final norm gets no gradient under torchtitan's chunked loss"
         yield '    config.loss = getattr(config.loss, "loss_fn", config.loss)'
     yield "    return config"

@@ -117,7 +117,7 @@ class Strip:
         """The all-reduces of a vocabulary-parallel output layer; ids are -1."""
         for timeline in self.steps:
             for collective in timeline.sums:
-                if collective.op.kind in (Kind.MEET, Kind.SUM):
+                if any(ref.what == "turn" for ref in collective.op.kind.row.writes):
                     yield DrawnOp(-1, collective.op, collective.start - self.begin, collective.end - self.begin)
 
     def sources(self) -> Iterator[int]:
@@ -171,14 +171,11 @@ class Signs(NamedTuple):
     other: str  # name of the second pipe
 
 
-_COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
-
-
 def signs(drawn: Sequence[Drawn]) -> Signs:
     placements = [plan.program.placement for plan in drawn]
-    kinds = {op.kind for plan in drawn for ops in plan.program.ranks for op in ops if op.kind.computes}
-    kinds |= {kind for plan in drawn for kind in plan.strip.collectives}
-    kinds |= {op.kind for plan in drawn for ops in plan.program.ranks for op in ops if op.kind in _COPIES}
+    kinds = {kind for plan in drawn for kind in plan.strip.collectives}
+    kinds |= {op.kind for plan in drawn for ops in plan.program.ranks for op in ops if op.kind.computes}
+    kinds |= {kind for plan in drawn for kind in plan.program.kinds & COPY if kind.row.look}
     stages = (pipe.count(rank) for placed in placements for pipe in placed.pipes for rank in range(placed.ranks))
     replicas = any(placed.replicas for placed in placements)
     second = "pipes through other replicas" if replicas else "pipe that runs upwards"

@@ -90,7 +90,8 @@ def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> t
     row = 22 if len(ranks) <= 8 else 16 if len(ranks) <= 24 else 11
     lines = [_text(MARGIN, y + 14, fitted(name, sheet.width - 2 * MARGIN, 15), "t")]
     y += 20
-    for part in _wrapped(verdict(one.strip.steps[0], bubbles=sheet.bubbles).split("; "), sheet.width - 2 * MARGIN):
+    said, width = verdict(one.strip.steps[0], bubbles=sheet.bubbles).split("; "), sheet.width - 2 * MARGIN
+    for part in wrap(said, int(width / (_CHARACTER * 11)), between="; "):
         lines.append(_text(MARGIN, y + 12, part, "n"))
         y += 15
     lines += [_text(MARGIN + LEFT - 8, y + 14, "rank", "n e"), _text(sheet.width - MARGIN, y + 14, "peak", "n e")]
@@ -312,10 +313,6 @@ def fitted(text: str, width: float, size: float) -> str:
     """The text, cut in the middle if it is wider than `width` px."""
     room = int(width / (_CHARACTER * size))
     return text if len(text) <= room else f"{text[: room // 2 - 2]} ... {text[-(room // 2 - 3) :]}"
-
-
-def _wrapped(parts: Sequence[str], width: float) -> list[str]:
-    return wrap(parts, int(width / (_CHARACTER * 11)), between="; ")
 
 
 def _text(x: float, y: float, text: str, style: str) -> str:

@@ -121,7 +121,7 @@ def _row(program: Program, grid: CellGrid, rank: int, first: int, stop: int, cel
     row, at = Text(), first
     chunks = chunks_of(program.placement, rank)
     blocks = grid.rows[rank]
-    for block in islice(blocks, max(0, bisect_right(blocks, first, key=_first_cell) - 1), None):
+    for block in islice(blocks, max(0, bisect_right(blocks, first, key=lambda block: block.first) - 1), None):
         if block.first >= stop:
             break
         begin, end = max(block.first, first), min(block.first + block.cells, stop)
@@ -160,10 +160,6 @@ def _style(op: Op) -> str:
     """The colours of an op; even and odd microbatches have different shades to separate neighbours."""
     appearance = look(op.kind)
     return f"{appearance.ink} on color({appearance.shades[op.mb % 2]})"
-
-
-def _first_cell(block: Block) -> int:
-    return block.first
 
 
 def _label(block: Block, odd: bool, room: int) -> str:

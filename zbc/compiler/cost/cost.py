@@ -297,7 +297,7 @@ class Costs:
         """ms of the weight gradients of a W or a BW without frozen layers."""
         stage, part = op.stage, self.part(op.mb, op.slice)
         w = self.of("w", stage, part)
-        if op.kind is Kind.W:
+        if not op.kind.is_backward:
             return w
         sums, waits = self.sums(op)
         return min(w, max(0.0, self.of("bw", stage, part) - waits - self.of("b", stage, part) + sums))
@@ -310,7 +310,7 @@ class Costs:
         """ms that a W or a BW saves with that share of its layers frozen, which count alike. Collectives that the W of
         a BW hid are not saved."""
         less = self.weight_ms(op) * share
-        if op.kind is Kind.W or not self.sums(op)[0]:
+        if not op.kind.is_backward or not self.sums(op)[0]:
             return less
         part = self.part(op.mb, op.slice)
         return min(less, max(0.0, self.of("bw", op.stage, part) - self.of("b", op.stage, part)))
@@ -434,9 +434,9 @@ class Costs:
 
         The first F of it makes one, its first B (of the last slice) the other; its last B frees both.
         """
-        if "kv" not in self.size or op.kind.row.family not in ("forward", "input"):
+        if "kv" not in self.size or not (op.kind.is_forward or op.kind.is_backward):
             return _NOTHING
-        size, forward = self._whole(self.size["kv"][op.stage]), op.kind.row.family == "forward"
+        size, forward = self._whole(self.size["kv"][op.stage]), op.kind.is_forward
         begins, ends = op.slice == (0 if forward else self.slices - 1), not forward and op.slice == 0
         buffers = begins - 2 * ends
         return Size(buffers * size.units, buffers * size.bytes)

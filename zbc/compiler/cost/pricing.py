@@ -290,7 +290,7 @@ def _times(
         return _with_shared_layers(_slowed(times, slow), job, placement, stages, table)
     fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
     host = profiled.host_ms(job.profile.host, placement)
-    f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("F", f), ("B", b), ("W", w), ("B", fused)))
+    f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("f", f), ("b", b), ("w", w), ("bw", fused)))
     times = {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
     return _with_shared_layers(_slowed(times, slow), job, placement, stages, table)
 

@@ -101,8 +101,9 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
 
 
 def host_ms(host: Host, placement: Placement) -> dict[str, tuple[float, ...]]:
-    """ms of host time that a rank adds to each F, B (or BW) and W of a stage, without its messages."""
-    return {kind: (us / 1e3,) * placement.stages for kind, us in (("F", host.f_us), ("B", host.b_us), ("W", host.w_us))}
+    """By column, ms of host time that a rank adds to each F, B, W and BW of a stage, without its messages."""
+    us = {"f": host.f_us, "b": host.b_us, "w": host.w_us, "bw": host.b_us}
+    return {column: (each / 1e3,) * placement.stages for column, each in us.items()}
 
 
 def messages(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[float, ...]:

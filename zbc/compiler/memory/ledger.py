@@ -230,6 +230,7 @@ class _RankLedger:
             begin, end = (effect.begin_first, effect.end_first) if first else (effect.begin, effect.end)
             if first or more:
                 end = (*end, Delta("gradients", 0.0, more))
+            # Names kinds: a row does not say how bytes move between gradients, messages and shares.
             if op[0] is Kind.GATHER or op[0] is Kind.FREE:
                 begin, end = self._weights(op, begin, end)
             elif self.coming and op[0] in self.readers:

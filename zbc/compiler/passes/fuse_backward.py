@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zbc.compiler.sim.context import Context
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Op, Program
+from zbc.ops import round_trip
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,15 @@ class FuseBackward:
     name: ClassVar[str] = "fuse-backward"
 
     def run(self, program: Program, context: Context) -> Program:
-        return program.with_ranks([_fuse(ops) for ops in program.ranks], by=self.name)
+        return program.with_ranks([fuse(ops) for ops in program.ranks], by=self.name)
 
 
-def _fuse(ops: Sequence[Op]) -> list[Op]:
-    fused: list[Op] = []
+def fuse(ops: Sequence[Op]) -> list[Op]:
+    """`ops` with each B directly followed by its W as one BW, except in groups."""
+    fused, rest, whole = list[Op](), round_trip(split=True)[-1], round_trip(split=False)[-1]
     for op in ops:
-        if op[0] is Kind.W and fused and fused[-1][0] is Kind.B and fused[-1][1:] == op[1:] and not _grouped(fused):
-            fused[-1] = op._replace(kind=Kind.BW)
+        if op[0] is rest and fused and fused[-1][0].splits and fused[-1][1:] == op[1:] and not _grouped(fused):
+            fused[-1] = op._replace(kind=whole)
         else:
             fused.append(op)
     return fused
@@ -39,4 +41,4 @@ def _fuse(ops: Sequence[Op]) -> list[Op]:
 
 def _grouped(ops: Sequence[Op]) -> bool:
     """Whether the last op is in a group."""
-    return any(op.kind is Kind.OVERLAP for op in ops[-3:-1])
+    return any(op.kind.is_mark for op in ops[-3:-1])

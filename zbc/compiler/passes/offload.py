@@ -22,7 +22,8 @@ from zbc.compiler.passes.offload_list import assemble
 from zbc.compiler.passes.offload_view import EPS, View
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Program
+from zbc.ir import Program
+from zbc.ops import Lane
 from zbc.text import at_least, short
 
 ROUNDS, BRIEF = 6, 2  # rounds of timing and choosing again
@@ -130,7 +131,7 @@ class Offload:
                 ]
                 trial = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
                 step = trial.step_ms(self.objective)
-                moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind is Kind.RELOAD)
+                moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind.row.lane is Lane.BACK)
                 if best is None or step < best[0] - EPS or (step < best[0] + EPS and moved < best[1] - EPS):
                     best = step, moved, trial.program
                 if step <= plain + EPS or step >= seen - EPS:

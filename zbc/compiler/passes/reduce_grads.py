@@ -133,7 +133,8 @@ def _last_gather(ops: Sequence[Op]) -> int:
 
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
     """The step after which a reduction can start: the last compute op of its gradients, or the SEND of its result."""
-    last = max((i for i, use in enumerate(ops) if _is_of(program, use, op)), default=-1)
+    owners = _closes(program, op)
+    last = max((i for i, use in enumerate(ops) if use.kind.computes and use.owner in owners), default=-1)
     return _behind(ops, groups(ops).get(last, last - 2) + 2)
 
 
@@ -142,11 +143,6 @@ def _behind(ops: Sequence[Op], last: int) -> int:
     while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):
         last += 1
     return last
-
-
-def _is_of(program: Program, op: Op, sum_: Op) -> bool:
-    """Whether a reduction comes after an op that computes."""
-    return op.kind.computes and op.owner in _closes(program, sum_)
 
 
 def _closes(program: Program, op: Op) -> tuple[int, ...]:

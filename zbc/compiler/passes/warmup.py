@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zbc.compiler.graph import Graph
-from zbc.ir import Kind
 
 
 def forwards(graph: Graph) -> list[int]:
@@ -29,7 +28,7 @@ def forwards(graph: Graph) -> list[int]:
 def leading(graph: Graph, rank: int) -> int:
     """The number of forwards, none overlapping a backward, at the start of a rank's ops."""
     nodes = graph.computing[rank]
-    return next((k for k, i in enumerate(nodes) if graph.ops[i].kind is not Kind.F or i in graph.group_of), len(nodes))
+    return next((k for k, i in enumerate(nodes) if not graph.ops[i].kind.is_forward or i in graph.group_of), len(nodes))
 
 
 def closed(graph: Graph, reach: Sequence[int]) -> list[int]:

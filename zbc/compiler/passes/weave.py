@@ -67,7 +67,7 @@ def _moved(context: Context, sums: int) -> Iterator[Orders]:
 
 def _laid_out(program: Program, costs: Costs, late: int, room: Sequence[int]) -> Iterator[Orders]:
     """Yields the building blocks of a V placement that fit the room, the best for few microbatches first."""
-    p, split = program.placement.ranks, any(op.kind is Kind.B for ops in program.ranks for op in ops)
+    p, split = program.placement.ranks, any(kind.splits for kind in program.kinds)
     if program.placement != Placement.vshape(p) or p < 2 or not split:
         return
     few = replace(program, microbatches=min(program.microbatches, p // program.slices + 2))
@@ -100,7 +100,7 @@ def widened(ops: Sequence[Op], behind: Sequence[int]) -> list[Op]:
     """F and backwards of a rank, with `behind[k]` forwards before the k-th backward; W ops are left out."""
     forwards = [op for op in ops if op.kind is Kind.F]
     listed, done = list[Op](), 0
-    for op, wanted in zip((op for op in ops if op.kind.row.family == "input"), behind, strict=True):
+    for op, wanted in zip((op for op in ops if op.kind.is_backward), behind, strict=True):
         listed += [*forwards[done:wanted], op]
         done = max(done, wanted)
     return listed + forwards[done:]
@@ -111,7 +111,7 @@ def by_time(timeline: Timeline, rank: int, more: float) -> list[int]:
     graph, begins = timeline.graph, list[float]()
     timed = [(timeline.start[i], graph.ops[i]) for i in timeline.ops(rank)]
     begins = [at for at, op in timed if op.kind is Kind.F]
-    return [bisect_left(begins, at + more - SAME) for at, op in timed if op.kind.row.family == "input"]
+    return [bisect_left(begins, at + more - SAME) for at, op in timed if op.kind.is_backward]
 
 
 def by_count(ops: Sequence[Op], more: int) -> list[int]:
@@ -119,7 +119,7 @@ def by_count(ops: Sequence[Op], more: int) -> list[int]:
     counts, seen, count = list[int](), 0, sum(op.kind is Kind.F for op in ops)
     for op in ops:
         seen += op.kind is Kind.F
-        if op.kind.row.family == "input":
+        if op.kind.is_backward:
             counts.append(min(count, seen + more))
     return counts
 
@@ -133,7 +133,7 @@ def by_stage(ops: Sequence[Op], more: int) -> list[int]:
     for op in ops:
         if op.kind is Kind.F:
             seen[op.stage] += 1
-        elif op.kind.row.family == "input":
+        elif op.kind.is_backward:
             counts.append(max(spots[min(len(spots), seen[s] + more) - 1] + 1 for s, spots in places.items()))
     return counts
 
@@ -334,7 +334,7 @@ class _Play:
                 have.add((closes[op.kind], unit))
             elif last and op.kind is Kind.F and op.stage == self.top:
                 have.add((Kind.SPREAD, unit))
-            elif first and op.kind.row.family == "input" and op.stage == 0:
+            elif first and op.kind.is_backward and op.stage == 0:
                 have.add((Kind.TAKE, unit))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbc.ir import Kind, Op, Program
-from zbc.ops import experts_of
+from zbc.ops import MAKER, experts_of
 
 
 def with_experts(ops: Sequence[Op], program: Program, *kinds: Kind) -> list[Op]:
@@ -15,6 +15,6 @@ def with_experts(ops: Sequence[Op], program: Program, *kinds: Kind) -> list[Op]:
     listed: list[Op] = []
     for op in ops:
         own = op._replace(stage=experts_of(op.stage))
-        deals = op.kind in kinds and op.stage >= 0 and program.shared(Op(Kind.GATHER, own.stage))
+        deals = op.kind in kinds and op.stage >= 0 and program.shared(Op(MAKER["weights"], own.stage))
         listed += [op, own] if deals else [op]
     return listed

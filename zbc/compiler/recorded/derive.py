@@ -38,6 +38,7 @@ from zbc.job.profile import (
 )
 from zbc.job.spec import Job
 from zbc.job.tokens import shares_of
+from zbc.ops import round_trip
 from zbc.plan.directory import Manifest
 from zbc.trace.recording import Trace
 
@@ -106,6 +107,7 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
 
 def _words(job: Job, times: Times) -> WordTimes | None:
     """Times of vocabulary ops, if ranks share the vocabulary; for the other number of sums by operation counts."""
+    # Names kinds: each column of a profile is solved from other columns, in a way of its own.
     if not job.vocabulary:
         return None
     s, t, i, e = (
@@ -241,9 +243,9 @@ class _Work:
 
     def _totals(self, op: Kind) -> list[float | None]:
         """ms of the layers of each stage in an op; None if it did not run."""
-        added, moved = self._host(), 0.0 if op is Kind.W else self._host().transfer_us / 1e3
+        added, moved = self._host(), 0.0 if op.takes is None else self._host().transfer_us / 1e3
         around = profiled.messages(self.placement, lambda pipe, edge: moved)
-        host = tuple(map(add, profiled.host_ms(added, self.placement)[{"BW": "B"}.get(op.value, op.value)], around))
+        host = tuple(map(add, profiled.host_ms(added, self.placement)[op.row.cost], around))
         totals: list[float | None] = []
         for stage, counts in enumerate(self.counts):
             samples = self.times.cost.get((op, stage))
@@ -251,7 +253,7 @@ class _Work:
                 totals.append(None)
                 continue
             again = 0.0  # the time that recompute adds to a backward
-            if op in (Kind.B, Kind.BW) and self.job.memory.recomputes(stage):
+            if op.is_backward and self.job.memory.recomputes(stage):
                 for kind, count in counts.items():
                     base = self._known(kind)
                     again += count * (self._f[kind] if base is None or base.again is None else base.again.ms)
@@ -263,12 +265,11 @@ class _Work:
         """The time of a microbatch with whole rows over that of the median one, as assumed before."""
         if not self.job.tokens:
             return 1.0
-        names = {Kind.F: "f", Kind.B: "b", Kind.W: "w", Kind.BW: "bw"}[op]
         mine, row, each = [self.table[i] for i in self.stages[stage]], self.job.row_tokens, list[float]()
         for tokens in (*self.job.tokens, row):
             shares = shares_of(self.job, tokens)
             parts = [estimate.part_of(layer, None, shares, tokens / row) for layer in mine]
-            each.append(sum(getattr(part, name) for part in parts for name in names))
+            each.append(sum(getattr(part, name) for part in parts for name in op.row.cost))  # of "bw": both
         return _ratio(each[-1], statistics.median(each[:-1]))
 
     def _known(self, kind: str) -> LayerProfile | None:
@@ -286,7 +287,7 @@ class _Work:
     def _spread(self, kind: str) -> dict[Kind, float]:
         """The widest spread of each op among the stages that hold a kind."""
         widest = {}
-        for op in (Kind.F, Kind.B, Kind.W, Kind.BW):
+        for op in (*round_trip(split=True), *round_trip(split=False)):
             columns = [self.times.cost.get((op, s), []) for s, held in enumerate(self.counts) if kind in held]
             widest[op] = max((spread(column) for column in columns), default=0.0)
         return widest

@@ -35,7 +35,7 @@ def compared(steps: Sequence[RecordedStep], costs: Costs) -> Iterator[SliceCompa
     whole = len(steps) * program.microbatches * (len(steps[0].ranks) // program.placement.ranks)
     meant, took = ([[0.0, 0.0] for _ in range(program.slices)] for _ in range(2))
     for (kind, stage, j), values in samples.items():
-        share, side = len(values) / whole, int(kind is not Kind.F)  # a backward may be fused or split
+        share, side = len(values) / whole, int(not kind.is_forward)  # a backward may be fused or split
         meant[j][side] += share * costs.of(kind.row.cost, stage, j)
         took[j][side] += share * median_ms(values)
     for j in range(program.slices):

@@ -18,7 +18,7 @@ from typing import TypeVar
 from zbc.compiler.cost.cost import Costs, PerStage
 from zbc.compiler.recorded.view import Arrival, RecordedStep
 from zbc.ir import NEXT, WHOLE, Kind, Op, groups
-from zbc.ops import Lane
+from zbc.ops import Lane, round_trip
 from zbc.trace.recording import Cause
 
 _MS = 1e6
@@ -134,7 +134,7 @@ def median_ms(samples: Sequence[int]) -> float:
 
 def measured(costs: Costs, times: Times) -> Costs:
     """`costs` with the measured times in place of the predicted ones, if measured; bytes stay."""
-    b, w, bw = (_medians(times.cost, kind, costs) for kind in (Kind.B, Kind.W, Kind.BW))
+    _, b, w, _, bw = (_medians(times.cost, kind, costs) for way in (True, False) for kind in round_trip(split=way))
     links = tuple(
         {edge: _as_long(ms, times.lags.get((pipe, edge[0]))) for edge, ms in links.items()}
         for pipe, links in enumerate(costs.links)

@@ -18,10 +18,10 @@ from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.copies import Copying, copied
 from zbc.compiler.sim.shared import sums_of
 from zbc.compiler.sim.simulate import Timeline, run, steady_state
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Op, Program, forward
 from zbc.job.sections import Memory
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
-from zbc.ops import TIED
+from zbc.ops import MAKER, TIED
 
 FORMAT = "zbc-report"
 MET = 5e-7  # relative excess over its bound with which a step meets it
@@ -413,7 +413,7 @@ def build(
 
 def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
     f, b, w = (sum(costs.of(name, s, j) for s in range(costs.stages)) for name in ("f", "b", "w"))
-    first = [Op(Kind.F, s, slice=j) for s in range(costs.stages)]
+    first = [forward(s, part=j) for s in range(costs.stages)]
     kept = sum(costs.held_bytes(op) - costs.held_kv(op).bytes for op in first)
     return SliceReport(begin, end - begin, f, b, w, round(kept))
 
@@ -428,7 +428,7 @@ def _without_copies(data: dict[str, Any]) -> None:
 
 def _gathers(costs: Costs, timeline: Timeline) -> GatherReport | None:
     """Gathers of weights, and their exposed time; None if there are none."""
-    gathers = [gather for gather in timeline.sums if gather.op.kind is Kind.GATHER]
+    gathers = [gather for gather in timeline.sums if gather.op.kind is MAKER["weights"]]
     if not gathers:
         return None
     ms = [[gather.end - gather.start for gather in gathers if rank in gather.ranks] for rank in range(timeline.ranks)]
@@ -443,11 +443,11 @@ def _inside(costs: Costs, timeline: Timeline) -> SumsReport | None:
 
 def _copies(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | None:
     """Time of offload copies and the part that ranks wait for; None if there are none."""
-    moved = sum(op.kind is Kind.OFFLOAD for ops in program.ranks for op in ops)
+    moved = sum(op.kind is MAKER["host"] for ops in program.ranks for op in ops)
     if not moved:
         return None
     whole = Copying(*map(sum, zip(*copied(timeline), strict=True)))
-    forwards = sum(op.kind is Kind.F for ops in program.ranks for op in ops)
+    forwards = sum(op.kind.is_forward for ops in program.ranks for op in ops)
     return CopyReport(moved / forwards, *whole, whole.hidden, share_of(costs, program.placement))
 
 
@@ -502,7 +502,7 @@ def _rank(
         buffer_bytes=round(memory.buffers),
         logit_bytes=round(memory.logits),
         sent_bytes=round(sum(count * _message(program, costs, Op(*op)) for op, count in sends.items())),
-        summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].sums or op[0] is Kind.SCATTER)),
+        summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].row.cost == "reduce")),
         kv_bytes=round(memory.kv),
         messages_ms=sum(
             costs.of("messages", op.stage, costs.part(op.mb, 0)) for op in ops if op.kind.row.cost in ("f", "b", "bw")

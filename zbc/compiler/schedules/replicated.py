@@ -16,7 +16,8 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.request import Request, ScheduleCard
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.sim.context import Context
-from zbc.ir import Kind, Op, Placement, Program, nth
+from zbc.ir import Op, Placement, Program, nth
+from zbc.ops import round_trip
 
 NAME = "replicated-1f1b"
 _FAR = 16  # ops to look ahead while the next one's input has not arrived
@@ -82,15 +83,11 @@ def _plain(placement: Placement, replicas: Sequence[int], request: Request) -> P
         for replica in range(count):
             batches = range(replica, m, count)
             forwards, backwards = (
-                [op._replace(mb=batches[op.mb], pipe=batches[op.mb] % pipes) for op in _units(kind, s, len(batches), k)]
-                for kind in (Kind.F, Kind.BW)
+                [op._replace(mb=batches[op.mb], pipe=batches[op.mb] % pipes) for op in made]
+                for made in ([nth(kind, s, n, k) for n in range(len(batches) * k)] for kind in round_trip(split=False))
             )
             ops = forwards[:warmup]
             for turn, backward in enumerate(backwards):
                 ops += [*forwards[warmup + turn : warmup + turn + 1], backward]
             ranks.append(tuple(ops))
     return Program(placement, m, tuple(ranks), (NAME,), k)
-
-
-def _units(kind: Kind, stage: int, microbatches: int, slices: int) -> list[Op]:
-    return [nth(kind, stage, n, slices) for n in range(microbatches * slices)]

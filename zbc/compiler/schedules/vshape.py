@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from zbc.compiler.schedules.request import Request
 from zbc.ir import Kind, Op, Placement, Program
+from zbc.ops import round_trip
 
 
 class _VshapeRank:
@@ -49,8 +50,7 @@ def zb_v(request: Request) -> Program:
 
 def _rank_ops(r: int, p: int, m: int) -> list[Op]:
     rank = _VshapeRank(r, p)
-    f, b, w = (Kind.F, 0), (Kind.B, 0), (Kind.W, 0)
-    up_f, up_b, up_w = (Kind.F, 1), (Kind.B, 1), (Kind.W, 1)
+    (f, b, w), (up_f, up_b, up_w) = ([(kind, pipe) for kind in round_trip(split=True)] for pipe in (0, 1))
     rank.run(f, times=2 * (p - r) - 1)
     rank.run(up_f, f, times=r)
     rank.run(up_f, up_b, up_w, times=p - r)

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.table import Rows, SearchRow
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Op, Program
 
 EPS = 1e-9
 ROOM = 1e-6  # slack of memory comparisons, in activation units
@@ -137,17 +137,11 @@ class _Run:
 
 def _rows(program: Program, costs: Costs) -> Rows:
     """A row for each family, pipe and stage, with as many units as microbatches. A BW counts as a B."""
-    placement = program.placement
-    kinds = {op.kind for ops in program.ranks for op in ops}
-    chosen = [min(kind for kind in kinds if kind.row.family == family) for family in FAMILIES if _has(kinds, family)]
+    placement, found = program.placement, {kind.row.family: kind for kind in sorted(program.kinds, reverse=True)}
     rows = [
         SearchRow(kind, s, pipe, placement.rank_of(s, pipe), program.microbatches, 0.0, 0.0)
-        for kind in chosen
+        for kind in (found[family] for family in FAMILIES if family in found)
         for pipe in range(len(placement.pipes))
         for s in range(placement.stages)
     ]
     return Rows(placement, rows, lambda a, b, pipe: costs.lag(pipe, a, b))
-
-
-def _has(kinds: set[Kind], family: str) -> bool:
-    return any(kind.row.family == family for kind in kinds)

@@ -7,9 +7,8 @@ numbers come from `following`, so that compiled and plain runs draw the same.
 from __future__ import annotations
 
 from zbc.compiler.search.listing import EPS, ROOM
-from zbc.compiler.search.table import Links, Numbers, Table
+from zbc.compiler.search.table import Numbers, Table
 
-Walls = tuple[Numbers, Numbers, Links, Links]  # `Fences`, in the form that Python unpacks fastest
 REACH = 12  # places a move spans at most
 
 

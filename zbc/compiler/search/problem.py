@@ -11,9 +11,10 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.listing import Seats
 from zbc.compiler.search.table import Lag, Rows, SearchRow
 from zbc.ir import Kind, Placement, Program, nth
+from zbc.ops import round_trip
 
 UNLIMITED = 1e15
-KINDS = (Kind.F, Kind.B, Kind.W)
+KINDS = round_trip(split=True)
 Exact = tuple[tuple[float, ...], tuple[float, ...]]  # ms and change of the units held, slice by slice
 
 

@@ -15,7 +15,7 @@ from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.search.problem import KINDS
 from zbc.compiler.search.table import Lag, Rows, SearchRow
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Op, Program
 
 FIRST_MOVES, GROWTH = 600.0, 1.5
 HEATS = (0.03, 0.03, 0.15)  # in mean op times, in turn
@@ -84,7 +84,7 @@ class _Numbered:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.like = program
         pipes, stages = range(len(program.placement.pipes)), range(program.placement.stages)
-        home = {op.mb: op.pipe for ops in program.ranks for op in ops if op.kind is Kind.F and op.stage == 0}
+        home = {op.mb: op.pipe for ops in program.ranks for op in ops if op.kind.is_forward and op.stage == 0}
         dealt = [[mb for mb in sorted(home) if home[mb] == pipe] for pipe in pipes]
         whose = [(kind, pipe, s) for kind in KINDS for pipe in pipes for s in stages]
         self.rows = Rows(

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Op, Placement, Program
+from zbc.ops import round_trip
 
 Start = tuple[int, int]  # the slot at which a microbatch begins, and its pipe
 
@@ -53,9 +54,6 @@ def program(placement: Placement, starts: Iterable[Start], name: str, *, split: 
         count += 1
         for s in range(stages):
             listed, back = slots[placement.rank_of(s, pipe)], start + 2 * stages - 1 - s
-            listed.append((start + s, 0, Op(Kind.F, s, i, pipe)))
-            if split:
-                listed += [(back, 1, Op(Kind.B, s, i, pipe)), (back, 2, Op(Kind.W, s, i, pipe))]
-            else:
-                listed.append((back, 1, Op(Kind.BW, s, i, pipe)))
+            ops = enumerate(Op(kind, s, i, pipe) for kind in round_trip(split=split))
+            listed += [(back if k else start + s, k, op) for k, op in ops]
     return Program(placement, count, tuple(tuple(op for *_, op in sorted(listed)) for listed in slots), (name,))

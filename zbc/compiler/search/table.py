@@ -147,7 +147,7 @@ class Rows:
         for ref in row.kind.row.reads:
             maker = self._makers.get(ref) if ref.at is At.OWN else None
             if maker is not None:
-                across = self.slices > 1 and (maker is Kind.F) != (row.kind is Kind.F)
+                across = self.slices > 1 and maker.is_forward != row.kind.is_forward
                 yield _Link(self.number[maker, row.stage, row.pipe], turned=across)
 
     def _awaited(self, k: int) -> Iterator[_Link]:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
-from zbc.ir import COPY, Key, Kind
+from zbc.ir import COPY, Key
+from zbc.ops import Lane
 
 
 class Copying(NamedTuple):
@@ -29,19 +30,19 @@ def copied(timeline: Timeline) -> list[Copying]:
     waiting = _waiting(graph) if events else {}
     for event, start in events.items():
         op, mine = graph.ops[start], found[graph.rank(start)]
-        i = waiting[op.kind, graph.rank(start), op.key]
-        others = [timeline.end[x] for x in graph.arrivals(i)] if op.kind is Kind.RELOAD else []
+        i = waiting[op.kind.row.lane, graph.rank(start), op.key]
+        others = [timeline.end[x] for x in graph.arrivals(i)] if op.kind.row.lane is Lane.BACK else []
         mine[0] += timeline.end[event] - timeline.start[event]
         mine[1] += max(0.0, timeline.end[event] - max([timeline.end[graph.before[i]], *others]))
     return [Copying(*pair) for pair in found]
 
 
-def _waiting(graph: Graph) -> dict[tuple[Kind, int, Key], int]:
+def _waiting(graph: Graph) -> dict[tuple[Lane, int, Key], int]:
     """The op that waits for each copy of a rank: RELEASE for an OFFLOAD, the backward for a RELOAD."""
-    found = dict[tuple[Kind, int, Key], int]()
+    found = dict[tuple[Lane, int, Key], int]()
     for i, op in enumerate(graph.ops):
-        if op.kind is Kind.RELEASE:
-            found[Kind.OFFLOAD, graph.rank(i), op.key] = i
-        elif op.kind.row.family == "input":
-            found[Kind.RELOAD, graph.rank(i), op.key] = i
+        if op.kind in COPY and op.kind.row.lane is Lane.COMPUTE:
+            found[Lane.OUT, graph.rank(i), op.key] = i
+        elif op.kind.is_backward:
+            found[Lane.BACK, graph.rank(i), op.key] = i
     return found

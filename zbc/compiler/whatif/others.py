@@ -17,7 +17,6 @@ from zbc.compiler.schedules import AUTO, SCHEDULES, ScheduleCard
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
 from zbc.host.until import Until
-from zbc.ir import Kind
 from zbc.job.spec import Job
 
 BASELINE = "1f1b"
@@ -69,9 +68,8 @@ def kept(compiled: Compiled, until: Until | None = None) -> Other | None:
     """The same schedule without recompute, if clearly faster with hardly more memory: with recompute B runs a forward
     again, and leaves F's activations for a later W anyway. None if not so, or not known at once."""
     job, schedule = compiled.job, compiled.job.schedule
-    apart = {op.stage for ops in compiled.program.ranks for op in ops if op.kind is Kind.B}
     again = {stage.stage for stage in compiled.report.cut.stages if stage.recompute}
-    if not apart & again or schedule.plugin is not None or schedule.file is not None:
+    if not compiled.program.split & again or schedule.plugin is not None or schedule.file is not None:
         return None
     if until is not None and until.over(compiled.report.compile_seconds):
         return None

@@ -20,7 +20,7 @@ from zbc.compiler.schedules.replicated import placement_of
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError, raise_all
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Op, Program, forward
 from zbc.job import toml
 from zbc.job.extent import OPS
 from zbc.job.section import Count, Ms, Section
@@ -82,6 +82,6 @@ def _timeline(pipeline: Pipeline) -> Timeline:
     pipes, ranks = len(placement.pipes), list[tuple[Op, ...]]()
     for s, count in enumerate(counts):
         for replica in range(count):
-            ranks.append(tuple(Op(Kind.F, s, i, i % pipes) for i in range(replica, pipeline.tokens, count)))
+            ranks.append(tuple(forward(s, i, i % pipes) for i in range(replica, pipeline.tokens, count)))
     costs = Costs.uniform(placement).with_ms(f=tuple(stage.ms for stage in pipeline.stages))
     return Context(Program(placement, pipeline.tokens, tuple(ranks), ("pipeline",)), costs).timeline

@@ -15,7 +15,7 @@ from zbc.compiler.partition.setup import start_of
 from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError
 from zbc.host.until import Until
-from zbc.ir import Kind, Op, Placement
+from zbc.ir import Placement, forward
 from zbc.job.spec import Job, parse_limit
 
 SAME = 1e-9
@@ -149,7 +149,7 @@ def _full(compiled: Compiled) -> bool:
     room = job.room
     stages = range(costs.stages)
     kept, kept_bytes = (
-        [min(hold(Op(Kind.F, s, slice=j)) for j in range(costs.slices)) for s in stages]
+        [min(hold(forward(s, part=j)) for j in range(costs.slices)) for s in stages]
         for hold in (costs.held, costs.held_bytes)
     )
     for rank, held in enumerate(compiled.memory):
