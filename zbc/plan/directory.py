@@ -25,7 +25,7 @@ from typing import Any
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.ir import TRAITS, Kind, Op, Program
-from zbc.ops import EXPERTS, WORDS
+from zbc.ops import EXPERTS, MAKER, WORDS
 from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
@@ -92,16 +92,20 @@ def meeting(manifest: Manifest, op: Op, rank: int) -> tuple[int, ...]:
     run, seat = manifest.topology, manifest.topology.of(rank)
     together = program.together // program.cp  # neighbouring replicas
     ranks = run.ranks((seat.pp,) if program.apart(op) else program.members(op), seat.at)
-    if op.kind is Kind.AVERAGE:
-        return _alike(manifest, ranks, rank)
     ranks = tuple(other for other in ranks if run.of(other).dp // together == seat.dp // together)
     return _alike(manifest, ranks, rank) if op.stage <= EXPERTS else ranks
+
+
+def averaging(manifest: Manifest, rank: int) -> tuple[int, ...]:
+    """The ranks of a run that average weights with `rank`."""
+    seat = manifest.topology.of(rank)
+    return _alike(manifest, manifest.topology.ranks((seat.pp,), seat.at), rank)
 
 
 def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
     """The ranks of a run with the same weights of an owner as `rank`, once averaged weights are made equal."""
     program = program_of(manifest, ((),) * manifest.ranks)
-    run, seat, op = manifest.topology, manifest.topology.of(rank), Op(Kind.REDUCE, owner)
+    run, seat, op = manifest.topology, manifest.topology.of(rank), Op(MAKER["total"], owner)
     at = seat.at if owner == WORDS else ()  # other parts of layers are put together, or taken from the first rank
     ranks = run.ranks((seat.pp,) if program.apart(op) else program.members(op), at)
     return _alike(manifest, ranks, rank) if owner <= EXPERTS else ranks
@@ -178,7 +182,7 @@ def assemble(
 
 def _capabilities(program: Program) -> list[str]:
     """The kinds of ops and the features that a runtime must support to run it."""
-    kinds = sorted({str(op[0]) for ops in program.ranks for op in ops})
+    kinds = sorted(map(str, program.kinds))
     return kinds + [SLICES] * (program.slices > 1) + [FROZEN] * program.freezes + [STEPS] * program.flushless
 
 

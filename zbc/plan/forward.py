@@ -5,7 +5,7 @@ The runtime runs it, `zbc plan` and `zbc check` prove it.
 
 from __future__ import annotations
 
-from zbc.ir import Kind, Message, Op, Placement, Program, nth
+from zbc.ir import Kind, Message, Op, Placement, Program, forward
 
 
 def forward_only(placement: Placement, microbatches: int, slices: int = 1, *, shared: bool = False) -> Program:
@@ -29,7 +29,7 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1, *, sh
     ranks: list[list[Op]] = []
     for rank in range(placement.ranks):
         here = [(wave, -back, unit) for wave, back, unit in waves if placement.rank_of(-back) == rank]
-        forwards = [(wave, nth(Kind.F, stage, unit, slices)) for wave, stage, unit in here]
+        forwards = [(wave, forward(stage, unit // slices, 0, unit % slices)) for wave, stage, unit in here]
         posts = [[placement.recv(Message(*edge, op.mb, 0, op.slice)) for edge in into[op.stage]] for _, op in forwards]
         now, *later = *posts, list[Op]()
         blocks: list[tuple[float, list[Op]]] = [(-1.0, list(now))]
@@ -47,6 +47,7 @@ def forward_of(program: Program) -> Program:
     return forward_only(program.placement, program.microbatches, program.slices, shared=bool(program.vocabulary))
 
 
+# Names kinds: a row says what an op needs, not that only a backward uses what it makes.
 SHARED = (Kind.I, Kind.GIVE, Kind.SPREAD, Kind.S, Kind.MEET)  # ops of each rank for each unit, in this order
 
 

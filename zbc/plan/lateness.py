@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbc.ir import NEXT, Kind, Op
+from zbc.ir import NEXT, Op
 
 _STEPS = 3  # from the second step on, all forwards have run in the cycle
 
@@ -15,9 +15,9 @@ def lateness(ops: Sequence[Op]) -> dict[int, int]:
     for step in range(-1, _STEPS):
         for op in ops:
             batch = step + (op.mb >= NEXT)
-            if op.kind is Kind.STEP:
+            if op.kind.steps:
                 made[op.stage] = made.get(op.stage, 0) + (step >= 0)
-            elif op.kind is Kind.F and batch >= 0:
+            elif op.kind.is_forward and batch >= 0:
                 read[op.stage, batch * NEXT + op.mb % NEXT] = made.get(op.stage, 0)
             elif op.kind.makes_part and batch >= 0:
                 since = made.get(op.stage, 0) - read[op.stage, batch * NEXT + op.mb % NEXT]

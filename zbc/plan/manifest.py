@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zbc.ir import TRAITS, Op, Placement
+from zbc.ir import TRAITS, Kind, Op, Placement
 from zbc.topology import Topology, inner_of
 
 FORMAT = "zbc-plan"
@@ -23,6 +23,7 @@ OPTIONAL = frozenset(
 )
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 STEPS = "steps"  # capability: ops of the next step
+_AHEAD = frozenset(kind.value for kind in Kind if kind.row.closes == "ahead")
 FROZEN = "frozen"  # capability: ops in which some layers get no weight gradients
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -121,6 +122,11 @@ class Manifest(_Strict):
         """All fields but the sha256, as plain data of a file."""
         plain = {name for name in OPTIONAL if getattr(self, name) == type(self).model_fields[name].default}
         return self.model_dump(mode="json", exclude={"sha256", *plain})
+
+    @property
+    def ahead(self) -> bool:
+        """Whether its steps close without a barrier."""
+        return not _AHEAD.isdisjoint(self.capabilities)
 
     @property
     def traits(self) -> dict[str, Any]:

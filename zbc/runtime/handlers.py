@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zbc.ir import Kind, Op
-from zbc.runtime.core.ops import OPS, forward
+from zbc.runtime.core.ops import backward, backward_weight, forward, optimizer_step, receive, reduce, send, validate
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.added import with_added
 from zbc.runtime.features.ahead import AHEAD
@@ -16,8 +16,17 @@ from zbc.runtime.features.units import overlap
 from zbc.runtime.features.vocabulary_ops import VOCABULARY
 
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
-    **OPS,
     Kind.F: with_added(forward),
+    Kind.B: backward,
+    Kind.W: backward_weight,
+    Kind.BW: backward,
+    Kind.SEND_F: send,
+    Kind.RECV_F: receive,
+    Kind.SEND_B: send,
+    Kind.RECV_B: receive,
+    Kind.REDUCE: reduce,
+    Kind.VALIDATE: validate,
+    Kind.STEP: optimizer_step,
     Kind.OVERLAP: overlap,
     Kind.AVERAGE: average,
     **AHEAD,

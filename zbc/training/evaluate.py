@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind
 from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
 from zbc.runtime.core.progress import EvaluationResult
@@ -91,8 +90,9 @@ def forward_run(worker: Worker, kind: type[_Run], batches: BatchSource | None) -
     shared = worker.features.find(Vocabulary) is not None
     program = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
     plan = RankPlan(worker.plan.rank, program.ranks[worker.plan.rank], manifest)
-    handlers = HANDLERS if manifest.balance is None else {**HANDLERS, Kind.F: in_rows(HANDLERS[Kind.F])}
-    script = [(handlers[op.kind], op, worker.placement.text(op)) for op in plan.ops]
+    wraps = manifest.balance is not None
+    handlers = [in_rows(HANDLERS[op.kind]) if wraps and op.kind.is_forward else HANDLERS[op.kind] for op in plan.ops]
+    script = [(handler, op, worker.placement.text(op)) for handler, op in zip(handlers, plan.ops, strict=True)]
     first, layout = worker.replica * manifest.microbatches, worker.phase_runs[-1].layout
     run = kind(plan, layout, script, trains=False, batches=batches, first=first)
     worker.prepare(run)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zbc.ir import Kind, Message, Op
+from zbc.ir import Message, Op
 from zbc.job.userobject import IN_A_RANK
-from zbc.ops import Lane
+from zbc.ops import At, Lane
 from zbc.plan.directory import judges
 from zbc.runtime.core import exhausted
 from zbc.runtime.core.answers import squares
@@ -86,9 +86,9 @@ def _compute(worker: Worker, stage: Stage, losses: dict[int, Tensor | float]) ->
     if _counts(stage):
         return
     ops = [op for run in worker.phase_runs for op in run.plan.ops if op.stage == stage.index]
-    kinds = dict.fromkeys(op.kind for op in ops if op.kind in (Kind.B, Kind.BW))
+    kinds = dict.fromkeys(op.kind for op in ops if op.kind.is_backward)
     for kind in (*kinds, *kinds):
-        found = _through(worker, stage, split=kind is Kind.B)
+        found = _through(worker, stage, split=kind.splits)
         if found is not None:
             losses[0] = found
 
@@ -212,7 +212,7 @@ def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
     for _, optimizer in sorted(worker.features.of(Gathers).stages.items()):
         worker.features.of(Gathers).start(worker, optimizer)
         worker.features.of(Gathers).finish(worker)
-    ends = [op.mb for op in worker.plan.ops if op.kind is Kind.F and not worker.placement.sinks(op.stage)]
+    ends = [op.mb for op in worker.plan.ops if op.kind.is_forward and not worker.placement.sinks(op.stage)]
     numbers = {worker.number(mb): losses.get(0, 0.0) for mb in ends}  # in their order: places are constants
     vector = worker.vector(squares(worker), numbers, 0.0, 0)
     worker.all_reduce(vector, worker.everyone)
@@ -261,7 +261,7 @@ def _messages(worker: Worker, *, sends: bool) -> dict[int, tuple[Message, Tensor
 
 def _tensor(worker: Worker, op: Op) -> Tensor:
     stage = worker.stages[op.stage]
-    as_output = op.kind in (Kind.SEND_F, Kind.RECV_B)
+    as_output = At.SINKS in (op.kind.takes, op.kind.gives)
     several = stage.inputs and not as_output
     return (stage.empty_grad() if as_output else stage.empty_from(op.other) if several else stage.empty_input()).zero_()
 

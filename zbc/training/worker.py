@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from zbc.ir import Kind
 from zbc.ops import WORDS
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
@@ -102,7 +101,7 @@ def build_worker(
     if settings.train.eval_every:
         worker.evaluation = build_evaluation(worker, site, counts)
     for run in worker.phase_runs:
-        if any(op.kind is Kind.REDO for op in run.plan.ops):
+        if any(op.kind.row.closes == "ahead" for op in run.plan.ops):
             run.ending = Ahead.of(worker, run)
     braid(worker)
     return worker

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
+from zbc.ir import Op
 from zbc.runtime.core.answers import squares
 from zbc.runtime.core.optimizer import set_rate
 from zbc.runtime.core.route import Left
@@ -73,7 +72,7 @@ def backward(worker: Worker, op: Op) -> None:
 
 def _walk(worker: Worker, op: Op, left: Left, grad: Tensor | None) -> None:
     """Runs the backward of the graph. With B the weight gradients of split layers stay in the slot, for W."""
-    slot, halved = left.slot, op.kind is Kind.B
+    slot, halved = left.slot, op.kind.splits
     if slot is None:
         if halved:
             raise ZbcError("E703", f"run: {op} comes apart from its W, its F was told otherwise")
@@ -160,18 +159,3 @@ def optimizer_step(worker: Worker, op: Op) -> None:
     optimizer.stepped(worker.transport, skipped=verdict.skipped)
     for feature in worker.features:
         feature.steps(worker, op)
-
-
-OPS: dict[Kind, Callable[[Worker, Op], None]] = {
-    Kind.F: forward,
-    Kind.B: backward,
-    Kind.W: backward_weight,
-    Kind.BW: backward,
-    Kind.SEND_F: send,
-    Kind.RECV_F: receive,
-    Kind.SEND_B: send,
-    Kind.RECV_B: receive,
-    Kind.REDUCE: reduce,
-    Kind.VALIDATE: validate,
-    Kind.STEP: optimizer_step,
-}

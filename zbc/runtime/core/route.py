@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Key, Kind, Message, Op
+from zbc.ir import Key, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.ops import At, Scope
 from zbc.runtime.core.bundle import shown, taken_apart
@@ -280,8 +280,9 @@ def route_of(worker: Worker, run: PhaseRun, op: Op, length: Length | None = None
         if peer is None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
         message = placement.message(op)
-        buffer = stage.empty_grad if kind is Kind.RECV_B else stage.empty_input if kind is Kind.RECV_F else None
-        if kind is Kind.RECV_F and stage.inputs and message is not None:
+        into = kind.gives is At.SOURCES
+        buffer = None if kind.is_send else stage.empty_input if into else stage.empty_grad
+        if into and stage.inputs and message is not None:
             buffer = functools.partial(stage.empty_from, message.source)
         return Route(key, stage, message, worker.seat(peer), buffer=buffer)
     if not kind.computes:
@@ -303,10 +304,9 @@ def _source(worker: Worker, op: Op, stage: Stage) -> Source | None:
     if not others:
         found = next((source for feature in worker.features if (source := feature.source(op))), None)
         return found or (Data(stage) if forward else None)
-    name = str(Op(Kind.F, *op.key)).removeprefix("F ")
-    missing = f"F {name}: the stage before has not handed over its output"
+    missing = f"F {op.key.name}: the stage before has not handed over its output"
     if not forward:
-        missing = f"B {name}: the next stage has not handed over its gradient"
+        missing = f"B {op.key.name}: the next stage has not handed over its gradient"
     several = len(others) > 1
     laid = None if several or not forward or stage.laid is None else stage.arrived
     brought: list[Source] = []

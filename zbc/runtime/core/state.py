@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from zbc.ir import Key, Kind, Message, Op
+from zbc.ir import Key, Message, Op
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.bucket import GradientSum
@@ -123,7 +123,7 @@ class PhaseRun:
     @functools.cached_property
     def halves(self) -> frozenset[Key]:
         """The keys whose W is a separate op."""
-        return frozenset(op.key for op in self.ending.keyed(self.plan.ops) if op.kind is Kind.B)
+        return frozenset(op.key for op in self.ending.keyed(self.plan.ops) if op.kind.splits)
 
     def share(self, loss: Tensor, scale: float = 1.0) -> Tensor:
         """The derivative of a step's loss, a mean over the microbatches of all replicas, by the loss of one, times the

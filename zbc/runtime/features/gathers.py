@@ -141,5 +141,5 @@ GATHERS: dict[Kind, Callable[[Worker, Op], None]] = {Kind.GATHER: gather, Kind.F
 def build(context: Context) -> Gathers:
     dealt = {owner: inside(optimizer, Sharded) for owner, optimizer in context.optimizers.items()}
     sharded = {owner: inner for owner, inner in dealt.items() if inner is not None}
-    later = Kind.NORM.value not in context.manifest.capabilities and not context.manifest.flushless
+    later = not context.manifest.ahead and not context.manifest.flushless
     return Gathers(sharded, gathers=later, frees=bool(context.manifest.resident))

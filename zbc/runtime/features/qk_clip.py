@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from zbc.ir import Kind, Op
+from zbc.ir import Op
+from zbc.ops import MAKER
 from zbc.plan.directory import meeting
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import Held, StageOptimizer
@@ -104,7 +105,7 @@ class Clip(Feature):
         self._begun = set[int]()  # stages whose scores are being gathered
 
     def reduces(self, worker: Worker, op: Op) -> None:
-        if op.kind is Kind.REDUCE:
+        if op.kind.sums:
             self._begin(worker, op.stage)
 
     def _begin(self, worker: Worker, stage: int) -> None:
@@ -140,6 +141,6 @@ def build(context: Context) -> Clip | None:
     for s, stage in context.stages.items():
         blocks, optimizer = [*_attending(stage, context.optimizers[s])], context.optimizers[s].optimizer
         if blocks and optimizer is not None:
-            found[s] = Clipped(tau, blocks, meeting(context.manifest, Op(Kind.REDUCE, s), context.rank))
+            found[s] = Clipped(tau, blocks, meeting(context.manifest, Op(MAKER["total"], s), context.rank))
             optimizer.register_step_post_hook(found[s].after)
     return Clip(found)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zbc.ir import Kind, Op
+from zbc.ir import Op
 from zbc.ops import WORDS
 from zbc.runtime.core.feature import Answer, Context, Feature
 from zbc.runtime.core.slot import Slot, current_slot
@@ -167,7 +167,7 @@ class SharedLayers(Feature):
         self.meets = self._inside is not None
         named = {s: stage.parameters.items() for s, stage in context.stages.items()}
         self._parameters = {s: [p for name, p in all_ if name in shared.partial] for s, all_ in named.items()}
-        reduced = {op.stage for plan in context.plans for op in plan.ops if op.kind is Kind.REDUCE}
+        reduced = {op.stage for plan in context.plans for op in plan.ops if op.kind.sums}
         self.rest = sorted(named.keys() - reduced)
 
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:

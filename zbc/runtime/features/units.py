@@ -80,7 +80,7 @@ class Units:
         self._ops = (progress.index, first.text), (progress.index + 1, second.text)
         clock = worker.clock
         # Of experts a B begins with an all-to-all, and an F with attention, which hides it.
-        worker.clock = Together(clock, self._pair, second_leads=self._swaps and second.op.kind is not Kind.F)
+        worker.clock = Together(clock, self._pair, second_leads=self._swaps and not second.op.kind.is_forward)
         try:
             self._pair.run(first.bound(worker), second.bound(worker), (first.name, second.name))
         finally:
@@ -174,7 +174,7 @@ def _put(run: PhaseRun, at: int) -> None:
 
 def _reason(worker: Worker, run: PhaseRun, *ops: Op) -> str | None:
     """The reason why two ops run one after the other; None if they can be interleaved, "" if that gains nothing."""
-    if not any(op.kind is Kind.F for op in ops) or not all(op.kind.computes for op in ops):
+    if not any(op.kind.is_forward for op in ops) or not all(op.kind.computes for op in ops):
         return ""
     if run.plan.manifest.slices > 1:
         return "microbatches come in slices"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.ir import Key, Kind, Op
+from zbc.ir import Key, Op
 from zbc.runtime.core.optimizer import OptimizerOver, StageOptimizer, also_kept, inside
 from zbc.runtime.core.private import copy_all, go_on, unversioned
 from zbc.runtime.core.split import SplitLinear
@@ -158,7 +158,7 @@ class OneVersion(OptimizerOver):
 
     def before(self, op: Op, batch: int) -> None:
         """For a backward, updates the largest delay; for a forward, extrapolates the weights."""
-        if op.kind is not Kind.F:
+        if not op.kind.is_forward:
             read = self._read.pop(op.key, self.steps)  # a W comes after its B
             self.stalest = max(self.stalest, self.steps - read)
             return
@@ -171,7 +171,7 @@ class OneVersion(OptimizerOver):
 
     def after(self, op: Op) -> None:
         """Restores the weights after a forward with a lookahead."""
-        if op.kind is Kind.F and self._lookahead and self._trained:
+        if op.kind.is_forward and self._lookahead and self._trained:
             copy_all([p.data for p in self._trained], self._aside)
             self._forget()
 

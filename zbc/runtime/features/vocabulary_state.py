@@ -209,7 +209,7 @@ class Vocabulary(Feature):
 
 
 def _name(mb: int, part: int) -> str:
-    return str(Op(Kind.F, 0, mb, 0, part)).removeprefix("F s0 ")
+    return str(Op(Kind.S, 0, mb, 0, part)).removeprefix("S ")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor, view_as_real
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Placement
-from zbc.ops import TIED, experts_of
-from zbc.plan.directory import Manifest, judges, meeting
+from zbc.ir import Op, Placement
+from zbc.ops import MAKER, TIED, experts_of
+from zbc.plan.directory import Manifest, averaging, judges, meeting
 from zbc.runtime.core.private import symmetric
 from zbc.runtime.features import shared_memory
 from zbc.runtime.transports.background import Background
@@ -99,7 +99,7 @@ def of_replica(
 
 def signalled(manifest: Manifest) -> list[tuple[int, int]]:
     """The ordered pairs of ranks of a pipeline that exchange NORM and VERDICT signals, in steps without a barrier."""
-    if Kind.NORM.value not in manifest.capabilities:
+    if not manifest.ahead:
         return []
     return [pair for r in range(manifest.ranks - 1) for pair in ((r, r + 1), (r + 1, r))]
 
@@ -112,18 +112,17 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     the verdict; and the ranks with collectives inside of ops.
     """
     run = manifest.topology
-    sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
-    sums += [Op(Kind.REDUCE, TIED)] if manifest.tied else []
-    sums += [Op(Kind.AVERAGE, 0)] if manifest.averages else []
+    owners = [*range(manifest.stages), *([TIED] if manifest.tied else [])]
     each = [rank for rank in range(run.world) if manifest.averages or run.of(rank).pp == 0]  # replicas sum on their own
-    groups = {meeting(manifest, op, rank) for op in sums for rank in each}
+    groups = {meeting(manifest, Op(MAKER["total"], owner), rank) for owner in owners for rank in each}
+    groups |= {averaging(manifest, rank) for rank in each} if manifest.averages else set()
     groups |= run.inside
-    if Kind.NORM.value in manifest.capabilities:
+    if manifest.ahead:
         groups.add(judges(manifest))
     if manifest.resident:  # replicas of one rank shard its weights
         groups |= {run.ranks((rank,), at) for rank in range(run.pp) for at in run.every}
     if manifest.ep:  # experts have replicas in every `ep`th replica of a rank
-        of = [Op(kind, experts_of(s)) for kind in (Kind.REDUCE, Kind.GATHER) for s in range(manifest.stages)]
+        of = [Op(kind, experts_of(s)) for kind in (MAKER["total"], MAKER["weights"]) for s in range(manifest.stages)]
         groups |= {meeting(manifest, op, rank) for op in of for rank in range(run.world)}
     if manifest.flushless:  # a stage's norm, over all its shards
         groups |= {run.held(rank) for rank in range(run.pp)}

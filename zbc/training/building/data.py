@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from zbc.ir import NEXT, Kind
+from zbc.ir import NEXT
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import BatchSource, Worker
@@ -88,12 +88,11 @@ def wants(plan: RankPlan, rank: int) -> list[Want]:
     manifest = plan.manifest
     first = manifest.topology.of(rank).dp * manifest.microbatches  # of the microbatches of this replica
     if manifest.vocabulary is not None:
-        read = {Kind.I: "inputs", Kind.S: "targets"}
-        return [(read[op.kind], first + op.mb) for op in plan.ops if op.kind in read and not op.slice]
+        return [(op.kind.row.data, first + op.mb) for op in plan.ops if op.kind.row.data and not op.slice]
     # Without a flush, microbatches of the next step come first, as in that step's own order.
     listed = [op._replace(mb=op.mb - NEXT) for op in plan.ops if op.mb >= NEXT]
     listed += [op for op in plan.ops if op.mb < NEXT]
-    forwards = [op for op in listed if op.kind is Kind.F and not op.slice]
+    forwards = [op for op in listed if op.kind.is_forward and not op.slice]
     placement = manifest.to_placement()
     ends = (("inputs", placement.sources), ("targets", placement.sinks))
     return [(kind, first + op.mb) for op in forwards for kind, others in ends if not others(op.stage)]

@@ -8,10 +8,10 @@ from functools import partial
 from torch import nn
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
+from zbc.ir import Op
 from zbc.job import spec
-from zbc.ops import TIED, experts_of
-from zbc.plan.directory import meeting
+from zbc.ops import MAKER, TIED, experts_of
+from zbc.plan.directory import averaging, meeting
 from zbc.plan.lateness import lateness
 from zbc.runtime.core.bucket import Bucket, GradientSum, absent
 from zbc.runtime.core.muon import Whole
@@ -79,7 +79,7 @@ def _optimizer_of(
     """The optimizer of the `parameters` of `owner`, a stage or its experts, and of their `casts`; `late`: the delay of
     its gradients in steps of the stage, in asynchronous training."""
     manifest, settings = site.manifest, site.settings
-    ranks, own = (meeting(manifest, Op(kind, owner), site.rank) for kind in (Kind.REDUCE, Kind.GATHER))
+    ranks, own = (meeting(manifest, Op(kind, owner), site.rank) for kind in (MAKER["total"], MAKER["weights"]))
     own = ranks if manifest.one_sided else own  # copies of two pipes take from each other, without meeting
     options, lowered = settings.optimizer, settings.lowered
     ahead = options.sync == "post-validate"
@@ -120,7 +120,7 @@ def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Coll
     given = site.manifest.planning.get("parallel", {}).get("average")
     if given is None:
         raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
-    asked, ranks = section(spec.Average, given), meeting(site.manifest, Op(Kind.AVERAGE, 0), site.rank)
+    asked, ranks = section(spec.Average, given), averaging(site.manifest, site.rank)
     owned = {
         owner: {name: p for name, p in opt.parameters.items() if p.requires_grad} for owner, opt in optimizers.items()
     }

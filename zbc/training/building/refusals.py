@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from zbc import excludes
 from zbc.errors import ZbcError, raise_all
-from zbc.ir import COPY, Kind
+from zbc.ir import COPY
 from zbc.plan.directory import FROZEN
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tensors import Length
@@ -90,7 +90,7 @@ def _refuse_pairs(site: Site) -> None:
         "tied embeddings": manifest.tied,
         "slices": manifest.slices > 1,
         "shared vocabulary": manifest.vocabulary is not None,
-        "post-validate": Kind.REDO in kinds,
+        "post-validate": any(kind.row.closes == "ahead" for kind in kinds),
         "compile": site.settings.model.compile,
         "offload": not kinds.isdisjoint(COPY),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zbc.ir import Kind
+from zbc.ops import rows_with
 from zbc.plan.directory import RankPlan
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import PhaseRun
@@ -17,8 +18,7 @@ from zbc.runtime.features.routing import experts_of_all_blocks
 from zbc.runtime.handlers import HANDLERS
 from zbc.training.building.context import Settings, Site
 
-_RUNS_LAYERS = frozenset({Kind.F, Kind.B, Kind.BW})  # backwards may run forwards again
-_RUNS_WORDS = frozenset({Kind.I, Kind.S, Kind.T})
+_RUNS_LAYERS = [kind for kind in Kind if kind.is_forward or kind.is_backward]  # backwards may run forwards again
 
 
 def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
@@ -31,7 +31,8 @@ def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
         shapes.parameters, batch, run.world, shapes.sizes, apart, site.dealer is not None, routed, site.ranks
     )
     handlers = dict(HANDLERS)
-    readers = _RUNS_LAYERS | _RUNS_WORDS | ({Kind.W} if manifest.with_w else set())
+    rows = rows_with(("weights for W",) if manifest.with_w else ())
+    readers = [kind for kind in Kind if kind.computes and any(ref.what == "weights" for ref in rows[kind].reads)]
     for wanted, kinds, around in (
         (unequal is not None, _RUNS_LAYERS, in_rows),
         (manifest.sharded and not manifest.flushless, readers, with_weights),
@@ -41,7 +42,7 @@ def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
     if manifest.flushless:
         options = Settings.of(manifest).optimizer
         every = options.every if options.sync == "asynchronous" else 0
-        handlers[Kind.STEP] = stage_step
+        handlers |= {kind: stage_step for kind in Kind if kind.steps}
         cycle = Cycle(plan.ops, texts, manifest.microbatches, handlers, options.clip_stage_norm, every)
         return PhaseRun(plan, layout, [], cycle)
     return PhaseRun(plan, layout, [(handlers[op.kind], op, text) for op, text in zip(plan.ops, texts, strict=True)])

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from zbc.ir import Kind
 from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.again import ATTENTION, CHEAP, GATHERED
@@ -86,7 +85,7 @@ def forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:
 
 def split_stages(parts: Sequence[RankPlan]) -> set[int]:
     """The stages with separate B and W ops."""
-    return {op.stage for plan in parts for op in plan.ops if op.kind is Kind.B}
+    return {op.stage for plan in parts for op in plan.ops if op.kind.splits}
 
 
 def compile_stages(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 from zbc.job.userobject import FAILURES
+from zbc.ops import round_trip
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.core.bundle import call, names_of
 from zbc.runtime.core.execute import run_step
@@ -162,24 +163,24 @@ def _single(plan: StoredPlan, slices: int) -> StoredPlan:
     several in flight."""
     manifest, stages = plan.manifest, range(plan.manifest.stages)
     parts = range(slices)
-    split = {op.stage for ops in plan.program.ranks for op in ops if op.kind is Kind.B}
+    split, (f, b, w), (_, bw) = plan.program.split, round_trip(split=True), round_trip(split=False)
     count = min(2, manifest.microbatches)
     together = any(overlaps(ops, s) for ops in plan.program.ranks for s in stages)
     ops = list[Op]()
     for mbs in [range(count)] if together else [[mb] for mb in range(count)]:
-        ops += [Op(Kind.F, s, mb, 0, part) for mb in mbs for part in parts for s in stages]
+        ops += [Op(f, s, mb, 0, part) for mb in mbs for part in parts for s in stages]
         ops += [
-            Op(Kind.B if s in split else Kind.BW, s, mb, 0, part)
+            Op(b if s in split else bw, s, mb, 0, part)
             for mb in mbs
             for part in reversed(parts)
             for s in reversed(stages)
         ]
-        ops += [Op(Kind.W, s, mb, 0, part) for mb in mbs for part in parts for s in reversed(stages) if s in split]
+        ops += [Op(w, s, mb, 0, part) for mb in mbs for part in parts for s in reversed(stages) if s in split]
     placement = replace(manifest.to_placement(), pipes=((0,) * len(stages),))
     program = Program(
         placement,
         count,
-        ((*ops, Op(Kind.VALIDATE, 0)),),
+        ((*ops, *(Op(kind, 0) for kind in Kind if kind.is_barrier)),),
         ("doctor",),
         slices=slices,
         tied=manifest.tied,
@@ -274,7 +275,7 @@ def _named(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def _ways(plan: StoredPlan, settings: Settings) -> tuple[str, ...]:
-    split = {op.stage for op in plan.program.ranks[0] if op.kind is Kind.B}
+    split = plan.program.split
     more = ", compiled" * settings.model.compile
     if plan.manifest.slices > 1:
         more += f", in {plan.manifest.slices} slices"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from zbc.errors import ZbcError
-from zbc.ir import Key, Kind, Op
+from zbc.ir import Key, Op
 from zbc.plan.directory import Manifest
 from zbc.runtime.core.stage import Stage, StageLayer
 
@@ -28,7 +28,7 @@ def refuse_untrainable(name: str, layer: nn.Module) -> None:
 
 def refuse_stage(manifest: Manifest, ops: Sequence[Op], stage: Stage) -> None:
     """Raises E509 if a layer of a stage would not train as in one process, on a rank with `ops`."""
-    order = [(op.mb, op.slice) for op in ops if op.kind is Kind.F and op.stage == stage.index]
+    order = [(op.mb, op.slice) for op in ops if op.kind.is_forward and op.stage == stage.index]
     ordered, copies = order == sorted(set(order)), manifest.holders(stage.index) > 1
     for layer in stage.layers:
         if copies:
@@ -92,7 +92,7 @@ def overlaps(ops: Sequence[Op], stage: int) -> bool:
     """Whether a forward of a stage runs before the backward of the previous one has completed."""
     waiting = set[Key]()
     for op in ops:
-        if op.stage == stage and op.kind is Kind.F:
+        if op.stage == stage and op.kind.is_forward:
             if waiting:
                 return True
             waiting.add(op.key)

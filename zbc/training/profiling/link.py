@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from zbc.ir import Kind, Message, Op, Placement, Program
+from zbc.ir import Message, Placement, Program, forward
 from zbc.job.profile import Copy, LinkProfile, Point, spread
 from zbc.plan.directory import Manifest, assemble
 from zbc.runtime.transports.network import Network
@@ -121,7 +121,7 @@ def sums_of(rank: int, count: int, device: torch.device, sizes: Sequence[int], r
 def _manifest(messages: int, tp: int = 1) -> Manifest:
     """A manifest of two stages on two ranks, or of one on `tp`, which determines the groups and number of messages."""
     stages = 2 if tp == 1 else 1
-    ops = tuple((Op(Kind.F, stage),) for stage in range(stages))
+    ops = tuple((forward(stage),) for stage in range(stages))
     manifest, _ = assemble(
         Program(Placement.linear(stages), messages, ops, ("link",), tp=tp),
         parameters={},

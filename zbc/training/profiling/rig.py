@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Kind, Op, Placement, Program, forward
 from zbc.job.learning_rate import RateSchedule
 from zbc.job.spec import Job
+from zbc.ops import round_trip
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
@@ -91,9 +92,7 @@ class Apart(HubTransport):
 
 def build_rig(job: Job, device: torch.device) -> Rig:
     """A rig with each kind of layer of a job. Raises E5xx if its model or its data do not work."""
-    plans = [
-        replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [Op(Kind.F, 0)], 1).manifest))
-    ]
+    plans = [replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [forward(0)], 1).manifest))]
     shapes = _shapes(job, plans, device)
     inputs, packed = shapes.inputs, [(shapes.inputs[i], shapes.packed[plan.name]) for i, plan in enumerate(plans)]
     order = kinds(plans, packed)
@@ -113,19 +112,19 @@ def build_rig(job: Job, device: torch.device) -> Rig:
 def _shapes(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> Shapes:
     """The shapes of the model with one stage per layer."""
     names = [plan.name for plan in plans]
-    manifest = _plan(job, names, [Op(Kind.F, s) for s in range(len(names))], 1).manifest
+    manifest = _plan(job, names, [forward(s) for s in range(len(names))], 1).manifest
     return Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
 
 
 def _ops(stages: int, microbatches: int, slices: int) -> list[Op]:
-    ops = []
-    parts = range(slices)
+    ops, parts, (f, b, w), (_, bw) = [], range(slices), round_trip(split=True), round_trip(split=False)
     for mb in range(microbatches):
-        back = Kind.B if mb in SPLIT else Kind.BW
-        ops += [Op(Kind.F, s, mb, 0, part) for part in parts for s in range(stages)]
+        back = b if mb in SPLIT else bw
+        ops += [Op(f, s, mb, 0, part) for part in parts for s in range(stages)]
         ops += [Op(back, s, mb, 0, part) for part in reversed(parts) for s in reversed(range(stages))]
-        ops += [Op(Kind.W, s, mb, 0, part) for part in parts for s in range(stages) if mb in SPLIT]
-    return [*ops, Op(Kind.VALIDATE, 0), *(Op(Kind.STEP, s) for s in range(stages))]
+        ops += [Op(w, s, mb, 0, part) for part in parts for s in range(stages) if mb in SPLIT]
+    closing = [kind for kind in Kind if kind.row.closes == "barrier"]
+    return ops + [Op(kind, s) for kind in closing for s in (range(stages) if kind.stage_wide else [0])]
 
 
 def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int, cuts: Sequence[int] = ()) -> StoredPlan:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zbc.ir import Kind, Op
+from zbc.ir import Op
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import Masters, build_optimizer
 from zbc.runtime.core.state import Worker
@@ -42,9 +42,10 @@ class Stopwatch:
         self._took: dict[tuple[int, str], list[float]] = defaultdict(list)  # stage, name -> ms in this step
         self._steps, self._laps = 0, Laps(self.device)
         script = [(self._timed(handler), op, text) for handler, op, text in worker.script]
-        at = next(index for index, (_, op, _) in enumerate(script) if op.kind is Kind.VALIDATE)
-        ends = [(self._norm, Op(Kind.STEP, s), "NORM") for s in range(len(self.rig.layers))]
-        ahead = [(self._tentative(s), Op(Kind.STEP, s), "TENTATIVE") for s in range(len(self.rig.layers))]
+        at = next(index for index, (_, op, _) in enumerate(script) if op.kind.is_barrier)
+        steps = [op for _, op, _ in script if op.kind.steps]
+        ends = [(self._norm, op, "NORM") for op in steps]
+        ahead = [(self._tentative(op.stage), op, "TENTATIVE") for op in steps]
         worker.script[:] = [*script[:at], *ends, *ahead, *script[at:]]
 
     def round(self) -> None:
@@ -80,13 +81,13 @@ class Stopwatch:
 
     def _timed(self, handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
         def run(worker: Worker, op: Op) -> None:
-            if not op.kind.computes and op.kind is not Kind.STEP:
+            if not (op.kind.computes or op.kind.steps):
                 handler(worker, op)
                 return
             name = op.kind.value.lower()
             if op.kind.computes and op.mb not in (*SPLIT, *FUSED):
                 name = "first"  # it makes gradients, all others accumulate
-            elif op.kind is Kind.F and op.mb in FUSED:
+            elif op.kind.is_forward and op.mb in FUSED:
                 name = "f fused"
             self._measure(op.stage, name, lambda: handler(worker, op))
 

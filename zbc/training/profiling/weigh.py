@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zbc.ir import Kind, Op
+from zbc.ir import Op
 from zbc.job.profile import LayerBytes
+from zbc.ops import round_trip
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.route import stage_loss
 from zbc.runtime.core.slot import Slot, swap_slot
@@ -92,7 +93,7 @@ def _first(worker: Worker, scale: Scale, step: int) -> dict[Op, _Change]:
         return run
 
     script = list(worker.script)
-    backward = {op for _, op, _ in script if op.kind.computes and op.kind is not Kind.F}
+    backward = {op for _, op, _ in script if op.kind.computes and not op.kind.is_forward}
     worker.script[:] = [(dropping(run) if op in backward else run, op, text) for run, op, text in script]
     run_step(worker, step)
     worker.script[:] = script
@@ -121,8 +122,10 @@ def _layer(
     gradients: int,
 ) -> LayerBytes:
     of, given = worker.stages[stage], rig.output(stage)
-    f, b = (keep[Op(kind, stage, _APART)] for kind in (Kind.F, Kind.B))
-    alone = again[Op(Kind.F, stage, _APART)]
+    ops = [Op(kind, stage, mb) for mb in (_APART, _WHOLE) for kind in round_trip(split=mb == _APART)]
+    f, b, w, _, bw = (keep[op] for op in ops)
+    _, first_b, first_w, _, first_bw = (first[op] for op in ops)
+    alone = again[ops[0]]
     entry, result = _bytes(rig.inputs[stage]), 0 if given is None else _bytes(given)
     keeps = _keeps(of, rig.inputs[stage], worker, last=given is None)
     # B ends with the gradient it passes on, without the one it got.
@@ -141,17 +144,17 @@ def _layer(
         kept_again=max(0, alone.held - entry),
         more_alone=alone.more,
         more_b=b.more + max(0, after),
-        more_w=keep[Op(Kind.W, stage, _APART)].more,
-        more_bw=keep[Op(Kind.BW, stage, _WHOLE)].more,
-        first_b=first[Op(Kind.B, stage, _APART)].more + max(0, after),
-        first_w=first[Op(Kind.W, stage, _APART)].more,
-        first_bw=first[Op(Kind.BW, stage, _WHOLE)].more,
-        rise_b=first[Op(Kind.B, stage, _APART)].rise,
-        rise_w=first[Op(Kind.W, stage, _APART)].rise,
-        rise_bw=first[Op(Kind.BW, stage, _WHOLE)].rise,
+        more_w=w.more,
+        more_bw=bw.more,
+        first_b=first_b.more + max(0, after),
+        first_w=first_w.more,
+        first_bw=first_bw.more,
+        rise_b=first_b.rise,
+        rise_w=first_w.rise,
+        rise_bw=first_bw.rise,
         weights=held["weights"],
         gradients=gradients,
-        gradients_b=first[Op(Kind.B, stage, _APART)].came,
+        gradients_b=first_b.came,
         masters=held["masters"],
         optimizer=held["optimizer"],
         largest=max(trained, default=0),

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbc.ir import Kind, Message, Op
+from zbc.ir import Message, Op
 from zbc.ops import Lane
 from zbc.runtime.core.clock import Clock
 from zbc.runtime.core.optimizer import StageOptimizer
@@ -288,7 +288,7 @@ class Scale:
         if op.kind.is_recv and route is not None and route.message is not None:
             self._posted[route.message] = {number for number in list(ledger.sizes) if number > last}
             ledger.move(self._posted[route.message])
-        if op.kind is Kind.F and route is not None and isinstance(route.gives, Edges):
+        if op.kind.is_forward and route is not None and isinstance(route.gives, Edges):
             result = worker.edges.get(route.gives.edges[0])
             if result is not None and shares_memory(result):
                 self._kept |= ledger.numbers([result])
