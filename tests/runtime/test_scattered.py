@@ -112,8 +112,9 @@ def test_a_sum_out_of_place_is_refused(change, code):
         check_all(broken(change))
 
 
-def test_no_plan_scatters_what_is_not_shared_out():
-    program = make_program("interleaved-1f1b", 2, 4, copies=2, sharded=True)
+@pytest.mark.parametrize("asked", [{"copies": 2}, {"scatters": True}])
+def test_no_plan_scatters_what_is_not_shared_out(asked):
+    program = make_program("interleaved-1f1b", 2, 4, sharded=True, **asked)
     ops = [Op(Kind.SCATTER, 0), *program.ranks[0]]
     with pytest.raises(ZbcError, match=r"E202.*gradients are not shared out"):
         check_all(program.with_ranks([ops, program.ranks[1]], by="broken"))
