@@ -80,7 +80,7 @@ class Lowering:
 
     def passes(self, *, sharded: bool = False) -> list[Pass]:
         """Every pass, in order; `sharded`: for a program whose weights or optimizer are sharded."""
-        return [*self._first(), *self._last(sharded=sharded)]
+        return [*self.first, *self._last(sharded=sharded)]
 
     def lower(self, context: Context) -> Context:
         """Run every pass in order: a complete plan from a compute-only schedule."""
@@ -89,7 +89,7 @@ class Lowering:
     def begin(self, context: Context) -> Context:
         """Runs the first passes, whose result is the same for any costs if no message waits for its buffer, and no
         vocabulary is shared."""
-        return _through(self._first(), context)
+        return _through(self.first, context)
 
     def finish(self, context: Context) -> Context:
         """The passes after `begin`."""
@@ -102,7 +102,9 @@ class Lowering:
             context = _through([one], context)
             yield one.name, context.program
 
-    def _first(self) -> list[Pass]:
+    @property
+    def first(self) -> list[Pass]:
+        """The passes of `begin`."""
         if self.sync in FLUSHLESS:
             return [Flushless(self.every, self.several, self.group)]
         return [*_some(self.weave), *_FIRST]

@@ -141,7 +141,7 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
     for least, k in plain:
         fastest = min((step for over, step, _ in tried if not over), default=INF)
         if not tried or least < min(fastest, beat) * (1 - SAME):
-            look(replace(orders[k], lowering=lowering_of(job)), quick=True)
+            look(orders[k], quick=True)
     if not tried:
         raise min(refused, key=lambda error: error.least)
     ranked = sorted(tried, key=lambda entry: entry[:2])

@@ -105,9 +105,11 @@ class Ordered:
         return other
 
     def relowered(self, lowering: Lowering) -> Ordered:
-        """The same order with another lowering, whose first passes are the same."""
+        """The same order with another lowering; the first passes run once if they are the same."""
         other = replace(self, lowering=lowering)
-        vars(other).update(compute=self.compute, begun=self.begun)
+        vars(other)["compute"] = self.compute
+        if lowering.first == self.lowering.first:
+            vars(other)["begun"] = self.begun
         return other
 
     def step_ms(self, job: Job) -> float:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.offload_booking import all_at_once, one_by_one
 from zbc.compiler.passes.offload_list import assemble
-from zbc.compiler.passes.offload_view import EPS, View
+from zbc.compiler.passes.offload_view import EPS, Spans, View
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Program
@@ -46,6 +46,20 @@ def enough(least: float) -> str:
     return f'memory_limit = "{at_least(least, 6)}x"'
 
 
+class _Trial(NamedTuple):
+    """A list with copies, ms of a step, the units moved, and the times of every rank's items."""
+
+    step: float
+    moved: float
+    program: Program
+    spans: list[Spans]
+
+    def beats(self, other: _Trial) -> bool:
+        """Whether its step is shorter, or as long with less moved."""
+        less = self.step < other.step + EPS and self.moved < other.moved - EPS
+        return self.step < other.step - EPS or less
+
+
 @dataclass(frozen=True, slots=True)
 class Offload:
     """`limits` are the activation units each rank may hold, as `counted` has them (None: as the context's costs);
@@ -69,17 +83,15 @@ class Offload:
         self._refuse(views)
         if all(max(view.base, default=0.0) <= limit + EPS for view, limit in zip(views, self.limits, strict=True)):
             return program
-        plain = context.step_ms(self.objective)
-        best: tuple[float, float, Program] | None = None
+        best, tried = None, list[_Trial]()
+        plain = self._timed(context, views, tried)
         for limits in self._limits(views, program.size):
-            brief = self.quick or limits != self.limits
-            trial = self._best(program, context, views, limits, brief=brief)
-            if best is None or trial[0] < best[0] - EPS or (trial[0] < best[0] + EPS and trial[1] < best[1] - EPS):
-                best = trial
-            if best[0] <= plain + EPS:
+            trial = self._best(context, views, limits, tried, brief=self.quick or limits != self.limits)
+            best = trial if best is None or trial.beats(best) else best
+            if best.step <= plain.step + EPS:
                 break
         assert best is not None
-        return best[2]
+        return best.program
 
     def _limits(self, views: Sequence[View], size: int) -> list[tuple[float, ...]]:
         """Its own limits and smaller ones, which keep to them as well: eighths of the peaks without copies."""
@@ -104,22 +116,20 @@ class Offload:
             raise TooTight(text, max(floors) / len(views))
 
     def _best(
-        self, program: Program, context: Context, views: Sequence[View], limits: Sequence[float], *, brief: bool
-    ) -> tuple[float, float, Program]:
-        """ms of a step, units moved, and the program, of the best list found that keeps to the limits; `brief`: by one
-        way of booking and in few rounds."""
-        best: tuple[float, float, Program] | None = None
-        plain, shared = context.step_ms(self.objective), context.costs.shared
-        program = replace(program, duplex=self.duplex)
+        self, context: Context, views: Sequence[View], limits: Sequence[float], tried: list[_Trial], *, brief: bool
+    ) -> _Trial:
+        """The best list found that keeps to the limits; `brief`: by one way of booking and in few rounds."""
+        best, plain, shared = None, tried[0], context.costs.shared
+        program = replace(context.program, duplex=self.duplex)
         ranges = [range(a, min(a + shared, len(views))) for a in range(0, len(views), shared)]
         ways, rounds = (1, BRIEF) if brief else (len(WAYS), ROUNDS)
         if program.size >= LARGE:
             ways, rounds = (1, 1) if brief or program.size >= HUGE else (len(WAYS) - 1, BRIEF)
         for lead, book in WAYS[:ways]:
-            timeline, seen = context.timeline, float("inf")
+            last, seen = plain, float("inf")
             for _ in range(rounds):
-                for view in views:
-                    view.set(timeline)
+                for view, spans in zip(views, last.spans, strict=True):
+                    view.set(spans)
                 booked = [
                     row
                     for r in ranges
@@ -129,15 +139,22 @@ class Offload:
                     assemble(program.ranks[view.rank], view, bookings, limit)
                     for view, bookings, limit in zip(views, booked, limits, strict=True)
                 ]
-                trial = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
-                step = trial.step_ms(self.objective)
-                moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind.row.lane is Lane.BACK)
-                if best is None or step < best[0] - EPS or (step < best[0] + EPS and moved < best[1] - EPS):
-                    best = step, moved, trial.program
-                if step <= plain + EPS or step >= seen - EPS:
+                last = self._timed(Context(program.with_ranks(ranks, by=Offload.name), context.costs), views, tried)
+                best = last if best is None or last.beats(best) else best
+                if last.step <= plain.step + EPS or last.step >= seen - EPS:
                     break
-                seen, timeline = step, trial.timeline
-            if best is not None and best[0] <= plain + EPS:
+                seen = last.step
+            if best is not None and best.step <= plain.step + EPS:
                 break
         assert best is not None
         return best
+
+    def _timed(self, context: Context, views: Sequence[View], tried: list[_Trial]) -> _Trial:
+        """A list with its times; those `tried` before, which it joins, are not simulated again."""
+        for trial in tried:
+            if trial.program == context.program:
+                return trial
+        moved = sum(context.costs.held(op) for ops in context.program.ranks for op in ops if op[0].row.lane is Lane.BACK)
+        step = context.step_ms(self.objective)
+        tried.append(_Trial(step, moved, context.program, [view.spans(context.timeline) for view in views]))
+        return tried[-1]

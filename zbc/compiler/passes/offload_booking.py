@@ -88,6 +88,7 @@ class _Chooser:
         self.waiting, self.late = list[tuple[int, int]](), list[tuple[float, int]]()
         self.at, self.away = 0, 0.0
         self.returns = [0.0] * (len(view.items) + 1)
+        self.out = [view.end[life.a] for life in view.lives]  # when a copy can begin: later with every one booked
 
     def item(self, j: int) -> None:
         """Chooses activations to be away during item j, of those reloaded last."""
@@ -110,7 +111,7 @@ class _Chooser:
         """Books one activation; if its copy out would be too late for item j, it may be in time later: further copies
         only leave less room."""
         view, room, life = self.view, self.room, self.view.lives[x]
-        out = _earliest(view.end[life.a], life.out, room.out)
+        out = self.out[x] = _earliest(self.out[x], life.out, room.out)
         if view.start[j] < out + life.out - EPS:
             heapq.heappush(self.late, (out + life.out, x))
             return
@@ -206,7 +207,8 @@ def _earliest(begin: float, length: float, lanes: Sequence[Busy]) -> float:
         for busy in lanes:
             j = max(0, bisect_left(busy, (start, float("-inf"))) - 1)
             while j < len(busy) and busy[j][0] < start + length - EPS:
-                start = max(start, busy[j][1])
+                if busy[j][1] > start:
+                    start = busy[j][1]
                 j += 1
         if len(lanes) == 1:
             break

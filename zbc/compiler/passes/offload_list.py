@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
 from zbc.compiler.passes.offload_booking import Booking
 from zbc.compiler.passes.offload_view import EPS, Life, View
 from zbc.ir import Key, Kind, Op
+
+_Key = tuple[int, int, int, int]  # a Key, or the same part of an op
 
 
 def assemble(ops: Sequence[Op], view: View, booked: Mapping[int, Booking], limit: float) -> list[Op]:
@@ -21,39 +24,42 @@ class _List:
 
     def __init__(self, view: View, booked: Mapping[int, Booking], limit: float) -> None:
         self.view, self.limit = view, limit
-        self.life = {life.key: life for life in view.lives}
+        self.life: dict[_Key, Life] = {life.key: life for life in view.lives}
         self.booked = {view.lives[x].key: booking for x, booking in booked.items() if booking.gone < booking.back}
-        self.release = [list[Key]() for _ in view.items]
+        self.release = defaultdict[int, list[Key]](list)
         for key, booking in self.booked.items():
             self.release[booking.gone].append(key)
         self.now = 0.0
-        self.here: dict[Key, Life] = {}
-        self.back: set[Key] = set()
+        self.here: dict[_Key, Life] = {}
+        self.back: set[_Key] = set()
         self.away: list[tuple[int, Key]] = []  # (the item that needs it, key)
-        self.marks = [list[Op]() for _ in view.items]
+        self.marks = defaultdict[int, list[Op]](list)
         self.last = dict[Key, int]()  # the item before its RELOAD
         self.first = dict[Key, int]()  # the item before its RELEASE
 
     def run(self, ops: Sequence[Op]) -> list[Op]:
-        for j, changes in enumerate(self.view.change):
-            for key in self.release[j]:
+        away, most = self.away, self.limit + EPS
+        for j, (changes, extra) in enumerate(zip(self.view.change, self.view.rises, strict=True)):
+            for key in self.release.get(j, ()):
                 if key in self.here:
                     self._let_go(key, j)
-            extra = self.view.rises[j]
-            own = [self.life[key] for _, key in self.away[: bisect_right(self.away, j, key=itemgetter(0))]]
-            while self.now + extra + sum(life.units for life in own) > self.limit + EPS:
-                self._make_room(j, [op.key for op, _ in changes])
+            own = [self.life[key] for _, key in away[: bisect_right(away, j, key=itemgetter(0))]] if away else []
+            units = sum(life.units for life in own)
+            while self.now + extra + units > most:
+                self._make_room(j, [op[1:5] for op, _ in changes])
             for life in own:
                 self._fetch(life.key, j)
-            self._come_back(j, extra)
-            for op, units in changes:
-                self.now += units
-                if op.kind is Kind.F:
-                    if op.key in self.life:
-                        self.here[op.key] = self.life[op.key]
-                elif op.kind in (Kind.B, Kind.BW):
-                    self.here.pop(op.key, None)
-                    self.back.discard(op.key)
+            if away:
+                self._come_back(j, extra)
+            for op, change in changes:
+                self.now += change
+                unit = op[1:5]
+                if op[0] is Kind.F:
+                    if unit in self.life:
+                        self.here[unit] = self.life[unit]
+                elif op[0] is Kind.B or op[0] is Kind.BW:
+                    self.here.pop(unit, None)
+                    self.back.discard(unit)
         return self._written(ops)
 
     def _let_go(self, key: Key, j: int) -> None:
@@ -71,7 +77,7 @@ class _List:
         self.back.add(key)
         self.last[key] = j
 
-    def _make_room(self, j: int, mine: Sequence[Key]) -> None:
+    def _make_room(self, j: int, mine: Sequence[_Key]) -> None:
         """Releases the activation needed last, preferably a booked one; else cancels the latest RELOAD."""
         there = [life for key, life in self.here.items() if key not in mine]
         if there:
@@ -94,12 +100,13 @@ class _List:
             self._fetch(key, j)
 
     def _written(self, ops: Sequence[Op]) -> list[Op]:
-        issue = [list[Op]() for _ in self.view.items]
+        issue = defaultdict[int, list[Op]](list)
         for key in sorted(self.first, key=lambda key: (self.life[key].a, key)):
             early = self.booked[key].out if key in self.booked else 0
             issue[min(self.first[key], max(self.life[key].a + 1, early))].append(Op(Kind.OFFLOAD, *key))
         written, at = list[Op](), 0
-        for item, out, marks in zip(self.view.items, issue, self.marks, strict=True):
-            written += [*ops[at : item.at], *out, *marks]
-            at = item.at
+        for j in sorted({*issue, *self.marks}):
+            stop = self.view.items[j].at
+            written += [*ops[at:stop], *issue.get(j, ()), *self.marks.get(j, ())]
+            at = stop
         return [*written, *ops[at:]]

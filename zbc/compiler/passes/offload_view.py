@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from zbc.compiler.cost.cost import Costs
+from zbc.compiler.cost.cost import CacheKey, Costs
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Key, Kind, Op, Program
 
 EPS = 1e-7  # ms, and units
+_BACKWARD = frozenset({Kind.B, Kind.BW})
+Spans = tuple[list[float], list[float]]  # ms when each item of a rank starts, and ends
 
 
 class Life(NamedTuple):
@@ -42,7 +45,6 @@ class View:
 
     rank: int
     items: list[Item]
-    steps: list[list[int]]  # per item the steps of its ops
     lives: list[Life]
     change: list[list[tuple[Op, float]]]  # per item the units that each of its ops adds
     rises: list[float]  # per item the most by which its ops raise the memory held
@@ -52,48 +54,60 @@ class View:
     issued: list[float] = field(default_factory=list)  # start of the copies before an item
 
     @classmethod
-    def of(cls, program: Program, rank: int, costs: Costs, stages: frozenset[int], first: int = 0) -> View:
-        """`stages` may be moved, except forwards before step `first`."""
-        items, steps = _items(program.ranks[rank])
-        change = [[(op, costs.held(op)) for op in item.ops] for item in items]
-        ends = {op.key: j for j, item in enumerate(items) for op in item.ops if op.kind in (Kind.B, Kind.BW)}
-        lives = []
-        for j, item in enumerate(items):
-            for op in item.ops:
-                if op.kind is Kind.F and op.stage in stages and item.at >= first and ends[op.key] > j + 1:
-                    move = op._replace(kind=Kind.RELOAD)
-                    out = costs.duration(op._replace(kind=Kind.OFFLOAD))
-                    units = costs.held(move)
-                    if units > EPS:
-                        lives.append(Life(op.key, j, ends[op.key], units, out, costs.duration(move)))
-        view = cls(rank, items, steps, lives, change, [rise(changes) for changes in change])
+    def of(cls, program: Program, rank: int, costs: Costs, stages: frozenset[int]) -> View:
+        """`stages` may be moved."""
+        items, held = _items(program.ranks[rank]), dict[CacheKey, float]()
+        ends = {op[1:5]: j for j, item in enumerate(items) for op in item.ops if op[0] in _BACKWARD}
+        moved = dict[tuple[CacheKey, int], tuple[float, float, float]]()
+        view = cls(rank, items, [], [], [])
         now = 0.0
-        for changes, extra in zip(change, view.rises, strict=True):
-            view.base.append(now + extra)
+        for j, item in enumerate(items):
+            changes = list[tuple[Op, float]]()
+            for op in item.ops:
+                key = costs.key(op)
+                if key not in held:
+                    held[key] = costs.held(op)
+                changes.append((op, held[key]))
+                if op[0] is Kind.F and op[1] in stages and ends[op[1:5]] > j + 1:
+                    if (key, op[3]) not in moved:
+                        out, back = op._replace(kind=Kind.OFFLOAD), op._replace(kind=Kind.RELOAD)
+                        moved[key, op[3]] = costs.held(back), costs.duration(out), costs.duration(back)
+                    if moved[key, op[3]][0] > EPS:
+                        view.lives.append(Life(op.key, j, ends[op[1:5]], *moved[key, op[3]]))
+            view.change.append(changes)
+            view.rises.append(rise(changes))
+            view.base.append(now + view.rises[j])
             now += sum(units for _, units in changes)
         return view
 
-    def set(self, timeline: Timeline) -> None:
-        """Reads the times of its items."""
-        first = timeline.graph.first[self.rank]
-        of = _steps_after(timeline, first, len(self.steps), self.rank)
-        self.start = [min(timeline.start[i] for i in nodes) for nodes in of]
-        self.end = [max(timeline.end[i] for i in nodes) for nodes in of]
+    def spans(self, timeline: Timeline) -> Spans:
+        """The times of its items, by a timeline with any copies between them."""
+        nodes, start, end = timeline.graph.computing[self.rank], timeline.start, timeline.end
+        if len(nodes) == len(self.items):
+            return [start[i] for i in nodes], [end[i] for i in nodes]
+        left = iter(nodes)
+        groups = [[next(left) for _ in item.ops] for item in self.items]
+        return [min(start[i] for i in group) for group in groups], [max(end[i] for i in group) for group in groups]
+
+    def set(self, spans: Spans) -> None:
+        """Takes these times of its items."""
+        self.start, self.end = spans
         self.issued = [0.0, *self.end[:-1]]
 
-    @property
+    @cached_property
     def floor(self) -> float:
         """The least limit: an op's own activation, inputs left for W by earlier backwards, and immovable ones."""
-        movable, fixed, most = {life.key: life.units for life in self.lives}, 0.0, 0.0
+        movable = {tuple(life.key): life.units for life in self.lives}
+        fixed = most = 0.0
         for changes, extra in zip(self.change, self.rises, strict=True):
-            own = sum(movable.get(op.key, 0.0) for op, _ in changes if op.kind in (Kind.B, Kind.BW))
+            own = sum(movable.get(op[1:5], 0.0) for op, _ in changes if op[0] in _BACKWARD)
             most = max(most, fixed + own + extra)
             for op, units in changes:
                 fixed += units
-                if op.key in movable and op.kind is Kind.F:
-                    fixed -= movable[op.key]
-                elif op.key in movable and op.kind in (Kind.B, Kind.BW):
-                    fixed += movable[op.key]
+                if op[0] is Kind.F:
+                    fixed -= movable.get(op[1:5], 0.0)
+                elif op[0] in _BACKWARD:
+                    fixed += movable.get(op[1:5], 0.0)
         return most
 
 
@@ -102,34 +116,14 @@ def rise(changes: Sequence[tuple[Op, float]]) -> float:
     return max(0.0, *accumulate(units for _, units in changes))
 
 
-def _items(ops: Sequence[Op]) -> tuple[list[Item], list[list[int]]]:
-    items, steps, skip = list[Item](), list[list[int]](), 0
+def _items(ops: Sequence[Op]) -> list[Item]:
+    items, skip = list[Item](), 0
     for i, op in enumerate(ops):
         if skip:
             skip -= 1
-        elif op.kind is Kind.OVERLAP:
+        elif op[0] is Kind.OVERLAP:
             items.append(Item(i, tuple(ops[i + 1 : i + 3])))
-            steps.append([i + 1, i + 2])
             skip = 2
-        elif op.kind.computes:
+        elif op[0].computes:
             items.append(Item(i, (op,)))
-            steps.append([i])
-    return items, steps
-
-
-def _steps_after(timeline: Timeline, first: int, count: int, rank: int) -> list[list[int]]:
-    """The nodes of the items of a rank, for any copies between them."""
-    steps = list[list[int]]()
-    ops, grouped = timeline.graph.ops, 0
-    for i in timeline.graph.mine(rank):
-        if ops[i].kind is Kind.OVERLAP:
-            steps.append([])
-            grouped = 2
-        elif ops[i].kind.computes:
-            if grouped:
-                steps[-1].append(i)
-                grouped -= 1
-            else:
-                steps.append([i])
-    assert len(steps) == count
-    return steps
+    return items
