@@ -218,7 +218,7 @@ def run(
                 done[i] = 1
                 if timed[row_of[i]]:
                     order.append(i)
-                coming = [] if party[i] < 0 else [party[i], *more[i]] if i in more else [party[i]]
+                coming = () if party[i] < 0 else [party[i], *more[i]] if i in more else [party[i]]
                 while coming:
                     e = coming.pop()
                     left[e - n] -= 1

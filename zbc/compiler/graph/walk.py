@@ -49,11 +49,10 @@ _NO_ROW: _Known = (-1, Lane.MARK, (), (), (), (), 0, ())
 
 @dataclass(slots=True)
 class _Lanes:
-    """The lanes of one rank other than compute: the last event of each, and how often each op has started one."""
+    """The lanes of one rank other than compute: the last event of each, and how often each collective has started."""
 
-    rank: int
     queue: dict[Lane, int] = field(default_factory=dict)
-    count: dict[tuple[object, ...], int] = field(default_factory=dict)
+    count: dict[Op, int] = field(default_factory=dict)
 
 
 class _Walk:
@@ -67,7 +66,7 @@ class _Walk:
         g.posted = [NOTHING] * self.messages
         g.parties = [1 + g.layout.explicit] * self.messages
         self.origin = [NOTHING] * self.messages  # the node on its sender's compute lane that a message starts after
-        self.meetings: dict[tuple[object, ...], int] = {}
+        self.meetings: dict[tuple[Op, int], int] = {}
         self.opening: dict[int, int] = {}  # first event of a rank -> its start
         self.edges: dict[int, list[int]] = {}  # event -> nodes it waits for; by -1 - op before the event is known
         self.sent: dict[int, list[int]] = {}  # first message of a column -> the ops that send messages of it
@@ -112,7 +111,7 @@ class _Walk:
         before, ptr, pred, party, row_of, posted = g.before, g.ptr, g.pred, g.party, g.row_of, g.posted
         compute, link, mark = Lane.COMPUTE, Lane.LINK, Lane.MARK
         table: dict[Kind, dict[_Where, _Known]] = {kind: {} for kind in layout.kinds}
-        lanes, last = _Lanes(rank), start_of(rank)
+        lanes, last = _Lanes(), start_of(rank)
         for i, (kind, stage, mb, pipe, part, _, other) in enumerate(ops, g.first[-1]):
             where = pipe, stage, part, other
             known = table[kind].get(where) or self._known(table[kind], rank, kind, where)
@@ -194,18 +193,24 @@ class _Walk:
 
     def _started(self, lanes: _Lanes, lane: Lane, op: Op, i: int, waits: Iterable[int]) -> int:
         """The event of a collective or a copy: it follows earlier events of its lane and rank, and `waits`."""
-        own = (lanes.rank, *op)
-        count = lanes.count[own] = lanes.count.get(own, -1) + 1
-        met = op.kind.is_collective and not self.g.program.apart(op)  # replicas are not in the graph
-        e = self._meet((*(tuple(op) if met else own), count), i)
+        g, e = self.g, self.n + len(self.g.parties)
+        if op[0].is_collective and not g.program.apart(op):  # replicas are not in the graph
+            count = lanes.count[op] = lanes.count.get(op, -1) + 1
+            e = self.meetings.setdefault((op, count), e)
+        if e not in g.met:
+            g.parties.append(0)
+            self.edges[e], g.met[e] = [], []
+        g.parties[e - self.n] += 1
+        g.met[e].append(i)
         for w in waits:
             if w >= 0:
                 self.edges[e].append(w)
             elif w != NOTHING:  # the rank's first event
                 self.opening[e] = w
-        queue = Lane.OUT if lane is Lane.BACK and not self.g.program.duplex else lane
-        if queue in lanes.queue:
-            self._after(lanes.queue[queue], e)
+        queue = Lane.OUT if lane is Lane.BACK and not g.program.duplex else lane
+        earlier = lanes.queue.get(queue)
+        if earlier is not None:
+            self._after(earlier, e)
         lanes.queue[queue] = e
         return e
 
@@ -230,18 +235,6 @@ class _Walk:
         self.edges[event], g.spare[event] = [], op
         if g.unmet and g.unmet[-1].op == op:
             g.unmet.pop()
-        return event
-
-    def _meet(self, key: tuple[object, ...], op: int) -> int:
-        """The event of a collective or a copy, with one more participant."""
-        g = self.g
-        event = self.meetings.get(key)
-        if event is None:
-            event = self.meetings[key] = self.n + len(g.parties)
-            g.parties.append(0)
-            self.edges[event], g.met[event] = [], []
-        g.parties[event - self.n] += 1
-        g.met[event].append(op)
         return event
 
     # ---- after the walk -------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ class Entry(NamedTuple):
     op: int  # a node of the graph
     begin: tuple[Delta, ...]
     end: tuple[Delta, ...]
+    change: Change | None  # to activations, all of it
     gone: tuple[float, float] = (0.0, 0.0)  # tensors, and their bytes, that have left by the end of the op
     still: tuple[float, float] = (
         0.0,
@@ -188,6 +189,8 @@ class _Effect(NamedTuple):
     end: tuple[Delta, ...]
     begin_first: tuple[Delta, ...]  # if they make the first gradients
     end_first: tuple[Delta, ...]
+    change: Change | None = None
+    grads: bool = False  # whether gradients may come or go
     size: float = 0.0  # bytes that leave: of a SEND, and of a collective with its result elsewhere
     link: float | None = None  # ms of a SEND; None if nothing leaves
 
@@ -205,31 +208,36 @@ class _RankLedger:
         self.scattering: list[tuple[float, float]] = []  # (ms when a sum of sharded gradients completes, bytes)
         self.parts: dict[int, float] = {}  # stage -> bytes of the rank's part of its gradients
         self.readers = {kind for kind, row in self.rows.items() if any(ref.what == "weights" for ref in row.reads)}
-        self.effects: dict[tuple[CacheKey, int], _Effect] = {}
 
     def entries(self) -> Iterator[Entry]:
-        graph, effects, leaving, key = self.graph, self.effects, self.leaving, self.costs.key
+        graph, leaving, key = self.graph, self.leaving, self.costs.key
+        effects = dict[tuple[CacheKey, int], _Effect]()
         start, over = self.clock.begin, self.clock.end
         shared = graph.program.sharded and not graph.layout.ahead and self.costs.bytes is not None
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
         there = gradients.bytes + sum(one.state.gradients for one in self.costs.shares[:1])
         if there:
-            yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, there),), ())
+            yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, there),), (), None)
         for i in graph.mine(self.rank):
             op = graph.ops[i]
-            effect = effects.get((key(op), op[3])) or self._effect(op)
+            alike = key(op), op[3]
+            effect = effects.get(alike)
+            if effect is None:
+                effect = effects[alike] = self._effect(op)
             if effect.lane is Lane.COLLECTIVE and effect.size:  # data for others exists until it completes
                 heappush(leaving, (self.clock.over(i), i, effect.size))
             if effect.lane is Lane.LINK:
                 if effect.link is not None:
                     self._send(i, effect)
                 elif effect.begin:
-                    yield Entry(i, effect.begin, ())
+                    yield Entry(i, effect.begin, (), None)
                 continue
-            first, more = gradients.after(op, taken=shared and graph.layout.deals[op[1]])
-            begin, end = (effect.begin_first, effect.end_first) if first else (effect.begin, effect.end)
-            if first or more:
-                end = (*end, Delta("gradients", 0.0, more))
+            begin, end = effect.begin, effect.end
+            if effect.grads:
+                first, more = gradients.after(op, taken=shared and graph.layout.deals[op[1]])
+                begin, end = (effect.begin_first, effect.end_first) if first else (begin, end)
+                if first or more:
+                    end = (*end, Delta("gradients", 0.0, more))
             # Names kinds: a row does not say how bytes move between gradients, messages and shares.
             if op[0] is Kind.GATHER or op[0] is Kind.FREE:
                 begin, end = self._weights(op, begin, end)
@@ -239,9 +247,9 @@ class _RankLedger:
             if shared:
                 begin, end = self._shared_out(i, op, begin, end)
             if leaving and leaving[0][0] <= over[i]:
-                yield Entry(i, begin, end, *self._gone(start[i], over[i]))
+                yield Entry(i, begin, end, effect.change, *self._gone(start[i], over[i]))
             else:
-                yield Entry(i, begin, end)
+                yield Entry(i, begin, end, effect.change)
 
     def _shared_out(self, i: int, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
         """Changes by reductions of sharded gradients: they allocate a message and the rank's part of the result."""
@@ -298,12 +306,9 @@ class _RankLedger:
     def _effect(self, op: Op) -> _Effect:
         row = self.rows[op.kind]
         if row.lane is Lane.LINK:
-            found = self._transfer(op)
-        else:
-            both = (*self._deltas(op, row, first=False), *self._deltas(op, row, first=True))
-            found = _Effect(row.lane, *both, size=self._given(op, row))
-        self.effects[self.costs.key(op), op.pipe] = found
-        return found
+            return self._transfer(op)
+        both = (*self._deltas(op, row, first=False), *self._deltas(op, row, first=True))
+        return _Effect(row.lane, *both, self.activations.of(op), op.kind in _GRADS, self._given(op, row))
 
     def _deltas(self, op: Op, row: Row, *, first: bool) -> tuple[tuple[Delta, ...], tuple[Delta, ...]]:
         """Changes by an op as it begins and as it ends; `first`: it makes the first gradients."""
@@ -419,6 +424,9 @@ class _RankLedger:
 _MAKE_PART, _MAKE_LEFT = (
     frozenset(kind for kind in Kind if any(ref.what == what for ref in kind.row.writes)) for what in ("part", "left")
 )
+
+
+_GRADS = _MAKE_PART | _MAKE_LEFT | {Kind.STEP, Kind.COMMIT, Kind.SCATTER, Kind.REDUCE}
 
 
 class Gradients:

@@ -116,8 +116,8 @@ class _Most(NamedTuple):
 
 def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
     transit = whole = most = together = weights = gathered = there = gradients = 0.0
-    changes, more = Activations(costs), dict[tuple[CacheKey, bool], float]()
-    for i, begin, end, (_, gone), (_, still) in entries:
+    more = dict[tuple[CacheKey, bool], float]()
+    for i, begin, end, change, (_, gone), (_, still) in entries:
         op, need = graph.ops[i], 0.0
         for category, _, size in begin:
             whole += size
@@ -145,7 +145,6 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
             elif category == "weights":
                 weights += size
         gradients = max(gradients, there)
-        change = changes.of(op)
         if change is not None and not change.begins:
             key = costs.key(op), first
             if key not in more:

@@ -252,7 +252,10 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
     for i in graph.frozen:
         found[i] -= costs.frozen(ops[i])
     found += _of_messages(graph, costs.links, costs.of("hop") if closing else -math.inf)
-    found += [max(per_row[row_of[i]][costs.part(ops[i].mb, 0)] for i in met) for met in graph.met.values()]
+    if costs.unequal:
+        found += [max(per_row[row_of[i]][costs.part(ops[i][2], 0)] for i in met) for met in graph.met.values()]
+    else:
+        found += [max([per_row[row_of[i]][0] for i in met]) for met in graph.met.values()]
     return found
 
 
@@ -309,7 +312,8 @@ def _slowly(
 ) -> None:
     """The walk with groups, and with messages that wait for more than their SEND: for events that bring their data, for
     the buffer, for the link. Copies that share a `link` to the host need an `order` by time."""
-    marks, waits, first = set(graph.marks), graph.waits, len(graph.ops)
+    marks, waits, first, late = set(graph.marks), graph.waits, len(graph.ops), costs.rendezvous
+    stop = first + len(graph.posted)
     before, ptr, pred, posted = graph.before, graph.ptr, graph.pred, graph.posted
     busy = _of_messages(graph, costs.occupies, 0.0) if costs.occupies else []
     free = [0.0] * (1 + max(graph.line_of, default=0)) if busy else []
@@ -319,20 +323,20 @@ def _slowly(
         for k in (*pred[ptr[i] : ptr[i + 1]], *waits[i]) if i in waits else pred[ptr[i] : ptr[i + 1]]:
             if end[k] > time:
                 time = end[k]
-        x = i - first
-        if 0 <= x < len(posted):
-            if costs.rendezvous:
-                time = max(time, end[posted[x]])
+        if first <= i < stop:
+            if late and end[posted[i - first]] > time:
+                time = end[posted[i - first]]
             if busy:
-                line = graph.line_of[x]
+                line = graph.line_of[i - first]
                 time = max(time, free[line])
-                free[line] = time + busy[x]
+                free[line] = time + busy[i - first]
         elif i in marks:  # a group is one item: its ops begin with it, their results exist at its end
             length[i] = costs.pair(graph.ops[i + 1], graph.ops[i + 2], *shares[i])
             length[i + 1] = length[i + 2] = 0.0
         elif link is not None and i in link.lane_of:
             time, length[i] = link.copy(i, time, length[i])
-        start[i], end[i] = time, time + length[i]
+        start[i] = time
+        end[i] = time + length[i]
     for mark, (one, other) in shares.items():
         over, whole = end[mark], length[mark]
         start[mark + 1] = start[mark]
