@@ -128,6 +128,8 @@ class Lane(Enum):
     BACK = "back"  # copy from the host
     MARK = "mark"  # no work: binds the two ops after it
 
+    __hash__ = object.__hash__  # in C, as of kinds
+
 
 class At(Enum):
     """The holder of a value that a row refers to, relative to the op."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from zbc.commands import frontier
 from zbc.commands.console import progress, refuse_unwritable, show, show_json, table
 from zbc.commands.opening import say_if_compiling
 from zbc.commands.options import (
@@ -156,6 +155,7 @@ def compare(
     number of [hardware], [costs] or [model], each value gets its own ranking, and the table shows at which value the
     fastest schedule changes; with -v and --json also where any two change places.
     """
+    from zbc.commands import frontier
     from zbc.compiler.schedules import SCHEDULES
     from zbc.compiler.whatif.compare import Asked, beside_baseline, combinations
     from zbc.compiler.whatif.compare import compare as rows_of

@@ -49,7 +49,7 @@ _NO_ROW: _Known = (-1, Lane.MARK, (), (), (), (), 0, ())
 
 @dataclass(slots=True)
 class _Lanes:
-    """The lanes of one rank other than compute: the last event of each, and how often each collective has started."""
+    """Collectives and copies of one rank: the last event of each lane, and how often each collective has started."""
 
     queue: dict[Lane, int] = field(default_factory=dict)
     count: dict[Op, int] = field(default_factory=dict)

@@ -151,10 +151,11 @@ class Offload:
 
     def _timed(self, context: Context, views: Sequence[View], tried: list[_Trial]) -> _Trial:
         """A list with its times; those `tried` before, which it joins, are not simulated again."""
+        program = context.program
         for trial in tried:
-            if trial.program == context.program:
+            if trial.program == program:
                 return trial
-        moved = sum(context.costs.held(op) for ops in context.program.ranks for op in ops if op[0].row.lane is Lane.BACK)
+        moved = sum(context.costs.held(op) for ops in program.ranks for op in ops if op[0].row.lane is Lane.BACK)
         step = context.step_ms(self.objective)
-        tried.append(_Trial(step, moved, context.program, [view.spans(context.timeline) for view in views]))
+        tried.append(_Trial(step, moved, program, [view.spans(context.timeline) for view in views]))
         return tried[-1]

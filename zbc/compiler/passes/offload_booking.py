@@ -205,11 +205,10 @@ def _earliest(begin: float, length: float, lanes: Sequence[Busy]) -> float:
     while start != seen:
         seen = start
         for busy in lanes:
-            j = max(0, bisect_left(busy, (start, float("-inf"))) - 1)
-            while j < len(busy) and busy[j][0] < start + length - EPS:
-                if busy[j][1] > start:
-                    start = busy[j][1]
-                j += 1
+            for j in range(max(0, bisect_left(busy, (start, float("-inf"))) - 1), len(busy)):
+                if busy[j][0] >= start + length - EPS:
+                    break
+                start = max(start, busy[j][1])
         if len(lanes) == 1:
             break
     return start

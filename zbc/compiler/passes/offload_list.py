@@ -43,8 +43,9 @@ class _List:
             for key in self.release.get(j, ()):
                 if key in self.here:
                     self._let_go(key, j)
-            own = [self.life[key] for _, key in away[: bisect_right(away, j, key=itemgetter(0))]] if away else []
-            units = sum(life.units for life in own)
+            due = away and away[0][0] <= j
+            own = [self.life[key] for _, key in away[: bisect_right(away, j, key=itemgetter(0))]] if due else []
+            units = sum(life.units for life in own) if due else 0.0
             while self.now + extra + units > most:
                 self._make_room(j, [op[1:5] for op, _ in changes])
             for life in own:

@@ -316,7 +316,8 @@ def _slowly(
     stop = first + len(graph.posted)
     before, ptr, pred, posted = graph.before, graph.ptr, graph.pred, graph.posted
     busy = _of_messages(graph, costs.occupies, 0.0) if costs.occupies else []
-    free = [0.0] * (1 + max(graph.line_of, default=0)) if busy else []
+    lines = graph.line_of if busy else []
+    free = [0.0] * (1 + max(lines, default=0))
     shares = {mark: (length[mark + 1], length[mark + 2]) for mark in marks}
     for i in order:
         time = end[before[i]]
@@ -327,8 +328,9 @@ def _slowly(
             if late and end[posted[i - first]] > time:
                 time = end[posted[i - first]]
             if busy:
-                line = graph.line_of[i - first]
-                time = max(time, free[line])
+                line = lines[i - first]
+                if free[line] > time:
+                    time = free[line]
                 free[line] = time + busy[i - first]
         elif i in marks:  # a group is one item: its ops begin with it, their results exist at its end
             length[i] = costs.pair(graph.ops[i + 1], graph.ops[i + 2], *shares[i])
