@@ -79,6 +79,17 @@ def test_a_prompt_hub_delivers_before_the_wait_and_rids_the_sender_of_its_tensor
     assert receiver.wait(DOWN) is buffer and buffer.tolist() == [0.0, 1.0, 2.0]
 
 
+def test_a_collective_holds_the_tensors_of_its_rank_as_long_as_a_network_would():
+    """And nobody else's: a plan counts the row that a rank gathers until the weights are read."""
+    hub = Hub(2)
+    rows = [torch.ones(1), torch.ones(1)]
+    kept = [weakref.ref(row.untyped_storage()) for row in rows]
+    pending = [hub.end(rank).start_gather(rows.pop(), torch.empty(2, 1), (0, 1)) for rank in range(2)]
+    assert all(one.ready() for one in pending) and all(ref() is not None for ref in kept)
+    pending.pop()
+    assert [ref() is None for ref in kept] == [True, False]
+
+
 def test_messages_are_matched_by_name_not_by_order():
     second = DOWN._replace(mb=1)
     found = []

@@ -188,7 +188,7 @@ class Hub:
         if following:
             made = [then.make() for then in following]
             _combine([Offer("reduce", tensor, tensor, root=following[0].root) for tensor in made], meeting.ranks)
-        meeting.offers.clear()  # ranks that still wait for it do not hold its tensors
+        meeting.offers.clear()  # ranks that still wait for it do not hold the others' tensors
         meeting.over = True
         for r in meeting.ranks:
             self._wake[r].notify()
@@ -285,6 +285,7 @@ class Started:
     hub: Hub
     rank: int
     meeting: Round
+    held: Offer  # as networks hold a rank's tensors
 
     def wait(self) -> None:
         self.hub.complete(self.rank, self.meeting)
@@ -362,7 +363,7 @@ class HubTransport:
         return pending
 
     def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
-        return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks))
+        return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks), offer)
 
     def finish_step(self, *, drain: bool = True) -> None:
         if self._posted:
