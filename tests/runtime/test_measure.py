@@ -258,11 +258,13 @@ SHARES = {
     "optimizer": ({"shard": "optimizer"}, {}),
     "one stage": ({"shard": "weights"}, {"resident": 1}),
     "two stages": ({"shard": "weights"}, {"resident": 2}),
+    "gradients too": ({"shard": "all"}, {"resident": 1}),
 }
 
 
 GATHERED = [("optimizer", "breadth-first", "float32"), ("one stage", "zb-v", "bfloat16")]
 GATHERED += [("two stages", "interleaved-1f1b", "float32"), ("one stage", "chimera", "float32")]
+GATHERED += [("gradients too", "bitpipe", "float32")]  # of two pipes: sums go to more ranks than share weights out
 
 
 @pytest.mark.parametrize(("shares", "kind", "dtype"), GATHERED)

@@ -205,7 +205,7 @@ class _RankLedger:
         self.rows = graph.layout.rows
         self.leaving: list[tuple[float, int, float]] = []  # (ms when a SEND is completed, its op, bytes)
         self.coming: dict[int, float] = {}  # stage -> bytes of the messages that bring its weights
-        self.scattering: list[tuple[float, float]] = []  # (ms when a sum of sharded gradients completes, bytes)
+        self.scattering: list[tuple[float, _Deltas]] = []  # (ms when a sum of gradients completes, changes then)
         self.parts: dict[int, float] = {}  # stage -> bytes of the rank's part of its gradients
         self.readers = {kind for kind, row in self.rows.items() if any(ref.what == "weights" for ref in row.reads)}
 
@@ -255,24 +255,26 @@ class _RankLedger:
         """Changes by reductions of sharded gradients: they allocate a message and the rank's part of the result."""
         waits = op.kind is Kind.VALIDATE or (op.kind is Kind.STEP and self.graph.program.flushless)
         now = math.inf if waits else self.clock.begin[i]  # for all of them
-        over = [size for ms, size in self.scattering if ms <= now]
+        over = [delta for ms, deltas in self.scattering if ms <= now for delta in deltas]
         if over:
             self.scattering = [one for one in self.scattering if one[0] > now]
-            begin = (Delta("messages", 0.0, -sum(over)), *begin)
+            begin = (*over, *begin)
         if op.kind is Kind.STEP:
             return begin, (*end, Delta("gradients", 0.0, -self.parts.pop(op.stage, 0.0)))
         if op.kind not in (Kind.SCATTER, Kind.REDUCE) or not self._shared(op):
             return begin, end
         assert self.costs.bytes is not None
-        message = self.costs.bytes_owned(op.stage).summed
-        part = message / self.graph.program.holders(Op(Kind.GATHER, op.stage))  # it gathers the parts that it owns
-        again = op.stage in self.parts
+        message, program = self.costs.bytes_owned(op.stage).summed, self.graph.program
+        owners = program.holders(Op(Kind.GATHER, op.stage))  # ranks that gather the parts they own
+        part, again, among = message / owners, op.stage in self.parts, program.holders(op) > owners
         self.parts[op.stage] = part
-        over_at = self.clock.over(i) if self.graph.program.scatters else math.inf
-        self.scattering.append((over_at, message + part * again))
-        # The gradients move into the message, and are freed before the rank's part of the sum is allocated.
-        mine = Delta("messages" if again else "gradients", 0.0, part)
-        return (*begin, Delta("messages", 0.0, message)), (*end, mine)
+        gone, mine = Delta("messages", 0.0, -message), Delta("messages" if again else "gradients", 0.0, part)
+        less = (mine._replace(bytes=-part),) * again  # it is added to the earlier part
+        over_at = self.clock.over(i) if program.scatters else math.inf
+        self.scattering.append((over_at, (mine, gone, *less) if among else (gone, *less)))
+        # The gradients move into the message, and are freed before the rank's part of the sum is allocated. Where more
+        # ranks sum them than share out the weights, all get the sum, and copy their part as it completes.
+        return (*begin, Delta("messages", 0.0, message)), end if among else (*end, mine)
 
     def _shared(self, op: Op) -> bool:
         """Whether a REDUCE or SCATTER leaves the rank its part of the gradients, in place of all of them."""

@@ -130,6 +130,9 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
                 gathered, together = max(gathered, weights), max(together, whole)
             elif category == "gradients":
                 there += size
+                together = max(together, whole)
+            elif category == "messages":
+                together = max(together, whole)
         kind = op[0]
         if kind.is_transfer:
             continue
