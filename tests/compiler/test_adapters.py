@@ -132,6 +132,14 @@ def test_a_backward_holds_both_gradients_that_it_adds(tmp_path, kind, kept):
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.02)
 
 
+@pytest.mark.parametrize(("kept", "rank"), [("keep", 4), ("selective", 0)])
+def test_norms_of_a_narrow_stream_copy_their_inputs_unless_they_run_again(tmp_path, kept, rank):
+    """Frozen ones keep that float32 copy alone, those that run again the input itself, once."""
+    how = {"kind": "1f1b", "pp": 2, "m": 2, "layers": 2, "memory": {"activations": kept}, **CASES["llama masters"]}
+    for predicted, measured in both(tmp_path, adapter={"rank": rank} if rank else {}, **how):
+        assert predicted.activations == pytest.approx(measured.activations, rel=0.01)
+
+
 SHARED = [{"tp": 2}, {"tp": 2, "tp_sequence": True}, {"dp": 2, "shard": "optimizer"}]
 
 

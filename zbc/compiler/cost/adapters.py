@@ -169,7 +169,7 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
 
 def _spared(z: Sizes, size: Footprint, plain: Footprint, inside: int, *, attention: bool) -> Footprint:
     """The footprint `size` of a frozen block with selective recompute; `plain` is that of a block that trains."""
-    n, t = z.width, z.tokens
+    n, t, size = z.width, z.tokens, replace(size, loose=plain.loose)
     if z.experts:  # their rows are not kept
         return replace(size, act_b=plain.act_b + (inside - z.met * z.hidden) * n * t, fused=plain.fused)
     stays: float = 2 * z.stream * z.hidden * z.own + _behind(z) * z.own
@@ -246,10 +246,9 @@ def _of_norm(z: Sizes) -> int:
 
 
 def _normalized(z: Sizes) -> int:
-    """Bytes per token of the normalized input, which a norm of single operations keeps for its weight gradient."""
-    if not z.gated or (z.cuda and not z.wide_norm):
-        return 0
-    return (4 if z.wide_norm else z.stream) * z.hidden
+    """Bytes per token of the normalized input, which a norm of single operations keeps, in float32, for its weight
+    gradient."""
+    return 4 * z.hidden if z.gated and (z.wide_norm or not z.cuda) else 0
 
 
 def _head_norms(z: Sizes) -> int:

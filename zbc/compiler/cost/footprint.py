@@ -437,7 +437,7 @@ def block(z: Sizes) -> Footprint:
 def regathered(z: Sizes) -> Footprint:
     """A block whose ranks gather tokens again in B: F keeps neither them nor the norms' tensors before them."""
     made = 2 * z.hidden * z.width * z.tokens
-    return block(z).remade(2 * z.norm * z.own + made, made)
+    return replace(block(z), loose=0.0).remade(2 * z.norm * z.own + made, made)  # it keeps its inputs, not copies
 
 
 class Spared(NamedTuple):
@@ -450,7 +450,8 @@ class Spared(NamedTuple):
 def spared(z: Sizes, *, attention: bool) -> Footprint:
     """A block with selective recompute: F keeps the outputs of its linear layers, and B recomputes their inputs, with
     `attention` also that of the projection after it."""
-    whole, h, n, t, f = block(z), z.hidden, z.width, z.tokens, z.met * z.mlp + z.common
+    h, n, t, f = z.hidden, z.width, z.tokens, z.met * z.mlp + z.common
+    whole = replace(block(z), loose=0.0)  # its input is kept, and copied again
     gone = 2 * z.norm * z.own + (2 * h + (2 if z.gated else 1) * f) * n * t
     if attention:
         gone += mixed(z)
