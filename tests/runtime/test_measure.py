@@ -293,6 +293,30 @@ def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dt
         assert predicted.buffers == pytest.approx(measured.buffers, rel=0.03)
 
 
+AGAIN = {
+    "small MLP": {"ffn_hidden": 32},
+    "masters": {"ffn_hidden": 64, **MASTERS},
+    "experts": {"experts": 4, "top_k": 2, "expert_hidden": 24},
+    "gpt": {"family": "gpt", "ffn_hidden": 48},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), few([(c, k) for c in AGAIN for k in ("1f1b", "zb-h1")], [("experts", "1f1b")])
+)
+def test_what_a_backward_needs_that_runs_parts_again_is_predicted(tmp_path, monkeypatch, case, kind):
+    """The part that needs most may be the MLP, its experts one by one, attention, or a norm of single operations."""
+    monkeypatch.setattr(Experts, "_chosen", in_turn)
+    model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 16, "seq_len": 48, **AGAIN[case]}
+    how = {"kind": kind, "pp": 2, "m": 3, "layers": 2, "model": model, "memory": {"activations": "selective"}}
+    compiled, _, (scale, _) = weighed(tmp_path, **how)
+    ops, (size, _) = [one for one in scale.readings if one.op.kind in (Kind.B, Kind.BW)], compiled.costs.bytes
+    wanted = {Kind.B: (size.rise.b, size.coming.b), Kind.BW: (size.rise.bw, size.coming.bw)}
+    for kind, number in ((ops[0].op.kind, 1), (ops[-1].op.kind, 0)):
+        found = [one.rise for one in ops if one.op.kind is kind]
+        assert wanted[kind][number] == pytest.approx(found[0] if number else found[-1], rel=0.03, abs=1000)
+
+
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
     """The first backward of a step makes gradients, which are a separate category and not its workspace."""

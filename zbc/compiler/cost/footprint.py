@@ -456,17 +456,66 @@ def spared(z: Sizes, *, attention: bool) -> Footprint:
     if attention:
         gone += mixed(z)
         whole = replace(whole, fused=-whole.kv)  # slices buffer keys and values next to a linear layer's output
-    if z.experts:  # one expert runs again at a time: the rows sent to and from experts are more
+    if z.experts and (z.common or z.experts < z.choices):  # the rows sent to and from experts are more
         rows = 3 * z.met * h * n * t
         more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
         return replace(whole, act_b=whole.act_b - gone, more_b=more_b, more_bw=more_bw)
+    if z.experts:
+        found = _one_by_one(z, replace(whole, act_b=whole.act_b - gone))
+        return _mixed_again(z, found) if attention and z.cp == 1 else found
     found = whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
-    if z.cp == 1 or not attention:
+    if z.cp == 1 and attention:
+        return _mixed_again(z, found)
+    if not attention:
         return found
     # During the collective of the gradients of keys and values, those of all tokens exist twice, with the inputs of the
     # MLP's weight gradients, which are computed meanwhile.
     meanwhile = (f + h + 3 * z.queries + (4 * z.cp + 2) * z.keys) * n * t
     return found.at_least(meanwhile, meanwhile + z.weight_grad(h * z.mlp, first=False))
+
+
+def _mixed_again(z: Sizes, found: Footprint) -> Footprint:
+    """A block whose backward has at least the tensors of attention that runs again, or of the norm before it.
+
+    Attention's own and their gradients; without rotary positions those of queries, keys and values, and the joint one.
+    A norm of single operations has five in float32. B has those of the MLP's weight gradients as well; the MLP's
+    activations are freed. Capped attention and norms behind attention have others.
+    """
+    if z.capped or z.around:
+        return found
+    h, q, k, n, t, f = z.hidden, z.queries, z.keys, z.width, z.tokens, z.met * z.mlp + z.common
+    own = ((3 * q + 2 * k + z.turned_kept if z.turned_kept else 4 * q + 4 * k) * n + z.logs + z.head_norms) * t
+    steps = (24 if z.copied else 20) * h if z.wide_norm or (z.gated and not z.cuda) else 0
+    norm = (steps + (z.stream if z.cast else n) * h) * t
+    low = 2 * h * z.cast  # gradients of the outputs of both halves in the layers' type
+    routed = (4 * z.choices + z.orders) * t if z.experts else 0
+    b = (f + h + low) * n * t + max(own, (q + h) * n * t + norm) - routed
+    gone = ((2 if z.gated else 1) * f + (2 * z.met * h if z.experts else 0)) * n * t + routed
+    bw = max(own - q * n * t, norm) - gone
+    came = GRAD_BYTES * (z.matrices - h * (q + 2 * k) + z.vectors - z.norms)  # ahead of it, of other weights
+    found = found.at_least(b, bw)
+    first = found.more_bw + found.came_b + found.came_w if found.rise_bw is None else found.rise_bw
+    return replace(found, rise_bw=max(first, bw + came))
+
+
+def _one_by_one(z: Sizes, found: Footprint) -> Footprint:
+    """A block whose experts' activations run again in B, one expert after the other. Each makes gradients of its rows,
+    and frees what F kept of it in BW; B keeps its inputs of weight gradients."""
+    n, t, own = z.width, z.tokens, GRAD_BYTES * sum(z.apart) / z.experts
+    rows, f = z.met * z.hidden * n * t, z.met * z.mlp * n * t
+    kept, inside = (2 if z.gated else 1) * f, (5 if z.gated else 3) * f / z.experts  # while one of them runs
+    down = GRAD_BYTES * z.hidden * z.mlp
+
+    def most(grad: float, before: float) -> float:
+        """The peak if each expert's weights make `grad` bytes, `before` of them ahead of its activation's gradients."""
+        each, last = grad + (rows - kept) / z.experts, z.experts - 1
+        steps = [k * each for k in (0, last - 1) if 0 <= k < last]  # the last one's rows are gone by then
+        return max(2 * rows, before + inside + max(*steps, last * each - rows, -rows))
+
+    b = max(2 * rows + f, (rows + f) * (1 - 1 / z.experts) + inside + f / z.experts)
+    bw = most(0.0, 0.0)
+    ended = GRAD_BYTES * (z.matrices + z.vectors) - found.act_b + 2 * z.hidden * z.stream * z.own
+    return replace(found, more_b=b, more_bw=bw, first_bw=bw, rise_bw=max(most(own, down), ended))
 
 
 def mixed(z: Sizes) -> float:
