@@ -12,6 +12,7 @@ from tests.refusals import refused
 from zbc.compiler.compile import compile_job, load_job
 from zbc.errors import Problems, ZbcError
 from zbc.job import spec, toml
+from zbc.job.sections import Memory
 
 
 def problems(tmp_path, text, overrides=()):
@@ -93,6 +94,7 @@ FACTORY = {"family": "a.b:c"}
         ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.9]}}, "E110", "optimizer.betas", "is for adam, adamw and muon"),
         ({"optimizer": {"kind": "sgd", "eps": 1e-3}}, "E110", "optimizer.eps", "is for adam, adamw and muon"),
         ({"optimizer": {"momentum": 0.9}}, "E110", "optimizer.momentum", "sgd and muon, optimizer.kind is 'adamw'"),
+        ({"memory": {"attention": "keep"}}, "E110", "memory.attention", "of selective recompute"),
         ({"optimizer": {"schedule": {"by": "samples"}}}, "E110", "optimizer.schedule.by", "does nothing"),
         ({"train": {"nonfinite": "stop", "skip_limit": 3}}, "E110", "train.skip_limit", "none is"),
         ({"train": {"nonfinite": "stop", "skip_total": 3}}, "E110", "train.skip_total", "none is"),
@@ -128,6 +130,13 @@ def test_what_nothing_would_read_is_an_error_with_its_place(tmp_path, changes, c
     document = spec.draft(tmp_path / "zbc.toml").document
     assert found[0][1] == document.where(tuple(place.split("."))).replace(str(tmp_path) + "/", "")
     assert place in found[0][2] and text in found[0][2]
+
+
+def test_auto_that_decides_against_selective_recompute_drops_what_nothing_reads_then():
+    """The plan's job is read again as a file."""
+    asked = Memory(activations="auto", attention="keep")
+    assert asked.decided((), 2).attention is None and asked.decided((0, 1), 2).attention is None
+    assert asked.with_choice(["selective", "auto"]).attention == asked.with_choice(["keep", "auto"]).attention == "keep"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from zbc.job.adapter import Adapter
 from zbc.job.model_section import Model
 from zbc.job.ramp import Phase
 from zbc.job.section import Amount, Count, Ms, NotNegative, Positive, Rate, Section, Us
+from zbc.job.unread import reads_attention
 
 ACTIVATIONS = ("keep", "selective", "recompute", "offload", "selective+offload", "recompute+offload", "auto")
 
@@ -428,7 +429,8 @@ class Memory(Section):
         choices = [choice[s] if what == "auto" else what for s, what in enumerate(own)]
         chosen = {str(s): what for s, what in enumerate(choices) if what != "keep"}
         alike = chosen and len(chosen) == stages and len(set(chosen.values())) == 1
-        return self.model_copy(update={"activations": chosen["0"] if alike else chosen or "keep"})
+        made = self.model_copy(update={"activations": chosen["0"] if alike else chosen or "keep"})
+        return made if reads_attention(made.activations) else made.model_copy(update={"attention": None})
 
     def chosen(self) -> set[str]:
         return {self.activations} if isinstance(self.activations, str) else set(self.activations.values())

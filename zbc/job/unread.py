@@ -27,6 +27,12 @@ class Unread:
     code: str = "E110"
 
 
+def reads_attention(activations: str | dict[str, str]) -> bool:
+    """Whether `memory.attention` has an effect: a stage recomputes selectively, or may."""
+    chosen = [activations] if isinstance(activations, str) else activations.values()
+    return any(choice in ("auto", "selective", "selective+offload") for choice in chosen)
+
+
 KINDS_OF_FILES = ("text", "tokens")
 IDLE = (
     Unread(
@@ -76,6 +82,14 @@ IDLE = (
         lambda most: not most,
         "says when freezing begins, and with freeze.most = {!r} nothing is frozen",
         "set freeze.most, or drop it",
+    ),
+    Unread(
+        "memory",
+        ("attention",),
+        "activations",
+        lambda activations: not reads_attention(activations),
+        "is of selective recompute, memory.activations is {!r}",
+        'drop it, or use activations = "selective"',
     ),
     Unread(
         "adapter",
