@@ -252,6 +252,13 @@ def test_memory_counts_a_second_copy_of_the_weights():
         assert other.units == one.units
 
 
+def test_a_start_of_a_ramp_with_too_few_microbatches_is_named():
+    phases = {"microbatches": 8, "ramp": [{"microbatches": 3, "steps": 1}, {"microbatches": 4, "steps": 1}]}
+    how = {"optimizer": {"sync": "two-versions"}, "data": {"kind": "synthetic"}}
+    with refused("E210", hint="set microbatches of entry 0 of schedule.ramp = 4 or more"):
+        compile_job(job(kind="1f1b", pp=5, layers=8, schedule=phases, **how), budget=0.0, suggest=False)
+
+
 def test_too_few_microbatches_are_named_with_their_place():
     with refused("E210") as found:
         compile_job(two(m=2))

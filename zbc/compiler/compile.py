@@ -381,10 +381,22 @@ def _summed_as(compiled: Compiled, other: Program) -> Compiled:
 def _starts(compiled: Compiled, budget: float | None) -> Iterator[RampStart]:
     """Yields the plans of `schedule.ramp`: the same schedule and the same stages, for other numbers of microbatches."""
     job, where = compiled.job, ("schedule", "ramp")
-    for phase in job.schedule.ramp:
-        found = compile_job(_with_count(compiled, phase.microbatches), suggest=False, budget=budget)
+    for number, phase in enumerate(job.schedule.ramp):
+        try:
+            found = compile_job(_with_count(compiled, phase.microbatches), suggest=False, budget=budget)
+        except ZbcError as error:
+            raise _of_phase(error, job, number) from None
         _same_stages(found, compiled, phase.microbatches, where)
         yield RampStart(found, phase.length(job.schedule.microbatch_size * job.parallel.dp))
+
+
+def _of_phase(error: ZbcError, job: Job, number: int) -> ZbcError:
+    """The error of a plan for an entry of the ramp, which has its own number of microbatches."""
+    if error.hint is None or "schedule.microbatches" not in error.hint:
+        return error
+    hint = error.hint.replace("schedule.microbatches", f"microbatches of entry {number} of schedule.ramp")
+    where = job.where("schedule", "ramp", number, "microbatches")
+    return ZbcError(error.code, error.message, where=where, hint=hint, details=error.details)
 
 
 def _with_count(compiled: Compiled, count: int) -> Job:
