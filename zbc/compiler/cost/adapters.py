@@ -16,7 +16,7 @@ and their casts are made once. Layers before the first adapter have no backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -201,9 +201,20 @@ def _size(
     if down and not z.experts:  # gradients of the last product's input, of both layers, and their sum
         apart = max(back, 3 * f * n * t)
         back = back if z.gated else plain.more_b  # as a BW has freed that input
+    kept = plain.act_b - gone + inside * n * t
+    summed_up = [*_summed_up(z, has, kept)]
     return replace(
         _fixed(plain, z),
-        act_b=plain.act_b - gone + inside * n * t,
+        act_b=kept,
+        # A frozen layer without adapters does not keep its input.
+        more_f=max(
+            [
+                plain.more_f,
+                f * n * t * (not down and not z.experts),
+                *(at - plain.result - later for at, later, _ in summed_up),
+            ]
+        ),
+        more_alone=max([plain.more_alone, *(at + alone for at, _, alone in summed_up)]),
         act_w=sum(one.inputs + one.outputs + 2 * one.inside for one in has.values()) * n * t,
         keeps_given=plain.keeps_given and down,
         more_b=apart,
@@ -217,6 +228,22 @@ def _size(
         casts=n * sum(map(math.prod, shapes)) if z.cast else 0.0,
         largest=largest,
     )
+
+
+def _summed_up(z: Sizes, has: dict[str, Beside], kept: float) -> Iterator[tuple[float, float, float]]:
+    """Yields for linear layers with adapters the bytes that F has beside their output as adapters' outputs, and those
+    of several joined, are added to the layer's own; the bytes of a block with `kept` that F keeps behind it; and those
+    of input and output, of an F that keeps nothing."""
+    n, t, down = z.width, z.tokens, has["down"].inside if "down" in has else 0
+    for name, one in has.items():
+        beside, own = (3 if len(one.each) > 1 else 2) * one.outputs * n * t, (one.inputs + one.outputs) * n * t
+        if name == "qkv":
+            before = own + one.inside * n * t + (z.stream * z.hidden + z.norm - _normalized(z)) * z.own
+            yield beside, kept - before, own - z.stream * z.hidden * z.own
+        elif name in ("gate_up", "up"):
+            yield beside, (z.mlp * (z.gated + (down > 0)) + down) * n * t, own
+        elif name == "down":
+            yield beside, 0.0, own
 
 
 def _fixed(size: Footprint, z: Sizes) -> Footprint:
