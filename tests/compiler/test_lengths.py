@@ -13,6 +13,7 @@ from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.numbering import numbered
 from zbc.compiler.order import order
@@ -81,6 +82,18 @@ def test_tokens_stand_in_the_plan_as_it_numbers_them_and_cost_the_same_when_it_i
     assert costs == compiled.costs
     assert timeline.makespan == pytest.approx(manifest.predicted["makespan_ms"])
     assert "unequal" not in manifest.predicted
+
+
+def test_host_memory_is_that_of_the_longest_microbatch_a_stage_offloads():
+    memory = {"memory": {"activations": "offload"}, "hardware": {"host_gbps": 20.0}}
+    made = planned(m=8, kind="1f1b", **unequal([64, 24] * 4, schedule={"renumber": False}, **memory))
+    text = "F s0 m{0}, OFFLOAD s0 m{0}, RELEASE s0 m{0}, RELOAD s0 m{0}, BW s0 m{0}"
+    for several in ((1, 3), (1, 0, 3)):
+        ops = [Op.parse(one) for m in several for one in text.format(m).split(", ")]
+        ranks = (tuple(ops), *made.program.ranks[1:])
+        longest = max(made.costs.held_bytes(Op(Kind.RELOAD, 0, m)) for m in several)
+        assert host_bytes(replace(made.program, ranks=ranks), 0, made.costs) == longest > 0
+    assert host_bytes(made.program, 3, made.costs) == 0.0
 
 
 @pytest.mark.parametrize("changes", [LONG | {"schedule": {"tokens": [2048] * 8}}, {"schedule": {"tokens": [16] * 8}}])

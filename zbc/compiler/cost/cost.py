@@ -446,11 +446,6 @@ class Costs:
         made, freed = _MAKES.get(op.kind), _FREES.get(op.kind)
         return self._size(made, op) if made else _NOTHING, self._size(freed, op) if freed else _NOTHING
 
-    def largest(self, value: str, stage: int) -> Size:
-        """The largest size of a stage's value over all parts."""
-        entry = self._entry(value, stage)
-        return entry if isinstance(entry, Size) else max(entry, key=lambda size: size.bytes)
-
     def _whole(self, entry: Size | tuple[Size, ...]) -> Size:
         """Of a whole microbatch; of unequal ones of the largest."""
         if isinstance(entry, Size):

@@ -1,5 +1,5 @@
 """Host memory of activation offload: slabs, each the size of one stage's offload of one microbatch, or of the largest
-of its slices.
+microbatch or slice that it offloads.
 
 An OFFLOAD takes a slab, and the backward that used the reloaded values frees it, so the number of slabs at a time
 follows from the order alone. A run allocates a stage's slabs for its first parcel; on a GPU that is before the first
@@ -32,7 +32,11 @@ def slabs(program: Program, rank: int) -> dict[int, int]:
 
 def host_bytes(program: Program, rank: int, costs: Costs) -> float:
     """Bytes of a rank's slabs; 0 if sizes are not known."""
-    return sum(count * costs.largest("host", stage).bytes for stage, count in slabs(program, rank).items())
+    largest = dict[int, float]()
+    for op in program.ranks[rank]:
+        if op.kind.row.lane is Lane.BACK:
+            largest[op.stage] = max(largest.get(op.stage, 0.0), costs.held_bytes(op))
+    return sum(count * largest.get(stage, 0.0) for stage, count in slabs(program, rank).items())
 
 
 def predicted(program: Program, costs: Costs) -> dict[str, Any]:
