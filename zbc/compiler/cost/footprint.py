@@ -456,7 +456,7 @@ def spared(z: Sizes, *, attention: bool) -> Footprint:
     if attention:
         gone += mixed(z)
         whole = replace(whole, fused=-whole.kv)  # slices buffer keys and values next to a linear layer's output
-    if z.experts and (z.common or z.experts < z.choices):  # the rows sent to and from experts are more
+    if z.experts and (z.common or z.experts < z.choices or z.tp > 1):  # the rows sent to and from experts are more
         rows = 3 * z.met * h * n * t
         more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
         return replace(whole, act_b=whole.act_b - gone, more_b=more_b, more_bw=more_bw)
