@@ -142,6 +142,22 @@ def test_only_stages_that_may_are_moved_and_twice_the_same():
     assert {op.stage for ops in first.ranks for op in ops if op.kind in COPY} == {0}
 
 
+def test_a_list_is_timed_once_and_has_its_own_times(monkeypatch):
+    timed, again = Offload._timed, list[bool]()
+
+    def watched(self, context, views, tried):
+        known = len(tried)
+        trial = timed(self, context, views, tried)
+        again.append(len(tried) == known)
+        assert trial.program == context.program and trial.step == context.timeline.makespan
+        return trial
+
+    monkeypatch.setattr(Offload, "_timed", watched)
+    program = SCHEDULES["1f1b"].make(Request(4, 8, 1))
+    moved(program, Context(program, with_copies(program, k=1.0)), 2.0)
+    assert any(again) and not all(again)
+
+
 @cache
 def steps(k):
     program = SCHEDULES["gis"].make(Request(4, 12, 2))
