@@ -251,17 +251,17 @@ def test_all_experts_have_weights_to_read_and_gradients_to_write():
 
 
 def test_activations_grow_with_the_experts_a_token_meets():
-    """Per additional expert: its dispatched and combined rows with their places, and the activations of an MLP."""
+    """Per additional expert: its dispatched and combined rows with their places and weights, and the activations of an MLP."""
     for family, kept, given in (("gpt", 2, 2), ("llama", 4, 3)):
         sizes = {"family": family, "hidden": 64, "ffn_hidden": 128, "experts": 4}
         one, two = (estimate.layers(job(model={**sizes, "top_k": top}))[1].size for top in (1, 2))
         tokens = 2 * 16
-        assert two.act_b - one.act_b == 4 * tokens * (2 * 64 + kept * 128) + 3 * 8 * tokens
+        assert two.act_b - one.act_b == 4 * tokens * (2 * 64 + kept * 128) + 4 * 8 * tokens
         assert two.act_w - one.act_w == 4 * tokens * (2 * 64 + given * 128)
 
 
 def test_a_router_keeps_the_tokens_of_its_own_rank_where_an_mlp_keeps_all():
-    """It reads what is not collected yet; with an expert that all tokens meet those are kept, too."""
+    """It reads what is not collected yet, which is kept beside all tokens for an expert that these meet."""
 
     def less(**more):
         model = {"family": "llama", "hidden": 64, "ffn_hidden": 128, **more}
@@ -270,7 +270,7 @@ def test_a_router_keeps_the_tokens_of_its_own_rank_where_an_mlp_keeps_all():
         return whole - part
 
     assert less(experts=4) - less() == 4 * 64 * (2 * 16) / 2
-    assert less(experts=4, shared_hidden=32) == less()
+    assert less(experts=4, shared_hidden=32) == less() - 4 * 64 * (2 * 16) / 2
 
 
 def test_tensor_parallel_ranks_keep_logits_in_their_own_type():

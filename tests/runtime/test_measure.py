@@ -317,6 +317,33 @@ def test_what_a_backward_needs_that_runs_parts_again_is_predicted(tmp_path, monk
         assert wanted[kind][number] == pytest.approx(found[0] if number else found[-1], rel=0.03, abs=1000)
 
 
+REGATHER = {"tp": 2, "tp_sequence": "regather"}
+ROUTED = [
+    ({}, {}),
+    ({"tp": 2, "tp_sequence": True}, {}),
+    (REGATHER, {}),
+    ({**REGATHER, "dp": 2, "ep": 2}, {}),
+    (REGATHER, {"shared_hidden": 24}),
+    ({}, {"experts": 8}),
+]
+
+
+@pytest.mark.parametrize(("parallel", "more"), few(ROUTED, [ROUTED[3]]), ids=str)
+def test_what_experts_keep_and_need_is_predicted(tmp_path, monkeypatch, parallel, more):
+    """Ranks that share tokens gather them behind the router, which keeps the rank's own."""
+    monkeypatch.setattr(Experts, "_chosen", in_turn)
+    model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 16, "seq_len": 48, **EXPERTS, **more}
+    how = {"kind": "1f1b", "pp": 2, "m": 3, "layers": 4, "model": model, "parallel": {"pp": 2, **parallel}}
+    compiled, plan, scales = weighed(tmp_path, **how)
+    scale = next(one for rank, one in enumerate(scales) if not plan.manifest.topology.of(rank).pp)
+    assert compiled.memory[0].activations == pytest.approx(scale.held.activations, rel=0.003)
+    wanted = {Kind.F: compiled.costs.bytes[0].more.f, Kind.BW: compiled.costs.bytes[0].rise.bw}
+    found = {kind: [one for one in scale.readings if one.op.kind is kind][-1] for kind in wanted}
+    assert wanted[Kind.F] == pytest.approx(found[Kind.F].extra, rel=0.02)
+    if not more.get("shared_hidden"):  # whose activations are freed by then
+        assert wanted[Kind.BW] == pytest.approx(found[Kind.BW].rise, rel=0.02)
+
+
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
     """The first backward of a step makes gradients, which are a separate category and not its workspace."""

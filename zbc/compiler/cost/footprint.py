@@ -256,6 +256,11 @@ class Sizes:
         return 8 * self.top_k * (5 if self.experts < self.choices else 3)
 
     @property
+    def router(self) -> int:
+        """Bytes per token of the scores of all experts, of those chosen, and of the latter's sum and quotients."""
+        return 4 * self.choices + 8 * self.top_k + 4 if self.experts else 0
+
+    @property
     def behind(self) -> int:
         """Bytes per token that norms after attention and MLP keep: input and normalized input, in float32."""
         return 2 * (8 + 8 * self.hidden) if self.around else 0
@@ -374,12 +379,15 @@ def block(z: Sizes) -> Footprint:
     f = z.met * z.mlp + z.common  # of all MLPs that a token visits
     grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
     spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a collective
+    around = 0 if z.common else spread  # which a shared expert keeps
     routed = 2 * z.met * h if z.experts else 0
     # The output of the shared expert, before its gate; with casts it and its gate have inputs of their own.
     own = h * (3 if z.cast else 1) if z.common else 0
     inside = 2 * h + z.mixed + routed + own + (4 if z.gated else 2) * f
     chosen = h + z.choices if z.experts else 0
-    alone = h * n * (t - z.own) if z.experts and not z.common else 0  # a router reads the rank's own tokens
+    # A router reads the rank's own tokens, a shared expert those of all.
+    reads = z.own - t if not z.common else z.own if z.shared > 1 else 0.0
+    alone = h * n * reads if z.experts else 0.0
 
     def weights(first: bool) -> tuple[float, float]:
         down, up = (z.weight_grad(h * z.mlp * k, first=first) for k in (1, 2 if z.gated else 1))
@@ -389,17 +397,20 @@ def block(z: Sizes) -> Footprint:
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     gathers = n * (2 * k * z.cp + 4 * k - 2 * q - (4 if z.gated else 2) * f) * t if z.cp > 1 else 0.0
     act_b = (2 * (z.stream * h + z.norm) + z.behind) * z.own
-    act_b += (z.head_norms + inside * n + z.logs + 8 * z.choices + z.orders) * t - alone
-    rise_w, rise_bw = (None, _rise_of_experts(z, act_b)) if z.experts else _rises(z, grad)
+    act_b += (z.head_norms + inside * n + z.logs + z.router + z.orders + n * (z.common > 0)) * t + alone + 8 * z.choices
+    rise_w, rise_bw = (None, _rise_of_experts(z, act_b) + around) if z.experts else _rises(z, grad)
     more_b = (3 if z.gated else 2) * f * n * t + grad + spread - z.left
     if z.experts:  # one expert runs at a time, between the rows of all
         rows, others = 2 * z.met * h * n * t, _others(z)
+        # As outputs of experts are added up; or as these are sent back, in another order. All tokens exist meanwhile.
+        gathers = rows - h * n * z.own if z.experts < z.choices else rows / 2 + h * n * (t - z.own)
+        gathers += around + (4 * z.choices + 8 * z.top_k) * t
         more_b, more_bw, first_bw = (max(rows, one - others) for one in (more_b, more_bw, first_bw))
         if z.experts < z.choices:  # and their gradients, in two orders, while W's part of all experts is kept
             more_b = max(more_b, 1.5 * rows - (z.met * z.mlp * n * t if z.gated else 0))
     return Footprint(
         act_b=act_b,
-        act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t - alone,
+        act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t + alone,
         entry=z.stream * h * z.own + 8 * z.top_k * t,  # and the chosen experts
         result=z.stream * h * z.own,
         loose=z.stream * h * z.own * z.copied,
@@ -407,7 +418,6 @@ def block(z: Sizes) -> Footprint:
         more_f=max(
             h * n * t + spread,
             gathers,
-            z.met * h * n * t if z.experts else 0,
             max(z.scores, z.peaks) - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own,
         ),
         more_alone=max((4 if z.gated else 2) * f * n * t, max(z.scores, z.peaks) - h * n * t),
@@ -418,9 +428,9 @@ def block(z: Sizes) -> Footprint:
             n * (2 * k * z.cp + 3 * k - q - (f if z.gated else 0)) * t if z.cp > 1 else 0.0,
         ),
         more_w=more_w,
-        more_bw=more_bw + spread,
+        more_bw=more_bw + around,
         first_w=first_w,
-        first_bw=first_bw + spread,
+        first_bw=first_bw + around,
         came_b=GRAD_BYTES * z.norms,
         came_w=GRAD_BYTES * (z.matrices + z.vectors - z.norms),
         rise_w=rise_w,
@@ -436,8 +446,18 @@ def block(z: Sizes) -> Footprint:
 
 def regathered(z: Sizes) -> Footprint:
     """A block whose ranks gather tokens again in B: F keeps neither them nor the norms' tensors before them."""
-    made = 2 * z.hidden * z.width * z.tokens
-    return replace(block(z), loose=0.0).remade(2 * z.norm * z.own + made, made)  # it keeps its inputs, not copies
+    whole = replace(block(z), loose=0.0)  # it keeps its inputs, not copies
+    tokens = z.hidden * z.width * z.tokens
+    if not z.experts:
+        return whole.remade(2 * z.norm * z.own + 2 * tokens, 2 * tokens)
+    # Tokens are gathered behind the router, which reads the rank's own: these run again, and exist while F runs. The
+    # shared expert keeps the gathered ones. In B the rows sent to experts and back are gone when attention's run again.
+    own = z.hidden * z.width * z.own
+    whole = replace(whole, more_f=whole.more_f + own)
+    if z.experts < z.choices:  # gradients of the rows in two orders, as in a block's B
+        wide = z.met * (3 * z.hidden - (z.mlp if z.gated else 0)) * z.width - 4 * z.choices - 8 * z.top_k
+        whole = whole.at_least(0.0, wide * z.tokens)
+    return whole.remade(2 * z.norm * z.own + tokens + own, 0.0)
 
 
 class Spared(NamedTuple):
