@@ -251,7 +251,7 @@ def test_all_experts_have_weights_to_read_and_gradients_to_write():
 
 
 def test_activations_grow_with_the_experts_a_token_meets():
-    """Per additional expert: its dispatched and combined rows with their places and weights, and the activations of an MLP."""
+    """Per additional expert: its dispatched and combined rows with places and weights, and an MLP's activations."""
     for family, kept, given in (("gpt", 2, 2), ("llama", 4, 3)):
         sizes = {"family": family, "hidden": 64, "ffn_hidden": 128, "experts": 4}
         one, two = (estimate.layers(job(model={**sizes, "top_k": top}))[1].size for top in (1, 2))
@@ -271,6 +271,20 @@ def test_a_router_keeps_the_tokens_of_its_own_rank_where_an_mlp_keeps_all():
 
     assert less(experts=4) - less() == 4 * 64 * (2 * 16) / 2
     assert less(experts=4, shared_hidden=32) == less() - 4 * 64 * (2 * 16) / 2
+
+
+@pytest.mark.parametrize("more", [{}, {"adapter": {"rank": 4}}, {"schedule": {"slices": 2}}], ids=str)
+def test_a_stage_that_runs_again_gathers_no_tokens_a_third_time(more):
+    """Its second forward keeps all that a plain one would; so do the stages named, and no others."""
+    model = {"family": "llama", "hidden": 64, "heads": 4, "dtype": "bfloat16", "parameters": "bfloat16"}
+
+    def sizes(again, part):
+        how = {"model": model, "memory": {"activations": again}, "parallel": {"tp": 2, "tp_sequence": part, "pp": 2}}
+        return compile_job(job(kind="1f1b", layers=4, data={"kind": "synthetic"}, **how, **more)).costs.bytes
+
+    assert sizes("recompute", "regather") == sizes("recompute", True)
+    kept, second, plain = sizes({"1": "recompute"}, "regather"), sizes("recompute", True), sizes("keep", True)
+    assert kept[1].rise == second[1].rise and kept[0].share < plain[0].share
 
 
 def test_tensor_parallel_ranks_keep_logits_in_their_own_type():

@@ -68,7 +68,8 @@ def frozen(job: Job, table: Sequence[Layer], blocks: Sequence[Sizes], ends: Size
             again: Spared(replace(one, act_b=one.act_b - left, loose=entry), cheap)
             for again, (one, cheap) in spared.items()
         }
-        return [*before, replace(layer, size=size, spared=spared), *found[first + 1 :]]
+        whole = layer.whole and replace(layer.whole, act_b=layer.whole.act_b - kept, loose=entry)
+        return [*before, replace(layer, size=size, spared=spared, whole=whole), *found[first + 1 :]]
     return before
 
 
@@ -148,6 +149,7 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
     shapes = [shape for one in has.values() for shape in one.shapes]
     params = sum(map(math.prod, shapes))
     size = _size(z, layer.size, has, shapes, gathered=not job.parallel.regathers)
+    whole = layer.whole and _size(z, layer.whole, has, shapes, gathered=True)
     inside = sum(one.inside for one in has.values())
     spared = {
         again: Spared(_spared(z, size, plain, inside, attention=again), cheap * layer.f / f if f else 0.0)
@@ -159,6 +161,7 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
         b=max(0.0, layer.b - saved) + machine.ms(backward),
         w=machine.ms(weights) if has else 0.0,
         size=size,
+        whole=whole,
         spared=spared,
         params=params,
         parts=tuple(map(math.prod, shapes)),

@@ -42,6 +42,7 @@ class Layer:
     matrices: tuple[tuple[int, int], ...] = ()  # shapes of the parameters that Muon steps
     measured: Measurement | None = None  # by a profile
     spared: Mapping[bool, Spared] = field(default_factory=dict)  # with and without attention; {} if neither changes it
+    whole: Footprint | None = None  # in a stage that runs all of F again, if another
     once: float = 0.0  # the share of F that no recompute repeats
     cheap: float = 0.0  # the share of F that is run again, if this layer recomputes selectively
     part: float = 1.0  # the share of F's activations that it then keeps
@@ -56,6 +57,10 @@ class Layer:
         one = one and replace(one, b=one.b + more, bw=one.bw + more)
         part = size.act_b / self.size.act_b if self.size.act_b else 1.0
         return replace(self, b=self.b + more, size=size, cheap=cheap, part=part, measured=one, spared={})
+
+    def recomputed(self) -> Layer:
+        """This layer in a stage that runs all of its F again."""
+        return self if self.whole is None else replace(self, size=self.whole)
 
     @property
     def total(self) -> float:
@@ -229,14 +234,15 @@ def part_of(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: f
     if one is not None:
         one = replace(one, **times, bw=one.bw * parts["b"], again=one.again * parts["f"])
     if own is not None and (layer.measured is None or layer.measured.size is None):
-        size, spared = own.size, own.spared
+        size, spared, whole = own.size, own.spared, own.whole
     else:
+        whole = layer.whole and layer.whole.scaled(rows)
         size, spared = layer.size.scaled(rows), _with(layer.spared, lambda _, size: size.scaled(rows))
         if own is not None:
             kv, fused = own.size.kv, {again: size.fused for again, (size, _) in own.spared.items()}
             size, spared = replace(size, kv=kv), {again: spared[again] for again in fused}
             spared = _with(spared, lambda again, size: replace(size, kv=kv, fused=fused[again]))
-    return replace(layer, **times, size=size, measured=one, spared=spared)
+    return replace(layer, **times, size=size, measured=one, spared=spared, whole=whole)
 
 
 def _with(spared: Mapping[bool, Spared], change: Callable[[bool, Footprint], Footprint]) -> dict[bool, Spared]:
@@ -283,6 +289,7 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
                 )
                 for again in (True, False)
             },
+            whole=footprint.block(z) if job.parallel.regathers else None,  # it keeps what it gathers
             once=machine.ms(work.largest(z)) / one.f if one.f else 0.0,
             apart=z.apart if job.parallel.ep > 1 else (),
             matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2),
@@ -381,6 +388,7 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
         frozen=frozen,
         parts=parts,
         size=size,
+        whole=layer.whole if one.size is None else None,
         measured=one,
         spared=spared,
     )

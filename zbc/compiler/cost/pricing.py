@@ -35,11 +35,15 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     """
     check_stages(job, placement)
     plain, spared = table, {i for s, part in enumerate(stages) if job.memory.spares(s) for i in part}
+    again = {i for s, part in enumerate(stages) if job.memory.recomputes(s) for i in part}
 
     def chosen(layers: Sequence[Layer]) -> Sequence[Layer]:
         return (
-            [layer.selective(job.memory) if i in spared else layer for i, layer in enumerate(layers)]
-            if spared
+            [
+                layer.selective(job.memory) if i in spared else layer.recomputed() if i in again else layer
+                for i, layer in enumerate(layers)
+            ]
+            if spared or again
             else layers
         )
 
