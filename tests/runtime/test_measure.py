@@ -174,6 +174,15 @@ def test_weight_gradients_that_wait_for_a_collective_are_made_before_a_layer_has
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.02)
 
 
+def test_what_is_made_between_steps_counts_from_the_next_one_on(tmp_path):
+    """An evaluation completes an update that waits for its verdict otherwise, and so makes the optimizer's state."""
+    how = {"optimizer": {"sync": "post-validate"}, "train": {"steps": 3, "eval_every": 1, "eval_batches": 1}}
+    compiled = compile_job(job(kind="1f1b", pp=2, m=2, layers=2, data={"kind": "synthetic", "validation": 0.5}, **how))
+    compiled.write(tmp_path / "plan")
+    for predicted, scale in zip(compiled.memory, scaled(StoredPlan.read(tmp_path / "plan"), 3)[1], strict=True):
+        assert scale.held.optimizer == pytest.approx(predicted.optimizer, rel=0.001)
+
+
 TENTATIVE = {
     "adamw": {"kind": "1f1b"},
     "two stages": {"kind": "zb-v", "optimizer": {"kind": "adam"}},
