@@ -140,10 +140,18 @@ def test_norms_of_a_narrow_stream_copy_their_inputs_unless_they_run_again(tmp_pa
         assert predicted.activations == pytest.approx(measured.activations, rel=0.01)
 
 
-@pytest.mark.parametrize(("targets", "kept"), few([("*", "keep"), ("qkv", "keep"), ("*", "recompute")], 2))
-def test_what_a_forward_holds_as_it_adds_outputs_of_adapters_is_predicted(tmp_path, targets, kept):
+ADDED = [
+    ("*", "keep", "float32"),
+    ("qkv", "keep", "bfloat16"),
+    ("*", "keep", "bfloat16"),
+    ("*", "recompute", "float32"),
+]
+
+
+@pytest.mark.parametrize(("targets", "kept", "dtype"), few(ADDED, 2))
+def test_what_a_forward_holds_as_it_adds_outputs_of_adapters_is_predicted(tmp_path, targets, kept, dtype):
     """Those of a frozen layer, of its adapters, these joined, and the sum; a backward that runs it again as well."""
-    model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 16, "seq_len": 48, "ffn_hidden": 136}
+    model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 16, "seq_len": 48, "ffn_hidden": 136, "dtype": dtype}
     how = {"kind": "1f1b", "pp": 2, "m": 2, "layers": 2, "model": model, "memory": {"activations": kept}}
     compiled, _, (scale, _) = weighed(tmp_path, adapter={"rank": 4, "targets": [targets]}, **how)
     (size, _), ops = compiled.costs.bytes, scale.readings

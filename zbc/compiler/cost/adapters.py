@@ -213,7 +213,7 @@ def _size(
         more_f=max(
             [
                 plain.more_f,
-                f * n * t * (not down and not z.experts),
+                (f * n - (z.stream - n) * h) * t * (not down and not z.experts),
                 *(at - plain.result - later for at, later, _ in summed_up),
             ]
         ),
@@ -240,6 +240,8 @@ def _summed_up(z: Sizes, has: dict[str, Beside], kept: float) -> Iterator[tuple[
     n, t, down = z.width, z.tokens, has["down"].inside if "down" in has else 0
     for name, one in has.items():
         beside, own = (3 if len(one.each) > 1 else 2) * one.outputs * n * t, (one.inputs + one.outputs) * n * t
+        if name in ("qkv", "gate_up", "up"):
+            beside += z.cast * z.stream * z.hidden * t  # the norm's output, which each casts for itself
         if name == "qkv":
             before = own + one.inside * n * t + (z.stream * z.hidden + z.norm - _normalized(z)) * z.own
             yield beside, kept - before, own - z.stream * z.hidden * z.own
