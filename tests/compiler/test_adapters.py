@@ -143,12 +143,13 @@ def test_norms_of_a_narrow_stream_copy_their_inputs_unless_they_run_again(tmp_pa
 ADDED = [
     ("*", "keep", "float32"),
     ("qkv", "keep", "bfloat16"),
+    ("*", "selective", "bfloat16"),
     ("*", "keep", "bfloat16"),
     ("*", "recompute", "float32"),
 ]
 
 
-@pytest.mark.parametrize(("targets", "kept", "dtype"), few(ADDED, 2))
+@pytest.mark.parametrize(("targets", "kept", "dtype"), few(ADDED, 3))
 def test_what_a_forward_holds_as_it_adds_outputs_of_adapters_is_predicted(tmp_path, targets, kept, dtype):
     """Those of a frozen layer, of its adapters, these joined, and the sum; a backward that runs it again as well."""
     model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 16, "seq_len": 48, "ffn_hidden": 136, "dtype": dtype}

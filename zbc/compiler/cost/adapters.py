@@ -152,7 +152,7 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
     whole = layer.whole and _size(z, layer.whole, has, shapes, gathered=True)
     inside = sum(one.inside for one in has.values())
     spared = {
-        again: Spared(_spared(z, size, plain, inside, attention=again), cheap * layer.f / f if f else 0.0)
+        again: Spared(_spared(z, size, plain, has, inside, attention=again), cheap * layer.f / f if f else 0.0)
         for again, (plain, cheap) in layer.spared.items()
     }
     changed = replace(
@@ -170,7 +170,9 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
     return replace(changed, frozen=layer.params)
 
 
-def _spared(z: Sizes, size: Footprint, plain: Footprint, inside: int, *, attention: bool) -> Footprint:
+def _spared(
+    z: Sizes, size: Footprint, plain: Footprint, has: dict[str, Beside], inside: int, *, attention: bool
+) -> Footprint:
     """The footprint `size` of a frozen block with selective recompute; `plain` is that of a block that trains."""
     n, t, size = z.width, z.tokens, replace(size, loose=plain.loose)
     if z.experts:  # their rows are not kept
@@ -178,6 +180,10 @@ def _spared(z: Sizes, size: Footprint, plain: Footprint, inside: int, *, attenti
     stays: float = 2 * z.stream * z.hidden * z.own + _behind(z) * z.own
     stays += (z.queries + 2 * z.keys + (2 if z.gated else 1) * z.mlp + inside) * n * t
     again = ((3 if z.gated else 1) * z.mlp + (2 * z.hidden if z.tp > 1 else 0)) * n * t
+    up, down = "gate_up" if z.gated else "up", has["down"].inside if "down" in has else 0
+    # F keeps neither what these layers read nor what follows them.
+    summed = [at + (z.hidden - down) * n * t - plain.result for name, at, *_ in _summed_up(z, has, stays) if name == up]
+    size = replace(size, more_f=max([size.more_f, *summed]))
     if not attention:
         return size.remade(size.act_b - stays - mixed(z), again)
     return replace(size.remade(size.act_b - stays, again), fused=-size.kv)
@@ -214,10 +220,10 @@ def _size(
             [
                 plain.more_f,
                 (f * n - (z.stream - n) * h) * t * (not down and not z.experts),
-                *(at - plain.result - later for at, later, _ in summed_up),
+                *(at - plain.result - later for _, at, later, _ in summed_up),
             ]
         ),
-        more_alone=max([plain.more_alone, *(at + alone for at, _, alone in summed_up)]),
+        more_alone=max([plain.more_alone, *(at + alone for _, at, _, alone in summed_up)]),
         act_w=sum(one.inputs + one.outputs + 2 * one.inside for one in has.values()) * n * t,
         keeps_given=plain.keeps_given and down,
         more_b=apart,
@@ -233,7 +239,7 @@ def _size(
     )
 
 
-def _summed_up(z: Sizes, has: dict[str, Beside], kept: float) -> Iterator[tuple[float, float, float]]:
+def _summed_up(z: Sizes, has: dict[str, Beside], kept: float) -> Iterator[tuple[str, float, float, float]]:
     """Yields for linear layers with adapters the bytes that F has beside their output as adapters' outputs, and those
     of several joined, are added to the layer's own; the bytes of a block with `kept` that F keeps behind it; and those
     of input and output, of an F that keeps nothing."""
@@ -244,11 +250,11 @@ def _summed_up(z: Sizes, has: dict[str, Beside], kept: float) -> Iterator[tuple[
             beside += z.cast * z.stream * z.hidden * t  # the norm's output, which each casts for itself
         if name == "qkv":
             before = own + one.inside * n * t + (z.stream * z.hidden + z.norm - _normalized(z)) * z.own
-            yield beside, kept - before, own - z.stream * z.hidden * z.own
+            yield name, beside, kept - before, own - z.stream * z.hidden * z.own
         elif name in ("gate_up", "up"):
-            yield beside, (z.mlp * (z.gated + (down > 0)) + down) * n * t, own
+            yield name, beside, (z.mlp * (z.gated + (down > 0)) + down) * n * t, own
         elif name == "down":
-            yield beside, 0.0, own
+            yield name, beside, 0.0, own
 
 
 def _fixed(size: Footprint, z: Sizes) -> Footprint:
