@@ -34,9 +34,8 @@ def test_a_stage_that_recomputes_selectively_trains_to_the_bit_as_one_that_keeps
     monkeypatch.setattr(again.Remade, "release", lambda one: made.append(one) or release(one))
     traits = [trait] if trait else []
     jobs = [beside(*traits, schedule__kind=kind, **MODELS[model])[0] for _ in range(2)]
-    for job, activations in zip(jobs, ("keep", "selective"), strict=True):
-        job["memory"] = {"activations": activations + "+offload" * (trait == "offload"), "attention": attention}
-    jobs[0]["memory"]["activations"] = "offload" if trait == "offload" else "keep"
+    jobs[0]["memory"] = {"activations": "offload" if trait == "offload" else "keep"}
+    jobs[1]["memory"] = {"activations": "selective" + "+offload" * (trait == "offload"), "attention": attention}
     plain = trained(jobs[0])
     assert not made
     assert trained(jobs[1]) == plain
