@@ -285,7 +285,7 @@ class Started:
     hub: Hub
     rank: int
     meeting: Round
-    held: Offer  # as networks hold a rank's tensors
+    held: tuple[Tensor, Tensor]  # as networks hold a rank's tensors
 
     def wait(self) -> None:
         self.hub.complete(self.rank, self.meeting)
@@ -363,7 +363,7 @@ class HubTransport:
         return pending
 
     def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
-        return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks), offer)
+        return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks), (offer.source, offer.target))
 
     def finish_step(self, *, drain: bool = True) -> None:
         if self._posted:

@@ -87,7 +87,7 @@ class Apart(HubTransport):
     def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
         if offer.what == "gather":
             offer.target.copy_(offer.source.expand_as(offer.target))
-        return Started(self._hub, self.rank, Round(ranks, over=True), offer)
+        return Started(self._hub, self.rank, Round(ranks, over=True), (offer.source, offer.target))
 
 
 def build_rig(job: Job, device: torch.device) -> Rig:
