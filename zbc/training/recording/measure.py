@@ -221,7 +221,7 @@ class Scale:
                 if self._steps < 2:
                     self.held = RankBytes()
                 self._steps += 1
-                ledger.add(one for _, all_ in self._categories() for one in all_)  # updates may run between steps
+                ledger.add(one for _, all_ in self._categories() for one in all_ if one.dim())  # of late updates, too
                 self.readings.clear()
                 self._kept.clear()
             if worker.features.of(Gathers).freed:
