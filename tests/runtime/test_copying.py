@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.composed import beside, trained
 from tests.refusals import refused
 from zbc.runtime.cuda import StreamCopier
 from zbc.runtime.features import copying
@@ -100,7 +101,9 @@ def test_memory_that_cannot_be_pinned_is_named(copier, monkeypatch):
 def test_the_thread_copies_there_and_back_in_order(duplex):
     copier = ThreadCopier(duplex=duplex)
     host, target = copying.Slab(copier.slab(256)), Piece(copier.take(100), 64)
-    copier.back(host, [target], copier.out(host, [Piece(piece(7).storage, 64)])).result()
+    gone = copier.out(host, [Piece(piece(7).storage, 64)])
+    gone.result()  # RELEASE
+    copier.back(host, [target], gone).result()
     assert set(target.storage.tolist()) == {7}
     copier.close()
 
@@ -123,23 +126,19 @@ def test_a_copy_back_waits_for_another_one_out_unless_both_directions_are_free(d
     copier.close()
 
 
-def test_a_slab_that_is_still_read_is_not_written(monkeypatch):
-    copier, held, copy = ThreadCopier(duplex=True), threading.Event(), copying.copy_back
-    host, target = slab(), piece(0)
-    monkeypatch.setattr(copying, "copy_back", lambda *told: held.wait(60) and copy(*told))
-    host.read = copier.back(host, [target], copier.out(host, [piece(1)]))
-    later = copier.out(host, [piece(2)])
-    with pytest.raises(TimeoutError):
-        later.result(timeout=0.05)
-    held.set()
-    later.result()
-    assert set(target.storage.tolist()) == {1} and set(host.memory.tolist()) == {2}
-    copier.close()
-
-
 def test_what_goes_wrong_in_the_thread_reaches_who_waits():
     copier = ThreadCopier(duplex=False)
     ticket = copier.out(slab(), [None])
     with pytest.raises(TypeError):
         ticket.result()
     copier.close()
+
+
+def test_a_run_that_copies_in_both_directions_at_once_trains_to_the_bit_as_one_without_copies(monkeypatch):
+    made, begun = [], ThreadCopier.__init__
+    monkeypatch.setattr(
+        ThreadCopier, "__init__", lambda one, *, duplex: begun(one, duplex=made.append(duplex) or duplex)
+    )
+    both, plain = beside("offload", parallel__pp=2, model__layers=4, schedule__microbatches=4)
+    both["hardware"]["host_duplex"] = True
+    assert trained(both, steps=2) == trained(plain, steps=2) and made and all(made)

@@ -12,7 +12,8 @@ from zbc.ops import Kind
 
 def kinds_of(program: Program) -> list[Kind]:
     """Kinds of ops that each rank runs for each unit, in the order of their dependencies."""
-    return [kind for kind in Kind if kind.unit_wide and kind.row.feature in program.features]
+    features = program.features
+    return [kind for kind in Kind if kind.unit_wide and kind.row.feature in features]
 
 
 def vocabulary_problems(g: Graph) -> Iterator[ZbcError]:

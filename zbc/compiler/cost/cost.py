@@ -485,7 +485,7 @@ class Costs:
 
     def key(self, op: Op) -> CacheKey:
         """The cache key of an op's costs, which do not depend on its pipe."""
-        return op[0], op[1], self.part(op[2], op[4]) if self.unequal else op[4], op[6]
+        return op[0], op[1], self.part(op[2], op[4]), op[6]
 
 
 _NOTHING = Size(0.0)

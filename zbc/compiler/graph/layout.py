@@ -89,7 +89,7 @@ class Layout:
         self.pipes, self.stages, self.edges = placement.pipes, placement.stages, placement.edges
         self.ranks = max(placement.ranks, len(program.ranks))
         self.slices, self.width = program.slices, program.microbatches * program.slices
-        self.kinds = program.kinds
+        self.kinds, self.features = program.kinds, program.features
         closing = {rows[kind].closes for kind in self.kinds} - {""}
         self.closed = bool(closing)
         self.ahead = "ahead" in closing
@@ -251,7 +251,7 @@ class Layout:
             return "E202"
         if stage < 0 and not self.owns(kind, stage):
             return "E202"
-        if (row.feature and row.feature not in self.program.features) or (row.dealt and not self.deals[stage]):
+        if (row.feature and row.feature not in self.features) or (row.dealt and not self.deals[stage]):
             return "E202"
         unit = row.scope is Scope.UNIT or row.scope is Scope.EVERY
         if row.scope is Scope.UNIT and self.pipes[pipe][stage] != rank:

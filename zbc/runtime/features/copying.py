@@ -88,36 +88,28 @@ class HostMemory:
 
 
 class ThreadCopier(HostMemory):
-    """Copies in the order they are started, in a thread of its own, or in one for each direction."""
+    """Copies in the order they are started, in a thread of its own, or in one for each direction: RELEASE and the
+    backward wait for what the other direction would have to wait for."""
 
     def __init__(self, *, duplex: bool) -> None:
         threads = [ThreadPoolExecutor(1, thread_name_prefix="zbc-copies") for _ in range(1 + duplex)]
         self._out, self._back = threads[0], threads[-1]
 
     def out(self, slab: Slab, pieces: Sequence[Piece]) -> Future[None]:
-        return self._start(self._out, copy_out, slab, pieces, slab.read)
+        return self._start(self._out, copy_out, slab, pieces)
 
     def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> Future[None]:
-        return self._start(self._back, copy_back, slab, pieces, gone)
+        return self._start(self._back, copy_back, slab, pieces)
 
-    def _start(
-        self, thread: ThreadPoolExecutor, copy: _Copy, slab: Slab, pieces: Sequence[Piece], last: Ticket | None
-    ) -> Future[None]:
+    def _start(self, thread: ThreadPoolExecutor, copy: _Copy, slab: Slab, pieces: Sequence[Piece]) -> Future[None]:
         if self.spans is None:
-            return thread.submit(_after, last, copy, slab, pieces)
+            return thread.submit(copy, slab, pieces)
         self.spans.append([])
-        return thread.submit(_after, last, _timed, copy, slab, pieces, self.spans[-1])
+        return thread.submit(_timed, copy, slab, pieces, self.spans[-1])
 
     def close(self) -> None:
         for thread in (self._out, self._back):
             thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _after(last: Ticket | None, copy: Callable[..., None], *told: Any) -> None:
-    """Copies once `last`, which was started earlier, has ended."""
-    if last is not None:
-        last.result()
-    copy(*told)
 
 
 def copy_out(slab: Slab, pieces: Sequence[Piece]) -> None:
