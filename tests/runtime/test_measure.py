@@ -159,6 +159,29 @@ def test_rows_that_were_looked_up_count_where_a_part_of_a_forward_runs_again(tmp
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.04)  # 2 to 3%, as messages come
 
 
+LOW = {"fp32": {}, "autocast": {"dtype": "bfloat16"}, "masters": MASTERS}
+MEETING = list(product(["gpt", "llama"], LOW, [False, True, "regather"], ["1f1b", "zb-h1"]))
+SOME_MEETING = [("llama", "masters", "regather", "zb-h1"), ("gpt", "autocast", True, "1f1b")]
+
+
+@pytest.mark.parametrize(("family", "low", "sequence", "kind"), few(MEETING, SOME_MEETING))
+def test_what_norms_and_collectives_of_a_backward_need_is_predicted(tmp_path, family, low, sequence, kind):
+    """Where activations inside MLPs are small beside their inputs, and a weight gradient waits for a collective."""
+    model = {"family": family, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab": 64, "seq_len": 48, **LOW[low]}
+    parallel = {"pp": 2, "tp": 2, "tp_sequence": sequence}
+    for predicted, measured in both(tmp_path, kind=kind, pp=2, m=3, layers=4, model=model, parallel=parallel):
+        assert predicted.bytes == pytest.approx(measured.peak, rel=0.01)  # half of it as messages come
+
+
+@pytest.mark.parametrize(("kind", "slices"), few(list(product(["zb-h1", "1f1b"], [2, 4])), [("zb-h1", 2)]))
+def test_what_slices_that_run_again_need_is_predicted(tmp_path, kind, slices):
+    """They find keys and values there; the last one makes the gradients of all, the first one frees them."""
+    model = {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 64}
+    how = {"schedule": {"slices": slices, "cuts": "even"}, "memory": {"activations": "recompute"}}
+    for predicted, measured in both(tmp_path, kind=kind, pp=2, m=3, layers=6, model=model, **how):
+        assert predicted.bytes == pytest.approx(measured.peak, rel=0.01)
+
+
 EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 16}
 
 

@@ -255,7 +255,9 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     if sizes is None:
         return None
     first, last = (work.embedding(sizes), footprint.embedding(sizes)), (work.head(sizes), footprint.head(sizes))
-    weighed = footprint.regathered if job.parallel.regathers else footprint.block
+    weighed = footprint.learning
+    if job.adapter.rank:
+        weighed = footprint.regathered if sizes.regathers else footprint.block
     tables, ends, shared = _tables(sizes), _head(sizes), job.vocabulary > 0
     if shared:  # every rank has a vocabulary shard, and stages have the rest: see vocabulary.py
         first, last = (work.places(sizes), footprint.places(sizes)), (work.last_norm(sizes), footprint.last_norm(sizes))
@@ -289,7 +291,7 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
                 )
                 for again in (True, False)
             },
-            whole=footprint.block(z) if job.parallel.regathers else None,  # it keeps what it gathers
+            whole=footprint.learning(replace(z, regathers=False)) if z.regathers else None,  # it keeps what it gathers
             once=machine.ms(work.largest(z)) / one.f if one.f else 0.0,
             apart=z.apart if job.parallel.ep > 1 else (),
             matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2),
@@ -351,6 +353,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         tp=tp,
         fused_grads=job.train.fused_gradients,
         shared=job.parallel.shared,
+        regathers=job.parallel.regathers,
         cp=job.parallel.cp,
     )
 

@@ -64,6 +64,8 @@ class Footprint:
     ends: tuple[float, float] = (0.0, 0.0)  # elements of its first and its last parameter
     kv: float = 0.0  # the part of act_b in keys and values
     fused: float = 0.0  # the part of act_b kept only because keys and values are views of it; slices copy them
+    # In a slice, whose F finds kv there: bytes of all slices' keys, values and gradients that its B frees or (-) makes.
+    ends_kv: float | None = None
 
     @property
     def first(self) -> Footprint:
@@ -151,6 +153,7 @@ class Sizes:
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
     tp: int = 1  # ranks that each have a part of the layer
     shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
+    regathers: bool = False  # and gather them again in B
     fused_grads: bool = False  # linear layers add weight gradients inside their products
     fp8: bool = False  # linear layers of blocks multiply in fp8
     cp: int = 1  # ranks that each have their part of the tokens everywhere, and all keys and values
@@ -261,6 +264,17 @@ class Sizes:
         return 4 * self.choices + 8 * self.top_k + 4 if self.experts else 0
 
     @property
+    def steps(self) -> float:
+        """Bytes of the backward of a norm of single operations: five tensors in float32, one of which F keeps."""
+        return 16 * self.hidden * self.own if self.gated and (self.wide_norm or not self.cuda) else 0.0
+
+    @property
+    def meets(self) -> float:
+        """Bytes of the collective behind a norm in its backward: the gradient of its output, and the message."""
+        whole = self.stream * self.hidden * self.tokens
+        return 2 * whole + self.stream * self.hidden * self.own * (self.shared > 1) if self.tp > 1 else 0.0
+
+    @property
     def behind(self) -> int:
         """Bytes per token that norms after attention and MLP keep: input and normalized input, in float32."""
         return 2 * (8 + 8 * self.hidden) if self.around else 0
@@ -333,6 +347,11 @@ class Sizes:
         return 0.0 if self.adds_inside else weight_grad(elements, self.width, first=first)
 
     @property
+    def defers(self) -> bool:
+        """Whether a BW may compute weight gradients of linear layers later, at the next collective."""
+        return self.fused_grads or self.regathers or self.width < GRAD_BYTES
+
+    @property
     def cast(self) -> bool:
         """Whether the layers compute in another type than that of their weights."""
         return self.width < self.stream
@@ -391,7 +410,7 @@ def block(z: Sizes) -> Footprint:
 
     def weights(first: bool) -> tuple[float, float]:
         down, up = (z.weight_grad(h * z.mlp * k, first=first) for k in (1, 2 if z.gated else 1))
-        most = max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0) - z.left
+        most = max(f * n * t + (grad or around) + down, 2 * f * n * t if z.gated else 0) - z.left
         return max(down, up - (f + h) * n * t), max(most, z.inside_norm, _attended(z))
 
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
@@ -408,6 +427,7 @@ def block(z: Sizes) -> Footprint:
         more_b, more_bw, first_bw = (max(rows, one - others) for one in (more_b, more_bw, first_bw))
         if z.experts < z.choices:  # and their gradients, in two orders, while W's part of all experts is kept
             more_b = max(more_b, 1.5 * rows - (z.met * z.mlp * n * t if z.gated else 0))
+        more_bw, first_bw = more_bw + around, first_bw + around
     return Footprint(
         act_b=act_b,
         act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t + alone,
@@ -428,9 +448,9 @@ def block(z: Sizes) -> Footprint:
             n * (2 * k * z.cp + 3 * k - q - (f if z.gated else 0)) * t if z.cp > 1 else 0.0,
         ),
         more_w=more_w,
-        more_bw=more_bw + around,
+        more_bw=more_bw,
         first_w=first_w,
-        first_bw=first_bw + around,
+        first_bw=first_bw,
         came_b=GRAD_BYTES * z.norms,
         came_w=GRAD_BYTES * (z.matrices + z.vectors - z.norms),
         rise_w=rise_w,
@@ -458,6 +478,58 @@ def regathered(z: Sizes) -> Footprint:
         wide = z.met * (3 * z.hidden - (z.mlp if z.gated else 0)) * z.width - 4 * z.choices - 8 * z.top_k
         whole = whole.at_least(0.0, wide * z.tokens)
     return whole.remade(2 * z.norm * z.own + tokens + own, 0.0)
+
+
+def learning(z: Sizes) -> Footprint:
+    """A block with weight gradients. Its backward has at least the tensors of its norms, and of the collectives next to
+    them; a BW computes weight gradients during these, if layers can defer them."""
+    plain = found = block(z)
+    if again := z.regathers:
+        found = regathered(z)
+    if z.experts or z.around:
+        return found
+    h, n, t, f = z.hidden, z.width, z.tokens, z.mlp * z.width * z.tokens
+    own, whole, tokens = z.stream * h * z.own, z.stream * h * t, h * n * t  # a norm's output: own, of all, cast
+    ends = tokens if z.cast or z.shared > 1 else 0.0  # the gradient of the MLP's output
+    up, inside, heads = (2 if z.gated else 1) * f, (4 if z.gated else 2) * f, (z.queries + 2 * z.keys) * n * t
+    normed, norm, meets = z.norm * z.own, z.steps, z.meets
+    attended = own + (z.head_norms + z.mixed * n + z.logs) * t  # what attention keeps, with its residual input
+    read: float = tokens  # by the MLP, or by attention
+    enters = made = 0.0
+    if again:  # a norm, and the tokens behind it, from their own backward on
+        read, normed = 0.0, normed + own * z.copied
+        enters, made, norm = own + normed + whole, tokens + normed, norm + whole + normed
+        found = replace(found, **{name: getattr(plain, name) for name in _OF_BACKWARD})
+    else:
+        attended += normed
+
+    left = ends + up + f - inside  # after the MLP's backward: what W needs, less what is freed
+    later = max(0.0, tokens + heads + z.queries * n * t - attended + again * tokens)  # and after attention's
+    b = left + later + max(meets + normed * again, norm)
+    if again:
+        b = tokens + max(b, left + later + whole + enters)
+    # Bytes in BW, the number of weight gradients made before, from the last layer's on, and whether another is made.
+    steps = [(norm - inside - read, 2, False), (norm - inside - attended - 2 * read, 4, False)]
+    if z.tp > 1 and z.defers:
+        steps += [
+            (ends + up + f, 0, False),
+            (left + (tokens + enters if again else meets), 0, True),
+            (up - inside + made + meets, 1, True),
+            (heads - inside - attended - read + made + meets, 3, True),
+        ]
+    weights = (h * z.mlp, (2 if z.gated else 1) * h * z.mlp, h * z.queries, h * (z.queries + 2 * z.keys))
+
+    def most(first: bool, came: float) -> float:
+        each = ((size, sum(weights[: k + last]), weights[k] if last else 0) for size, k, last in steps)
+        return max(size + came * count + z.weight_grad(more, first=first) for size, count, more in each)
+
+    return replace(
+        found,
+        more_b=max(found.more_b, b),
+        more_bw=max(found.more_bw, most(False, 0.0)),
+        first_bw=max(found.first_bw or 0.0, most(True, 0.0)),
+        rise_bw=max(found.rise_bw or 0.0, most(True, GRAD_BYTES)),
+    )
 
 
 class Spared(NamedTuple):
@@ -626,6 +698,11 @@ def head(z: Sizes) -> Footprint:
     weight, fresh = (z.weight_grad(h * vocab, first=first) for first in (False, True))
     norm = h if z.gated else 2 * h
     cast = logits if z.stream < GRAD_BYTES else 0.0  # d logits are freed before a narrow weight's gradient is cast
+    # A BW has at least these: the norm's tensors, or messages during which it computes the weight's gradient.
+    behind, steps = kept + 8 * t, z.steps - 4 * z.own
+    least = max(more_b, steps - behind - h * n * t)
+    meets = z.meets + logits - behind
+    most = max(h * n * t + gone, meets if z.tp > 1 and z.defers else 0.0)
     return Footprint(
         act_b=(z.stream * h + z.norm) * z.own + (h * n + 8) * t + kept,
         act_w=(h + vocab) * n * t,
@@ -633,14 +710,14 @@ def head(z: Sizes) -> Footprint:
         loose=z.stream * h * z.own * z.copied,
         more_f=more_f,
         more_alone=more_f + kept,
-        more_b=more_b,
+        more_b=max(more_b, steps + logits - behind, meets),
         more_w=weight,
-        more_bw=max(more_b, h * n * t + weight + gone),
+        more_bw=max(least, most + weight),
         first_w=fresh,
-        first_bw=max(more_b, h * n * t + fresh + gone),
+        first_bw=max(least, most + fresh),
         came_b=GRAD_BYTES * norm,
         came_w=GRAD_BYTES * h * vocab,
-        rise_bw=max(more_b, h * n * t + fresh + gone + max(0.0, GRAD_BYTES * h * vocab - cast)),
+        rise_bw=max(least, most + fresh + max(0.0, GRAD_BYTES * h * vocab - cast)),
         casts=h * vocab * n if z.cast else 0,
         logits=kept,
         largest=h * vocab,
@@ -746,12 +823,16 @@ def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn]
     kept = [z.entry if recompute else z.act_b for z in layers]
     if not recompute:
         kept[0], kept[-1] = kept[0] + layers[0].loose, kept[-1] + layers[-1].tail
+    there = [0.0 if z.ends_kv is None else z.kv + z.fused for z in layers]
+    kept = [
+        (z.ends_kv or 0.0) + one - (0.0 if recompute else kv) for z, one, kv in zip(layers, kept, there, strict=True)
+    ]
     found = list[_Turn]()
     behind = left = released = 0.0  # by later layers: kept by F, left for W beyond that, freed by W
     for k in reversed(range(len(layers))):
         z, inner = layers[k], k < len(layers) - 1
         # A second forward keeps all activations that the first one would have kept, input and output included.
-        again = z.act_b + z.loose + z.tail - z.entry if recompute else 0.0
+        again = z.act_b + z.loose + z.tail - z.entry - there[k] if recompute else 0.0
         result = z.result if inner else 0.0  # the gradient from the next layer; the last layer's is the stage's
         # With `keeps_given` the stage's gradient existed before, and `left` counts it.
         flowing = result - layers[-1].result if inner and layers[-1].keeps_given else result

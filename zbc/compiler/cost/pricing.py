@@ -4,7 +4,7 @@ microbatches of unequal length."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import add, mul, sub
@@ -69,7 +69,8 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
         times = {name: each[j] for name, each in shares.items()}
         tables.append(chosen(estimate.of_slice(one, plain, begin, times, rows[j])))
         jobs.append(one)
-        parts.append(_build(one, placement, stages, tables[j]))
+    for one, layers in zip(jobs, _with_ends(tables), strict=True):
+        parts.append(_build(one, placement, stages, layers))
     found = whole.cut(rows, **shares)
     if "f_sums" in found.ms:  # a slice's own W hides its sums
         alone = found.each(lambda b, sums, w: b - sums + w, "b", "b_sums", "w")
@@ -85,6 +86,16 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     kv = [[sum((one[i].size.kv for i in part), 0.0) for part in stages] for one in tables]
     fused = [[sum((one[i].size.fused for i in part), 0.0) for part in stages] for one in tables]
     return _with_copies(_weighed(found, whole, parts, kv, fused, _recomputed(job, placement)), job)
+
+
+def _with_ends(tables: Sequence[Sequence[Layer]]) -> Iterator[list[Layer]]:
+    """Yields the layers of each slice: the last one's B makes gradients of all slices' keys and values, the first one's
+    B frees these and what they belong to."""
+    whole = [sum(layer.size.kv for layer in each) for each in zip(*tables, strict=True)]
+    for j, layers in enumerate(tables):
+        share = 2 * (j == 0) - (j == len(tables) - 1)
+        ends = zip(layers, whole, strict=True)
+        yield [replace(layer, size=replace(layer.size, ends_kv=share * kv)) for layer, kv in ends]
 
 
 def _complete(costs: Costs, job: Job, rows: float, placement: Placement) -> Costs:
