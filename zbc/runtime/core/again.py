@@ -32,7 +32,7 @@ around: list[Callable[[], Around | None]] = []
 class Remade:
     """One call of a function, which can be recomputed until its backward has completed."""
 
-    __slots__ = ("_made", "_value", "around", "function", "node", "readers")
+    __slots__ = ("_low", "_made", "_value", "around", "function", "node", "readers")
 
     def __init__(self, function: Callable[..., Tensor], device: torch.device) -> None:
         self.function: Callable[..., Tensor] = function
@@ -42,6 +42,7 @@ class Remade:
             self.around.append(lambda: torch.autocast(device.type, dtype))
         self._made: tuple[list[Tensor], GradientEdge] | None = None
         self._value: Tensor | None = None
+        self._low: Tensor | None = None  # its cast, one for all readers, since each keeps what it reads until its W
         self.readers = 0  # number of calls of `value` to come
         self.node: Any = None
 
@@ -64,18 +65,22 @@ class Remade:
                 slot.spares = before
         return self._made
 
-    def value(self) -> Tensor:
-        """The recomputed output, dropped here when its last reader has it."""
+    def value(self, dtype: torch.dtype) -> Tensor:
+        """The recomputed output in the type of a reader, dropped here when its last reader has it."""
         self.graph()
         output, self.readers = self._value, self.readers - 1
         assert output is not None
+        if output.dtype != dtype:
+            if self._low is None or self._low.dtype != dtype:
+                self._low = output.to(dtype)
+            output = self._low
         if not self.readers:
-            self._value = None
+            self._value = self._low = None
         return output
 
     def release(self) -> None:
         """Frees everything: its backward has completed."""
-        self._made = self._value = self.node = None
+        self._made = self._value = self._low = self.node = None
         self.around.clear()
 
 

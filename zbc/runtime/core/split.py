@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
         grad_x = None if multiplier is None else grad.mm(multiplier).view(ctx.shape)  # autograd casts it to x's type
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         if needs_weight and ctx.remade is not None:
-            x = ctx.remade.value().to(grad.dtype)
+            x = ctx.remade.value(grad.dtype)
         rows: Tensor | None = None if x is None else x.detach().reshape(-1, x.shape[-1])
         fused: bool = ctx.fused
         if not ctx.slot.split and not fused:
