@@ -161,6 +161,41 @@ def test_what_a_forward_holds_as_it_adds_outputs_of_adapters_is_predicted(tmp_pa
         assert size.rise.bw == pytest.approx(max(one.rise for one in ops if one.op.kind is Kind.BW), rel=0.02)
 
 
+PARTS = [
+    ("qkv", "keep", "float32", "1f1b"),
+    ("down", "keep", "bfloat16", "1f1b"),
+    ("gate_up", "selective", "float32", "1f1b"),
+    ("*", "selective", "bfloat16", "zb-h1"),
+    ("down", "keep", "bfloat16", "zb-h1"),
+    ("layers.1.*", "keep", "float32", "1f1b"),
+]
+
+
+@pytest.mark.parametrize(("targets", "kept", "dtype", "kind"), few(PARTS, [PARTS[0], PARTS[3]]))
+def test_what_a_backward_holds_depends_on_the_layers_with_adapters(tmp_path, targets, kept, dtype, kind):
+    """Without one at the MLP's last product neither its input nor its output's gradient is there, nor run again."""
+    model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 128, "seq_len": 48, "ffn_hidden": 136}
+    how = {"kind": kind, "pp": 2, "m": 3, "layers": 4, "model": model | {"dtype": dtype}}
+    how |= {"memory": {"activations": kept}, "adapter": {"rank": 4, "targets": [targets]}}
+    compiled, _, (scale, _) = weighed(tmp_path, **how)
+    (size, _), (held, _) = compiled.costs.bytes, compiled.memory
+    assert held.activations == pytest.approx(scale.held.activations, rel=0.01)
+    back = Kind.B if kind == "zb-h1" else Kind.BW
+    found = [one.rise for one in scale.readings if one.op.kind is back]
+    assert getattr(size.rise, back.value.lower()) == pytest.approx(found[-1], rel=0.01)
+    assert getattr(size.coming, back.value.lower()) == pytest.approx(found[0], rel=0.02)
+
+
+@pytest.mark.parametrize("targets", ["layers.3.*", "layers.0.down", "layers.0.up"])
+def test_what_nothing_trained_precedes_is_held_for_a_forward_alone(tmp_path, targets):
+    """Whole layers, the first part of a block, and the input of its MLP while that runs."""
+    model = {"hidden": 48, "heads": 4, "vocab": 128, "seq_len": 48}
+    how = {"kind": "1f1b", "pp": 2, "m": 3, "layers": 4, "model": model, "partition": {"layers_per_stage": [1, 3]}}
+    compiled, _, (scale, _) = weighed(tmp_path, adapter={"rank": 4, "targets": [targets]}, **how)
+    (size, _), ops = compiled.costs.bytes, scale.readings
+    assert size.more.f == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.01)
+
+
 SHARED = [{"tp": 2}, {"tp": 2, "tp_sequence": True}, {"dp": 2, "shard": "optimizer"}]
 
 

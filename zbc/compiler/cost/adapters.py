@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zbc.compiler.cost import estimate, work
-from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes, Spared, by_chunks, mixed
+from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes, Spared, by_chunks, mixed, outside
 from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.ir import Placement
 from zbc.job.adapter import linears, parts
@@ -61,14 +61,15 @@ def frozen(job: Job, table: Sequence[Layer], blocks: Sequence[Sizes], ends: Size
     before = [_forward_alone(layer) for layer in found[:first]]
     if first < len(found):  # and nothing before the adapter in its own block
         layer, z = found[first], blocks[first - 1]
-        kept, left = _before(z, _beside(job, first - 1, z))
-        size, spared, entry = layer.size, layer.spared, z.stream * z.hidden * z.own  # held by a stage until B
-        size = replace(size, act_b=size.act_b - kept, loose=entry)
+        has = _beside(job, first - 1, z)
+        kept, left = _before(z, has)
+        plain = layer.size
         spared = {
-            again: Spared(replace(one, act_b=one.act_b - left, loose=entry), cheap)
-            for again, (one, cheap) in spared.items()
+            again: Spared(_behind_first(z, one, plain, left, has), cheap)
+            for again, (one, cheap) in layer.spared.items()
         }
-        whole = layer.whole and replace(layer.whole, act_b=layer.whole.act_b - kept, loose=entry)
+        size, whole = _behind_first(z, plain, plain, kept, has), layer.whole
+        whole = whole and _behind_first(z, whole, whole, kept, has)
         return [*before, replace(layer, size=size, spared=spared, whole=whole), *found[first + 1 :]]
     return before
 
@@ -86,6 +87,26 @@ def _before(z: Sizes, has: dict[str, Beside]) -> tuple[float, float]:
     left = [stream, heads, stream + behind, (2 if z.gated else 1) * z.mlp * n * t]
     taken = has[names[first]].inputs * n * t  # recompute does not make it again
     return sum(kept[: first + 1]), sum(left[: first + 1]) - taken
+
+
+def _behind_first(z: Sizes, size: Footprint, plain: Footprint, gone: float, has: dict[str, Beside]) -> Footprint:
+    """The footprint of a block that keeps `gone` bytes less, as nothing before its first adapter trains: `plain`
+    without selective recompute. The stage has the block's input until B, F the MLP's input meanwhile, kept or not."""
+    entry, down = z.stream * z.hidden * z.own, has.get("down")
+    size = replace(size, act_b=size.act_b - gone, loose=entry)
+    if {*has} & {"qkv", "proj"}:
+        return size
+    size = replace(size, more_f=plain.more_f + entry)  # nothing before the adapter runs again
+    if down is None or len(has) > 1 or z.experts:
+        return size
+    # B ends at the last product's adapter, and no gradient inside the MLP is made.
+    n, t = z.width, z.tokens
+    forward = (3 if z.gated else 1) * z.mlp * n * t - down.inside * n * t
+    need = (down.inside + z.hidden * z.cast) * n * t
+    more_bw, first = need + size.more_w, need + size.came_w
+    return replace(
+        size, more_f=max(size.more_f, forward), more_b=need, more_bw=more_bw, first_bw=more_bw, rise_bw=first
+    )
 
 
 def _beside(job: Job, block: int, z: Sizes) -> dict[str, Beside]:
@@ -179,7 +200,8 @@ def _spared(
         return replace(size, act_b=plain.act_b + (inside - z.met * z.hidden) * n * t, fused=plain.fused)
     stays: float = 2 * z.stream * z.hidden * z.own + _behind(z) * z.own
     stays += (z.queries + 2 * z.keys + (2 if z.gated else 1) * z.mlp + inside) * n * t
-    again = ((3 if z.gated else 1) * z.mlp + (2 * z.hidden if z.tp > 1 else 0)) * n * t
+    # The last product's input is kept only for an adapter: without one it is freed as soon as it is made again.
+    again = (((2 if z.gated else 0) + ("down" in has)) * z.mlp + (2 * z.hidden if z.tp > 1 else 0)) * n * t
     up, down = "gate_up" if z.gated else "up", has["down"].inside if "down" in has else 0
     # F keeps neither what these layers read nor what follows them.
     summed = [at + (z.hidden - down) * n * t - plain.result for name, at, *_ in _summed_up(z, has, stays) if name == up]
@@ -203,13 +225,20 @@ def _size(
     gone += (2 * _normalized(z) * gathered + z.behind - _behind(z)) * z.own + (z.head_norms - _head_norms(z)) * t
     largest = max(map(math.prod, shapes), default=0)
     fresh, summed = (z.weight_grad(largest, first=first) for first in (True, False))
-    back = plain.more_b + (h * n * t if has else 0)
     if z.experts:  # rows of experts and their gradients: no weight gradient holds on to others
-        back = 2 * rows * n * t
-    apart = back
-    if down and not z.experts:  # gradients of the last product's input, of both layers, and their sum
-        apart = max(back, 3 * f * n * t)
-        back = back if z.gated else plain.more_b  # as a BW has freed that input
+        apart = back = 2 * rows * n * t
+        ahead, weights = 0.0, back
+    elif (
+        down
+    ):  # gradients of the last product's input, of both layers, and their sum; by then a BW has freed that input
+        low = h * n * t * (z.cast + (z.shared > 1))  # what a B keeps as that product's output gradient
+        apart = max(3 * f * n * t + low + has["down"].inside * n * t - z.left, outside(z))
+        back = max((2 * f - has["down"].inside) * n * t - z.left, outside(z))
+        ahead, weights = float(GRAD_BYTES * sum(map(math.prod, has["down"].shapes))), f * n * t
+    else:  # the gradients inside the MLP: its output's is freed
+        apart = back = max((3 if z.gated else 2) * f * n * t - z.left, outside(z))
+        ahead = weights = 0.0
+    came = float(GRAD_BYTES * sum(map(math.prod, shapes)))
     kept = plain.act_b - gone + inside * n * t
     summed_up = [*_summed_up(z, has, kept)]
     return replace(
@@ -228,12 +257,13 @@ def _size(
         keeps_given=plain.keeps_given and down,
         more_b=apart,
         more_w=summed,
-        more_bw=back + summed,
+        more_bw=max(back, weights + summed),
         first_b=None,
         first_w=fresh,
-        first_bw=back + fresh,
+        first_bw=max(back, weights + fresh),
+        rise_bw=max(back + ahead, weights + came + fresh),
         came_b=0.0,
-        came_w=float(GRAD_BYTES * sum(map(math.prod, shapes))),
+        came_w=came,
         casts=n * sum(map(math.prod, shapes)) if z.cast else 0.0,
         largest=largest,
     )
@@ -254,7 +284,7 @@ def _summed_up(z: Sizes, has: dict[str, Beside], kept: float) -> Iterator[tuple[
         elif name in ("gate_up", "up"):
             yield name, beside, (z.mlp * (z.gated + (down > 0)) + down) * n * t, own
         elif name == "down":
-            yield name, beside, 0.0, own
+            yield name, beside, -one.outputs * n * t, own
 
 
 def _fixed(size: Footprint, z: Sizes) -> Footprint:
@@ -270,9 +300,9 @@ def _without(layer: Layer, count: int) -> Layer:
 
 def _forward_alone(layer: Layer) -> Layer:
     """A layer before all trainable parameters: it has no backward, and keeps only the input of its stage."""
-    size = replace(layer.size, act_b=0.0, act_w=0.0, kv=0.0, fused=0.0, more_b=0.0, more_w=0.0, more_bw=0.0)
-    size = replace(size, keeps_given=False, loose=size.entry, tail=0.0)
-    return replace(layer, b=0.0, w=0.0, size=size, spared={})
+    size, alone = layer.size, layer.size.more_alone
+    size = replace(NOTHING, entry=size.entry, loose=size.entry, result=size.result, tables=size.tables)
+    return replace(layer, b=0.0, w=0.0, size=replace(size, more_f=alone, more_alone=alone), spared={})
 
 
 # ---- norms whose weights have no gradient ----------------------------------------------------------------------

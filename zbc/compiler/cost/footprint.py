@@ -441,12 +441,7 @@ def block(z: Sizes) -> Footprint:
             max(z.scores, z.peaks) - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own,
         ),
         more_alone=max((4 if z.gated else 2) * f * n * t, max(z.scores, z.peaks) - h * n * t),
-        more_b=max(
-            more_b,
-            z.inside_norm,
-            z.scores + n * (q + k - f) * t - z.norm * z.own - 2 * z.left,
-            n * (2 * k * z.cp + 3 * k - q - (f if z.gated else 0)) * t if z.cp > 1 else 0.0,
-        ),
+        more_b=max(more_b, outside(z)),
         more_w=more_w,
         more_bw=more_bw,
         first_w=first_w,
@@ -461,6 +456,17 @@ def block(z: Sizes) -> Footprint:
         kv=2 * k * n * t * z.cp,
         # Norms in float32 keep that tensor as well.
         fused=(q + k) * n * t if z.rotary and z.cp == 1 and not (z.qk_norm and n == 4) else 0,
+    )
+
+
+def outside(z: Sizes) -> float:
+    """Temporary bytes of a block's B outside of the MLP: in a norm after it, in capped attention, and in the collective
+    of the gradients of keys and values."""
+    q, k, n, t, f = z.queries, z.keys, z.width, z.tokens, z.met * z.mlp + z.common
+    return max(
+        z.inside_norm,
+        z.scores + n * (q + k - f) * t - z.norm * z.own - 2 * z.left,
+        n * (2 * k * z.cp + 3 * k - q - (f if z.gated else 0)) * t if z.cp > 1 else 0.0,
     )
 
 
