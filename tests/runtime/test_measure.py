@@ -341,12 +341,37 @@ def test_what_a_backward_needs_that_runs_parts_again_is_predicted(tmp_path, monk
     monkeypatch.setattr(Experts, "_chosen", in_turn)
     model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 16, "seq_len": 48, **AGAIN[case]}
     how = {"kind": kind, "pp": 2, "m": 3, "layers": 2, "model": model, "memory": {"activations": "selective"}}
-    compiled, _, (scale, _) = weighed(tmp_path, **how)
+    compiled, _, (scale, _) = weighed(tmp_path, partition={"layers_per_stage": [1, 1]}, **how)
     ops, (size, _) = [one for one in scale.readings if one.op.kind in (Kind.B, Kind.BW)], compiled.costs.bytes
     wanted = {Kind.B: (size.rise.b, size.coming.b), Kind.BW: (size.rise.bw, size.coming.bw)}
     for kind, number in ((ops[0].op.kind, 1), (ops[-1].op.kind, 0)):
         found = [one.rise for one in ops if one.op.kind is kind]
         assert wanted[kind][number] == pytest.approx(found[0] if number else found[-1], rel=0.03, abs=1000)
+
+
+INNER = {
+    "gpt": {"family": "gpt", "dtype": "bfloat16"},
+    "small MLP": {"family": "gpt", "ffn_hidden": 48, "vocab": 16},
+    "llama": {"ffn_hidden": 136, "dtype": "bfloat16"},
+    "experts": {"experts": 4, "top_k": 2, "expert_hidden": 48},
+}
+INNER["experts cast"] = INNER["experts"] | {"dtype": "bfloat16"}
+FOUND = [(c, "zb-h1") for c in INNER] + [("llama", "1f1b"), ("small MLP", "1f1b")]
+
+
+@pytest.mark.parametrize(("case", "kind"), few(FOUND, [("gpt", "zb-h1"), ("llama", "1f1b")]))
+def test_a_backward_that_runs_attention_again_has_used_the_gradient_from_the_next_layer(
+    tmp_path, monkeypatch, case, kind
+):
+    """Which comes from a neighbour, and stays, for the last layer of a stage only; W may keep it in its own type."""
+    monkeypatch.setattr(Experts, "_chosen", in_turn)
+    model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 64, "seq_len": 48, **INNER[case]}
+    how = {"kind": kind, "pp": 2, "m": 3, "layers": 4, "model": model, "memory": {"activations": "selective"}}
+    compiled, _, scales = weighed(tmp_path, partition={"layers_per_stage": [2, 2]}, **how)
+    back = Kind.B if kind == "zb-h1" else Kind.BW
+    for size, scale in zip(compiled.costs.bytes, scales, strict=True):
+        *_, last = (one.rise for one in scale.readings if one.op.kind is back)
+        assert getattr(size.rise, back.value.lower()) == pytest.approx(last, rel=0.01)
 
 
 REGATHER = {"tp": 2, "tp_sequence": "regather"}

@@ -53,6 +53,9 @@ class Footprint:
     rise_b: float | None = None  # peak of its first B, W or BW beyond the bytes held before it, gradients
     rise_w: float | None = None  # as they are made; None: as if all were made first
     rise_bw: float | None = None
+    late_b: float = 0.0  # as more_b, more_bw and rise_bw, but of a part of B and BW by which the gradient that comes
+    late_bw: float = 0.0  # from the next layer of the stage is gone
+    late_rise: float = 0.0
     casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
     tables: float = 0.0  # constants, not parameters
     logits: float = 0.0  # the part of act_b with an entry per word of the vocabulary
@@ -103,6 +106,7 @@ class Footprint:
             more_b=z.more_b + self.came_b if b is None else b,
             more_w=z.more_w + self.came_w if w is None else w,
             more_bw=z.more_bw + self.came_b + self.came_w if bw is None else bw,
+            late_bw=self.late_rise,
         )
 
 
@@ -434,7 +438,7 @@ def block(z: Sizes) -> Footprint:
         entry=z.stream * h * z.own + 8 * z.top_k * t,  # and the chosen experts
         result=z.stream * h * z.own,
         loose=z.stream * h * z.own * z.copied,
-        keeps_given=not z.cast and z.shared == 1,
+        keeps_given=not (z.cast or z.experts) and z.shared == 1,
         more_f=max(
             h * n * t + spread,
             gathers,
@@ -561,6 +565,10 @@ def spared(z: Sizes, *, attention: bool) -> Footprint:
     if z.experts:
         found = _one_by_one(z, replace(whole, act_b=whole.act_b - gone))
         return _mixed_again(z, found) if attention and z.cp == 1 else found
+    if z.gated:  # at the weights of the MLP's last product the gate's gradient is yet to come
+        wide = f * n * t
+        less = {name: max(getattr(whole, name) - wide, 2 * wide - z.left) for name in ("more_bw", "first_bw")}
+        whole = replace(whole, **less)
     found = whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
     if z.cp == 1 and attention:
         return _mixed_again(z, found)
@@ -575,25 +583,24 @@ def spared(z: Sizes, *, attention: bool) -> Footprint:
 def _mixed_again(z: Sizes, found: Footprint) -> Footprint:
     """A block whose backward has at least the tensors of attention that runs again, or of the norm before it.
 
-    Attention's own and their gradients; without rotary positions those of queries, keys and values, and the joint one.
-    A norm of single operations has five in float32. B has those of the MLP's weight gradients as well; the MLP's
-    activations are freed. Capped attention and norms behind attention have others.
+    Attention's own and their gradients; without rotary positions those of queries, keys and values, and the joint one,
+    behind attention. A norm of single operations has five in float32. B has those of the MLP's weight gradients as
+    well; the MLP's activations are freed. Capped attention and norms behind attention have others.
     """
     if z.capped or z.around:
         return found
     h, q, k, n, t, f = z.hidden, z.queries, z.keys, z.width, z.tokens, z.met * z.mlp + z.common
-    own = ((3 * q + 2 * k + z.turned_kept if z.turned_kept else 4 * q + 4 * k) * n + z.logs + z.head_norms) * t
+    each = (3 * q + 2 * k + z.turned_kept) * n + z.logs if z.turned_kept else (4 * q + 4 * k) * n
+    own = (each + z.head_norms) * t
     steps = (24 if z.copied else 20) * h if z.wide_norm or (z.gated and not z.cuda) else 0
     norm = (steps + (z.stream if z.cast else n) * h) * t
-    low = 2 * h * z.cast  # gradients of the outputs of both halves in the layers' type
+    low = (1 if z.experts else 2) * h * z.cast  # gradients of the outputs of both halves in the layers' type
     routed = (4 * z.choices + z.orders) * t if z.experts else 0
     b = (f + h + low) * n * t + max(own, (q + h) * n * t + norm) - routed
     gone = ((2 if z.gated else 1) * f + (2 * z.met * h if z.experts else 0)) * n * t + routed
     bw = max(own - q * n * t, norm) - gone
     came = GRAD_BYTES * (z.matrices - h * (q + 2 * k) + z.vectors - z.norms)  # ahead of it, of other weights
-    found = found.at_least(b, bw)
-    first = found.more_bw + found.came_b + found.came_w if found.rise_bw is None else found.rise_bw
-    return replace(found, rise_bw=max(first, bw + came))
+    return replace(found, late_b=b, late_bw=bw, late_rise=bw + came)
 
 
 def _one_by_one(z: Sizes, found: Footprint) -> Footprint:
@@ -822,6 +829,7 @@ class _Turn:
     bw: float
     again: float  # temporaries of its second forward beyond the activations that it keeps
     behind: float  # activations of the later layers
+    given: float  # the gradient from the next layer of the stage
 
 
 def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn], float]:
@@ -844,7 +852,9 @@ def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn]
         flowing = result - layers[-1].result if inner and layers[-1].keeps_given else result
         shared = z.tail if inner and not recompute else 0.0  # its output: in `behind` as the next input
         need = z.more_f + (0.0 if z.tail else z.result) if recompute else 0.0
-        found.append(_Turn(z, again + left + flowing, -released, again - behind + shared + result, need, behind))
+        found.append(
+            _Turn(z, again + left + flowing, -released, again - behind + shared + result, need, behind, result)
+        )
         behind, left, released = behind + kept[k], left + z.act_w - kept[k], released + z.act_w
     return found, left
 
@@ -887,9 +897,16 @@ def rise(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> Rise:
 
 def _most(turns: Sequence[_Turn]) -> Rise:
     return Rise(
-        b=max(0.0, *(turn.b + max(turn.layer.more_b, turn.again) for turn in turns)),
+        b=max(
+            0.0,
+            *(turn.b + max(turn.layer.more_b, turn.again) for turn in turns),
+            # W's output gradient may be that from the next layer itself.
+            *(turn.b + turn.layer.late_b - (0.0 if turn.layer.keeps_given else turn.given) for turn in turns),
+        ),
         w=max(0.0, *(turn.w + turn.layer.more_w for turn in turns)),
-        bw=max(0.0, *(turn.bw + max(turn.layer.more_bw, turn.again) for turn in turns)),
+        bw=max(
+            0.0, *(turn.bw + max(turn.layer.more_bw, turn.again, turn.layer.late_bw - turn.given) for turn in turns)
+        ),
     )
 
 
