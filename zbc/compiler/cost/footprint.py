@@ -570,8 +570,8 @@ def spared(z: Sizes, *, attention: bool) -> Footprint:
         less = {name: max(getattr(whole, name) - wide, 2 * wide - z.left) for name in ("more_bw", "first_bw")}
         whole = replace(whole, **less)
     found = whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
-    if z.cp == 1 and attention:
-        return _mixed_again(z, found)
+    if z.cp == 1:
+        return _mixed_again(z, found) if attention else _mixed_kept(z, found)
     if not attention:
         return found
     # During the collective of the gradients of keys and values, those of all tokens exist twice, with the inputs of the
@@ -592,8 +592,7 @@ def _mixed_again(z: Sizes, found: Footprint) -> Footprint:
     h, q, k, n, t, f = z.hidden, z.queries, z.keys, z.width, z.tokens, z.met * z.mlp + z.common
     each = (3 * q + 2 * k + z.turned_kept) * n + z.logs if z.turned_kept else (4 * q + 4 * k) * n
     own = (each + z.head_norms) * t
-    steps = (24 if z.copied else 20) * h if z.wide_norm or (z.gated and not z.cuda) else 0
-    norm = (steps + (z.stream if z.cast else n) * h) * t
+    norm = _normed(z)
     low = (1 if z.experts else 2) * h * z.cast  # gradients of the outputs of both halves in the layers' type
     routed = (4 * z.choices + z.orders) * t if z.experts else 0
     b = (f + h + low) * n * t + max(own, (q + h) * n * t + norm) - routed
@@ -601,6 +600,29 @@ def _mixed_again(z: Sizes, found: Footprint) -> Footprint:
     bw = max(own - q * n * t, norm) - gone
     came = GRAD_BYTES * (z.matrices - h * (q + 2 * k) + z.vectors - z.norms)  # ahead of it, of other weights
     return replace(found, late_b=b, late_bw=bw, late_rise=bw + came)
+
+
+def _normed(z: Sizes) -> float:
+    """Bytes of the backward of a norm that ran again: its gradients, of single operations or of one."""
+    steps = (24 if z.copied else 20) * z.hidden if z.wide_norm or (z.gated and not z.cuda) else 0
+    return (steps + (z.stream if z.cast else z.width) * z.hidden) * z.tokens
+
+
+def _mixed_kept(z: Sizes, found: Footprint) -> Footprint:
+    """A block whose backward runs all but attention again: it has at least the gradients of attention's output and of
+    queries, keys and values, or, before that, the tensors of the norm before the MLP. B has those of the MLP's weight
+    gradients as well."""
+    if z.capped or z.around:
+        return found
+    h, n, t, up = z.hidden, z.width, z.tokens, (2 if z.gated else 1) * z.mlp
+    own, norm, low = (2 * z.queries + 2 * z.keys) * n * t, _normed(z), h * z.cast
+    gone, came = up * n * t, GRAD_BYTES * h * (z.mlp + up)
+    b, late = ((z.mlp + h + more) * n * t for more in (low, 2 * low))
+    found = found.at_least(b + norm, norm - gone)
+    rise = max(found.first_bw or 0.0, found.rise_bw or 0.0, norm - gone + came)
+    return replace(
+        found, rise_bw=rise, late_b=late + own, late_bw=own - gone, late_rise=own - gone + came + GRAD_BYTES * h * h
+    )
 
 
 def _one_by_one(z: Sizes, found: Footprint) -> Footprint:
