@@ -17,12 +17,15 @@ summarize the errors of predictions.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing
 import re
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable
+from multiprocessing.context import ForkProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
@@ -71,6 +74,7 @@ LATE = 0.05  # of an emulated step
 
 
 def found_of(seed: int, found: Queue[Found], emulate: bool) -> None:
+    faulthandler.enable()
     sys.setswitchinterval(5e-4)  # a rank whose sleep ends does not wait long for the others
     try:
         found.put(outcome(drawn(seed), weigh=True, emulate=emulate))
@@ -79,6 +83,20 @@ def found_of(seed: int, found: Queue[Found], emulate: bool) -> None:
             f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[:-5:-1]
         )
         found.put(Found("crashed", f"{type(error).__name__} {(str(error).splitlines() or [''])[0][:160]} @ {at}"))
+
+
+def answer_of(process: ForkProcess, queue: Queue[Found], longest: float) -> Found:
+    """What a draw's process found, or why it did not, within `longest` seconds."""
+    until = time.monotonic() + longest
+    while time.monotonic() < until:
+        ended = not process.is_alive()
+        try:
+            return queue.get(timeout=1.0)
+        except Empty:
+            if ended:
+                return Found("crashed", f"the process ended with {process.exitcode}")
+    process.kill()
+    return Found("hangs", f"after {longest:.0f} s")
 
 
 def draws(seeds: Iterable[int], record: Record, every: int) -> None:
@@ -90,11 +108,7 @@ def draws(seeds: Iterable[int], record: Record, every: int) -> None:
         queue = context.Queue()
         process = context.Process(target=found_of, args=(seed, queue, emulate))
         process.start()
-        try:
-            found = queue.get(timeout=longest)
-        except Empty:
-            found = Found("hangs", f"after {longest:.0f} s")
-            process.kill()
+        found = answer_of(process, queue, longest)
         process.join()
         how[found.how] += 1
         if found.how == "refused":
