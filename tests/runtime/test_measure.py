@@ -349,6 +349,14 @@ def test_what_a_backward_needs_that_runs_parts_again_is_predicted(tmp_path, monk
         assert wanted[kind][number] == pytest.approx(found[0] if number else found[-1], rel=0.03, abs=1000)
 
 
+@pytest.mark.parametrize("case", few(["fp32", "bf16", "masters"], ("masters",)))
+def test_a_narrow_weight_gradient_is_widened_once_its_input_that_was_made_again_is_gone(tmp_path, case):
+    how = {"kind": "1f1b", "pp": 2, "m": 3, "memory": {"activations": "selective"}, **CASES[case]}
+    compiled, _, (scale, _) = weighed(tmp_path, **how)
+    found = [one.rise for one in scale.readings if one.op.kind is Kind.BW]
+    assert compiled.costs.bytes[0].rise.bw == pytest.approx(found[-1], rel=0.01)
+
+
 INNER = {
     "gpt": {"family": "gpt", "dtype": "bfloat16"},
     "small MLP": {"family": "gpt", "ffn_hidden": 48, "vocab": 16},

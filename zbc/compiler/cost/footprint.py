@@ -570,6 +570,8 @@ def spared(z: Sizes, *, attention: bool) -> Footprint:
         less = {name: max(getattr(whole, name) - wide, 2 * wide - z.left) for name in ("more_bw", "first_bw")}
         whole = replace(whole, **less)
     found = whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
+    if not z.gated and z.stream < GRAD_BYTES and z.tp == z.cp == 1:  # the gradient is widened once its input is gone
+        found = replace(found, more_bw=found.more_bw - min(f * n * t, GRAD_BYTES * h * z.mlp))
     if z.cp == 1:
         return _mixed_again(z, found) if attention else _mixed_kept(z, found)
     if not attention:
