@@ -375,8 +375,9 @@ def embedding(z: Sizes) -> Footprint:
     more = scaled if z.rotary else rows + places
     table, fresh = (weight_grad(z.vocab * z.hidden, z.stream, first=first) for first in (False, True))
     came = GRAD_BYTES * (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
+    own = (9 if z.tp > 1 else 0) * z.tokens  # rows of the rank's shard of the table, and which tokens have one
     return Footprint(
-        act_b=8 * z.tokens,
+        act_b=8 * z.tokens + own,
         act_w=8 * z.tokens + rows + places,
         entry=8 * z.tokens,
         result=rows / z.shared,
