@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 CHUNK = 512  # queries whose capped scores exist at once (runtime/features/slicing.py)
@@ -258,14 +259,19 @@ class Sizes:
         return 4 * (copies * (self.queries + self.keys) + self.heads * (self.queries + self.keys) // self.queries)
 
     @property
+    def kept_beside(self) -> bool:
+        """Whether a shared expert keeps its input with selective recompute: what a collective has made of a norm's."""
+        return self.common > 0 and self.tp > 1
+
+    @property
     def orders(self) -> int:
         """Bytes per token of the places of its rows among those of all experts, there and back; int64."""
         return 8 * self.top_k * (5 if self.experts < self.choices else 3)
 
     @property
     def router(self) -> int:
-        """Bytes per token of the scores of all experts, of those chosen, and of the latter's sum and quotients."""
-        return 4 * self.choices + 8 * self.top_k + 4 if self.experts else 0
+        """Bytes per token of the scores of all experts, of those chosen, of their sum and, as factors, quotients."""
+        return 4 * self.choices + (4 + self.width) * self.top_k + 4 if self.experts else 0
 
     @property
     def steps(self) -> float:
@@ -405,13 +411,10 @@ def block(z: Sizes) -> Footprint:
     spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a collective
     around = 0 if z.common else spread  # which a shared expert keeps
     routed = 2 * z.met * h if z.experts else 0
-    # The output of the shared expert, before its gate; with casts it and its gate have inputs of their own.
-    own = h * (3 if z.cast else 1) if z.common else 0
-    inside = 2 * h + z.mixed + routed + own + (4 if z.gated else 2) * f
-    chosen = h + z.choices if z.experts else 0
-    # A router reads the rank's own tokens, a shared expert those of all.
-    reads = z.own - t if not z.common else z.own if z.shared > 1 else 0.0
-    alone = h * n * reads if z.experts else 0.0
+    # The output of the shared expert, before its gate.
+    own = h if z.common else 0
+    inside = (1 if z.experts else 2) * h + z.mixed + routed + own + (4 if z.gated else 2) * f
+    read = _read(z)
 
     def weights(first: bool) -> tuple[float, float]:
         down, up = (z.weight_grad(h * z.mlp * k, first=first) for k in (1, 2 if z.gated else 1))
@@ -421,21 +424,21 @@ def block(z: Sizes) -> Footprint:
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     gathers = n * (2 * k * z.cp + 4 * k - 2 * q - (4 if z.gated else 2) * f) * t if z.cp > 1 else 0.0
     act_b = (2 * (z.stream * h + z.norm) + z.behind) * z.own
-    act_b += (z.head_norms + inside * n + z.logs + z.router + z.orders + n * (z.common > 0)) * t + alone + 8 * z.choices
+    act_b += (z.head_norms + inside * n + z.logs + z.router + z.orders + n * (z.common > 0)) * t + read + 8 * z.choices
     rise_w, rise_bw = (None, _rise_of_experts(z, act_b) + around) if z.experts else _rises(z, grad)
     more_b = (3 if z.gated else 2) * f * n * t + grad + spread - z.left
     if z.experts:  # one expert runs at a time, between the rows of all
         rows, others = 2 * z.met * h * n * t, _others(z)
-        # As outputs of experts are added up; or as these are sent back, in another order. All tokens exist meanwhile.
-        gathers = rows - h * n * z.own if z.experts < z.choices else rows / 2 + h * n * (t - z.own)
-        gathers += around + (4 * z.choices + 8 * z.top_k) * t
+        gathers = _sent_back(z, again=False)
         more_b, more_bw, first_bw = (max(rows, one - others) for one in (more_b, more_bw, first_bw))
         if z.experts < z.choices:  # and their gradients, in two orders, while W's part of all experts is kept
             more_b = max(more_b, 1.5 * rows - (z.met * z.mlp * n * t if z.gated else 0))
         more_bw, first_bw = more_bw + around, first_bw + around
     return Footprint(
         act_b=act_b,
-        act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t + alone,
+        act_w=(2 * h + 2 * z.met * h + own + (z.common > 0) + 2 * q + 2 * k + (3 if z.gated else 2) * f) * n * t
+        + read
+        + z.choices * n * z.own,
         entry=z.stream * h * z.own + 8 * z.top_k * t,  # and the chosen experts
         result=z.stream * h * z.own,
         loose=z.stream * h * z.own * z.copied,
@@ -464,6 +467,31 @@ def block(z: Sizes) -> Footprint:
     )
 
 
+def _read(z: Sizes, *, again: bool = False) -> float:
+    """Bytes of a norm's output, or of casts of it, that router and shared expert keep for their weight gradients; with
+    selective recompute, `again`, all that read the same tensor share a cast."""
+    if not z.experts:
+        return 0.0
+    router, beside = z.hidden * z.width * z.own, z.hidden * z.width * z.tokens
+    if again:
+        return router + beside * z.kept_beside
+    return beside + router * (2 if z.cast else z.shared > 1) if z.common else router
+
+
+def _sent_back(z: Sizes, *, again: bool) -> float:
+    """`more_f` of a block of experts: as their outputs are added up or, if sent back, in two orders. Meanwhile the
+    tokens exist that they read, which may run `again` in B."""
+    low, stream = z.hidden * z.width * z.tokens, z.hidden * z.stream
+    sent = max(z.top_k * low + low, 2 * z.met * low * (z.experts < z.choices))
+    if z.common:  # it runs later: it keeps its activation and output; then that, with its gate, and the sum are there
+        gate, wide = z.width * z.tokens, (2 if z.gated else 1) * (1 if again else 2) * z.common * z.width * z.tokens
+        sent = max(sent - wide - low - gate, 3 * low + gate)
+    kept = not z.cast and (z.kept_beside if again else z.common)  # by the shared expert
+    given = stream * z.tokens * (z.shared > 1 and not kept)
+    normed = stream * z.own * ((again or z.cast) and not (kept and z.shared == 1))
+    return sent + given + normed + (4 * z.choices + 8 * z.top_k) * z.tokens - stream * z.own
+
+
 def outside(z: Sizes) -> float:
     """Temporary bytes of a block's B outside of the MLP: in a norm after it, in capped attention, and in the collective
     of the gradients of keys and values."""
@@ -484,7 +512,7 @@ def regathered(z: Sizes) -> Footprint:
     # Tokens are gathered behind the router, which reads the rank's own: these run again, and exist while F runs. The
     # shared expert keeps the gathered ones. In B the rows sent to experts and back are gone when attention's run again.
     own = z.hidden * z.width * z.own
-    whole = replace(whole, more_f=whole.more_f + own)
+    whole = replace(whole, more_f=max(whole.more_f, _sent_back(z, again=True)))
     if z.experts < z.choices:  # gradients of the rows in two orders, as in a block's B
         wide = z.met * (3 * z.hidden - (z.mlp if z.gated else 0)) * z.width - 4 * z.choices - 8 * z.top_k
         whole = whole.at_least(0.0, wide * z.tokens)
@@ -559,13 +587,12 @@ def spared(z: Sizes, *, attention: bool) -> Footprint:
     if attention:
         gone += mixed(z)
         whole = replace(whole, fused=-whole.kv)  # slices buffer keys and values next to a linear layer's output
-    if z.experts and (z.common or z.experts < z.choices or z.tp > 1):  # the rows sent to and from experts are more
-        rows = 3 * z.met * h * n * t
-        more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
-        return replace(whole, act_b=whole.act_b - gone, more_b=more_b, more_bw=more_bw)
     if z.experts:
-        found = _one_by_one(z, replace(whole, act_b=whole.act_b - gone))
-        return _mixed_again(z, found) if attention and z.cp == 1 else found
+        kept, read = h * n * t * z.kept_beside, _read(z)
+        gone += read - h * n * t - kept
+        whole = replace(whole, act_b=whole.act_b - gone, act_w=whole.act_w - read + _read(z, again=True))
+        more_f = max(whole.more_f, _sent_back(z, again=True))
+        return _routed_again(z, replace(whole, more_f=more_f), attention=attention)
     if z.gated:  # at the weights of the MLP's last product the gate's gradient is yet to come
         wide = f * n * t
         less = {name: max(getattr(whole, name) - wide, 2 * wide - z.left) for name in ("more_bw", "first_bw")}
@@ -592,15 +619,13 @@ def _mixed_again(z: Sizes, found: Footprint) -> Footprint:
     """
     if z.capped or z.around:
         return found
-    h, q, k, n, t, f = z.hidden, z.queries, z.keys, z.width, z.tokens, z.met * z.mlp + z.common
+    h, q, k, n, t, f = z.hidden, z.queries, z.keys, z.width, z.tokens, z.mlp
     each = (3 * q + 2 * k + z.turned_kept) * n + z.logs if z.turned_kept else (4 * q + 4 * k) * n
     own = (each + z.head_norms) * t
     norm = _normed(z)
-    low = (1 if z.experts else 2) * h * z.cast  # gradients of the outputs of both halves in the layers' type
-    routed = (4 * z.choices + z.orders) * t if z.experts else 0
-    b = (f + h + low) * n * t + max(own, (q + h) * n * t + norm) - routed
-    gone = ((2 if z.gated else 1) * f + (2 * z.met * h if z.experts else 0)) * n * t + routed
-    bw = max(own - q * n * t, norm) - gone
+    low = 2 * h * z.cast  # gradients of the outputs of both halves in the layers' type
+    b = (f + h + low) * n * t + max(own, (q + h) * n * t + norm)
+    bw = max(own - q * n * t, norm) - (2 if z.gated else 1) * f * n * t
     came = GRAD_BYTES * (z.matrices - h * (q + 2 * k) + z.vectors - z.norms)  # ahead of it, of other weights
     return replace(found, late_b=b, late_bw=bw, late_rise=bw + came)
 
@@ -628,24 +653,143 @@ def _mixed_kept(z: Sizes, found: Footprint) -> Footprint:
     )
 
 
-def _one_by_one(z: Sizes, found: Footprint) -> Footprint:
-    """A block whose experts' activations run again in B, one expert after the other. Each makes gradients of its rows,
-    and frees what F kept of it in BW; B keeps its inputs of weight gradients."""
-    n, t, own = z.width, z.tokens, GRAD_BYTES * sum(z.apart) / z.experts
-    rows, f = z.met * z.hidden * n * t, z.met * z.mlp * n * t
-    kept, inside = (2 if z.gated else 1) * f, (5 if z.gated else 3) * f / z.experts  # while one of them runs
-    down = GRAD_BYTES * z.hidden * z.mlp
+def _routed_again(z: Sizes, found: Footprint, *, attention: bool) -> Footprint:
+    """A block of experts with selective recompute: `found` with the peaks of its backward, from its tensors' lives."""
 
-    def most(grad: float, before: float) -> float:
-        """The peak if each expert's weights make `grad` bytes, `before` of them ahead of its activation's gradients."""
-        each, last = grad + (rows - kept) / z.experts, z.experts - 1
-        steps = [k * each for k in (0, last - 1) if 0 <= k < last]  # the last one's rows are gone by then
-        return max(2 * rows, before + inside + max(*steps, last * each - rows, -rows))
+    def most(*, split: bool, first: bool = False, stays: bool = False) -> tuple[float, float]:
+        """The peak while the gradient from the next layer is there, and after."""
+        steps, late = _steps(z, attention=attention, split=split, first=first, stays=stays)
+        held = [0.0, *accumulate(steps)]
+        return max(held[: late + 1]), max(held[late + 1 :], default=0.0)
 
-    b = max(2 * rows + f, (rows + f) * (1 - 1 / z.experts) + inside + f / z.experts)
-    bw = most(0.0, 0.0)
-    ended = GRAD_BYTES * (z.matrices + z.vectors) - found.act_b + 2 * z.hidden * z.stream * z.own
-    return replace(found, more_b=b, more_bw=bw, first_bw=bw, rise_bw=max(most(own, down), ended))
+    (b, late_b), (bw, late_bw) = most(split=True), most(split=False)
+    (first, _), (rise, late_rise) = most(split=False, first=True), most(split=False, first=True, stays=True)
+    return replace(
+        found, more_b=b, more_bw=bw, first_bw=first, rise_bw=rise, late_b=late_b, late_bw=late_bw, late_rise=late_rise
+    )
+
+
+def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) -> tuple[list[float], int]:
+    """Bytes that the backward of a block of experts makes and (-) frees with selective recompute, in this order, and
+    the number of steps in which the gradient that it was given is there.
+
+    `split`: B, whose tensors for weight gradients stay; otherwise BW, which computes these at once or, if ranks meet
+    inside of ops, at the next collective. `first`: no weights have gradients yet; `stays`: those that come count.
+    """
+    h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
+    low, whole, own, mine = h * n * t, h * z.stream * t, h * z.stream * z.own, h * n * z.own
+    sent, got = z.top_k * low, z.met * low  # the rows of this rank's tokens, and those of its experts
+    mixed, joint, order, up = q * n * t, (q + 2 * k) * n * t, 8 * z.top_k * t, 2 if z.gated else 1
+    away, gathers = z.experts < z.choices, z.shared > 1
+    waits = split or z.tp > 1 or z.cp > 1 or away
+    here, read = (mine, low) if z.cast else (own, whole)  # a norm's output as the router keeps it, and other layers
+    # A norm that runs again: what its backward needs, what its forward drops, what its backward makes.
+    inside, beside, back = (z.steps and (8 if z.copied else 4) * h * z.own), 4 * h * z.own * z.copied, z.steps or own
+    steps, waiting = list[float](), list[float]()
+
+    def add(*sizes: float) -> None:
+        steps.extend(sizes)
+
+    def weight(elements: float, *freed: float) -> None:
+        """A weight's gradient; then the tensors that it is made of are freed."""
+        fresh = z.weight_grad(elements, first=first)
+        (waiting if waits else steps).extend((fresh, GRAD_BYTES * elements * stays, -fresh, *(-one for one in freed)))
+
+    def meet() -> None:
+        if not split:
+            add(*waiting)
+            waiting.clear()
+
+    def expert(width: int, share: float, grads: float, rows: float, *again: float) -> None:
+        """An expert's activation runs again, for a `share` of the tokens, and what made its rows `again`; its weights'
+        gradients free `grads` of its output, and its `rows`."""
+        wide = width * share * n * t
+        add(wide, up * wide)  # the gradient of the last product's input, and that input
+        weight(h * width, wide, grads)
+        add(*((3 * wide, -3 * wide, -2 * wide) if z.gated else (wide, -2 * wide)), share * low, *again)
+        weight(up * h * width, up * wide, rows)
+
+    add(mine * z.cast)
+    if gathers:
+        add(low, low, -low, -mine * z.cast)
+    grad = low if gathers or z.cast else 0.0
+    normed = inside + own + beside, -beside, mine * z.cast  # and a cast
+    if z.common:  # the gradients of its output and of its gate; without collectives before it, it reads a norm's output
+        add(low, low, n * t, -low, -low)
+        kept = low * z.kept_beside
+        expert(z.common, 1.0, low, kept, *(() if kept else normed))
+        add(whole * z.cast, -low * z.cast)
+        if z.tp > 1:
+            meet()
+        add(mine, *(normed if kept else ()))
+        weight(h, n * t)
+        add((own - mine) * z.cast, *(() if kept else (own, -2 * own)))
+    # Gradients of the outputs in the order of the tokens, then of the experts; those of weights.
+    add(sent, sent, n * z.top_k * t, -sent, -grad, -n * z.top_k * t - sent, sent, sent, -sent, -sent, -order)
+    if away:
+        add(got)
+        meet()
+        add(-sent, got, got, -got, -got, -order)
+    for place in range(z.experts):
+        last = got * (place == z.experts - 1)
+        expert(z.mlp, z.met / z.experts, last, last)
+    add(got, -got)
+    if away:
+        add(got, got, -got, -got, -order, sent)
+        meet()
+        add(-got)
+    if z.cast:
+        add(z.top_k * whole, -sent)
+    add(whole, whole, -whole, -z.top_k * whole, -order)
+    if z.common:
+        add(whole, -2 * whole)
+    if z.tp > 1:
+        meet()
+        add(*((whole, own, -whole, -whole) if gathers else (whole, -whole)))
+    add(n * z.choices * z.own - z.router * t - order, mine)
+    if z.kept_beside:
+        add(own, -2 * own)
+    add(*(() if z.common else normed), -own * z.cast)
+    weight(h * z.choices, here, n * z.choices * z.own)
+    add((own - mine) * z.cast, own, -2 * own, GRAD_BYTES * h * stays)
+    add(back, own - back - inside, -2 * own, own)  # the norm's input is freed; the sum with the given gradient
+    late = len(steps)
+    add(-own)
+    if z.cp > 1:
+        return steps, late
+    add(mine * z.cast)
+    if gathers:
+        add(low)
+        meet()
+        add(low, -low, -mine * z.cast)
+    turned = z.turned_kept * n * t + z.logs * t
+    add(mixed, (mixed + turned + z.head_norms * t) * attention)
+    freed = mixed * (z.turned_kept > 0 or waits)  # without positions attention's backward reads the same tensor
+    weight(h * q, freed, grad)
+    turning = (8 if n == GRAD_BYTES else 9) * q * t * (z.turned_kept > 0)
+    add(joint, -turned, turning, -turning, joint, -joint)
+    add(-z.head_norms * t - mixed - joint - (mixed - freed))
+    add(low, inside + own + beside, -beside)
+    if gathers:
+        add(whole)
+        meet()
+        add(whole, -whole, -own)
+    add((low - whole) * z.cast)
+    weight(h * (q + 2 * k), read, joint)
+    add((whole - low) * z.cast)
+    came = 0.0
+    if gathers:
+        came = own
+        add(whole, own)
+        meet()
+        add(-whole)
+    elif z.tp > 1:
+        came = whole
+        add(whole)
+        meet()
+    add(GRAD_BYTES * h * stays, back - came, own - back - inside, -whole - own, own, -2 * own)
+    meet()
+    return steps, late
 
 
 def mixed(z: Sizes) -> float:
