@@ -304,6 +304,9 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
         kept = replace(embed.size, act_b=embed.size.entry)
         again = {attention: Spared(kept, 0.0) for attention in (True, False)}
         embed = replace(embed, spared=again, size=kept if job.parallel.regathers else embed.size)
+    if sizes.swaps_only and not shared:  # with selective recompute a stage computes weight gradients in collectives
+        later = Spared(footprint.head(sizes, defers=True), 0.0)
+        head = replace(head, spared={True: later, False: later})
     found = [replace(embed, tied=tied), *found, replace(head, tied=tied)]
     return adapters.frozen(job, found, [blocks[kind] for kind in kinds], sizes) if job.adapter.rank else found
 

@@ -57,6 +57,8 @@ class Footprint:
     late_b: float = 0.0  # as more_b, more_bw and rise_bw, but of a part of B and BW by which the gradient that comes
     late_bw: float = 0.0  # from the next layer of the stage is gone
     late_rise: float = 0.0
+    until_bw: float | None = None  # peak of a BW until its first collective, if later layers have none: at it ranks
+    # compute the weight gradients of those
     casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
     tables: float = 0.0  # constants, not parameters
     logits: float = 0.0  # the part of act_b with an entry per word of the vocabulary
@@ -259,6 +261,11 @@ class Sizes:
         return 4 * (copies * (self.queries + self.keys) + self.heads * (self.queries + self.keys) // self.queries)
 
     @property
+    def swaps_only(self) -> bool:
+        """Whether ranks meet only where experts get their rows: a BW can compute all weight gradients there."""
+        return self.experts < self.choices and self.tp == 1
+
+    @property
     def kept_beside(self) -> bool:
         """Whether a shared expert keeps its input with selective recompute: what a collective has made of a norm's."""
         return self.common > 0 and self.tp > 1
@@ -458,6 +465,7 @@ def block(z: Sizes) -> Footprint:
         came_w=GRAD_BYTES * (z.matrices + z.vectors - z.norms),
         rise_w=rise_w,
         rise_bw=rise_bw,
+        until_bw=(2 * h + 1) * z.top_k * n * t + grad if z.swaps_only and z.defers else None,
         casts=z.matrices * n if z.cast else 0,
         tables=4 * z.seq_len / z.cp * (q // z.heads) if z.rotary else 0,
         largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
@@ -658,20 +666,23 @@ def _routed_again(z: Sizes, found: Footprint, *, attention: bool) -> Footprint:
 
     def most(*, split: bool, first: bool = False, stays: bool = False) -> tuple[float, float]:
         """The peak while the gradient from the next layer is there, and after."""
-        steps, late = _steps(z, attention=attention, split=split, first=first, stays=stays)
+        steps, late, _ = _steps(z, attention=attention, split=split, first=first, stays=stays)
         held = [0.0, *accumulate(steps)]
         return max(held[: late + 1]), max(held[late + 1 :], default=0.0)
 
     (b, late_b), (bw, late_bw) = most(split=True), most(split=False)
     (first, _), (rise, late_rise) = most(split=False, first=True), most(split=False, first=True, stays=True)
+    if z.swaps_only:
+        steps, _, meets = _steps(z, attention=attention, split=False, first=False, stays=False)
+        found = replace(found, until_bw=max(accumulate(steps[:meets])))
     return replace(
         found, more_b=b, more_bw=bw, first_bw=first, rise_bw=rise, late_b=late_b, late_bw=late_bw, late_rise=late_rise
     )
 
 
-def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) -> tuple[list[float], int]:
-    """Bytes that the backward of a block of experts makes and (-) frees with selective recompute, in this order, and
-    the number of steps in which the gradient that it was given is there.
+def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) -> tuple[list[float], int, int]:
+    """Bytes that the backward of a block of experts makes and (-) frees with selective recompute, in this order, the
+    number of steps in which the gradient that it was given is there, and of those before experts' rows are swapped.
 
     `split`: B, whose tensors for weight gradients stay; otherwise BW, which computes these at once or, if ranks meet
     inside of ops, at the next collective. `first`: no weights have gradients yet; `stays`: those that come count.
@@ -681,7 +692,7 @@ def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) 
     sent, got = z.top_k * low, z.met * low  # the rows of this rank's tokens, and those of its experts
     mixed, joint, order, up = q * n * t, (q + 2 * k) * n * t, 8 * z.top_k * t, 2 if z.gated else 1
     away, gathers = z.experts < z.choices, z.shared > 1
-    waits = split or z.tp > 1 or z.cp > 1 or away
+    waits = split or z.tp > 1 or z.cp > 1 or away  # weight gradients do
     here, read = (mine, low) if z.cast else (own, whole)  # a norm's output as the router keeps it, and other layers
     # A norm that runs again: what its backward needs, what its forward drops, what its backward makes.
     inside, beside, back = (z.steps and (8 if z.copied else 4) * h * z.own), 4 * h * z.own * z.copied, z.steps or own
@@ -726,6 +737,7 @@ def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) 
         add((own - mine) * z.cast, *(() if kept else (own, -2 * own)))
     # Gradients of the outputs in the order of the tokens, then of the experts; those of weights.
     add(sent, sent, n * z.top_k * t, -sent, -grad, -n * z.top_k * t - sent, sent, sent, -sent, -sent, -order)
+    meets = len(steps)
     if away:
         add(got)
         meet()
@@ -756,7 +768,7 @@ def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) 
     late = len(steps)
     add(-own)
     if z.cp > 1:
-        return steps, late
+        return steps, late, meets
     add(mine * z.cast)
     if gathers:
         add(low)
@@ -789,7 +801,7 @@ def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) 
         meet()
     add(GRAD_BYTES * h * stays, back - came, own - back - inside, -whole - own, own, -2 * own)
     meet()
-    return steps, late
+    return steps, late, meets
 
 
 def mixed(z: Sizes) -> float:
@@ -864,8 +876,9 @@ def _rises(z: Sizes, grad: float) -> tuple[float, float]:
     return rise_w, rise_bw
 
 
-def head(z: Sizes) -> Footprint:
-    """The last norm, the projection to the vocabulary and the loss."""
+def head(z: Sizes, *, defers: bool = False) -> Footprint:
+    """The last norm, the projection to the vocabulary and the loss; in a stage that `defers` weight gradients, if not
+    every stage can."""
     h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
     if z.chunk:
         return by_chunks(z)
@@ -882,9 +895,14 @@ def head(z: Sizes) -> Footprint:
     cast = logits if z.stream < GRAD_BYTES else 0.0  # d logits are freed before a narrow weight's gradient is cast
     # A BW has at least these: the norm's tensors, or messages during which it computes the weight's gradient.
     behind, steps = kept + 8 * t, z.steps - 4 * z.own
-    least = max(more_b, steps - behind - h * n * t)
+    normed, came = steps - behind - h * n * t, GRAD_BYTES * h * vocab
+    least = max(more_b, normed)
     meets = z.meets + logits - behind
-    most = max(h * n * t + gone, meets if z.tp > 1 and z.defers else 0.0)
+    at_once, during = h * n * t + gone, meets if z.tp > 1 and z.defers else 0.0
+    most = max(at_once, during)
+    b = max(more_b, steps + logits - behind, meets)
+    rise = fresh + max(at_once + max(0.0, came - cast), (during + came) * (during > 0))
+    alone = z.swaps_only and (defers or z.defers)  # its weight's gradient comes later
     return Footprint(
         act_b=(z.stream * h + z.norm) * z.own + (h * n + 8) * t + kept,
         act_w=(h + vocab) * n * t,
@@ -892,14 +910,14 @@ def head(z: Sizes) -> Footprint:
         loose=z.stream * h * z.own * z.copied,
         more_f=more_f,
         more_alone=more_f + kept,
-        more_b=max(more_b, steps + logits - behind, meets),
+        more_b=b,
         more_w=weight,
-        more_bw=max(least, most + weight),
+        more_bw=b if alone else max(least, most + weight),
         first_w=fresh,
-        first_bw=max(least, most + fresh),
+        first_bw=b if alone else max(least, most + fresh),
         came_b=GRAD_BYTES * norm,
         came_w=GRAD_BYTES * h * vocab,
-        rise_bw=max(least, most + fresh + max(0.0, GRAD_BYTES * h * vocab - cast)),
+        rise_bw=b if alone else max(more_b, normed + came, rise),
         casts=h * vocab * n if z.cast else 0,
         logits=kept,
         largest=h * vocab,
@@ -999,6 +1017,8 @@ class _Turn:
     again: float  # temporaries of its second forward beyond the activations that it keeps
     behind: float  # activations of the later layers
     given: float  # the gradient from the next layer of the stage
+    until: float = 0.0  # peak of its BW while weight gradients of later layers wait for a collective
+    owed: float = 0.0  # these
 
 
 def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn], float]:
@@ -1012,6 +1032,7 @@ def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn]
     ]
     found = list[_Turn]()
     behind = left = released = 0.0  # by later layers: kept by F, left for W beyond that, freed by W
+    waiting = owed = 0.0  # by later layers until a collective in BW: what W needs, its gradients
     for k in reversed(range(len(layers))):
         z, inner = layers[k], k < len(layers) - 1
         # A second forward keeps all activations that the first one would have kept, input and output included.
@@ -1022,8 +1043,13 @@ def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn]
         shared = z.tail if inner and not recompute else 0.0  # its output: in `behind` as the next input
         need = z.more_f + (0.0 if z.tail else z.result) if recompute else 0.0
         found.append(
-            _Turn(z, again + left + flowing, -released, again - behind + shared + result, need, behind, result)
+            _Turn(
+                *(z, again + left + flowing, -released, again - behind + shared + result, need, behind, result),
+                *((waiting + z.until_bw, owed) if waiting and z.until_bw is not None else ()),
+            )
         )
+        # What experts' layers leave is less than what they free.
+        waiting, owed = (waiting + z.act_w, owed + z.came_w) if z.until_bw is None else (0.0, 0.0)
         behind, left, released = behind + kept[k], left + z.act_w - kept[k], released + z.act_w
     return found, left
 
@@ -1059,7 +1085,8 @@ def rise(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> Rise:
     coming = list[_Turn]()
     for turn in turns:
         z = turn.layer
-        coming.append(replace(turn, layer=z.coming, b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w))
+        until = turn.until - turn.owed
+        coming.append(replace(turn, layer=z.coming, b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w, until=until))
         b, w = b + z.came_b, w + z.came_w
     return _most(coming)
 
@@ -1074,7 +1101,9 @@ def _most(turns: Sequence[_Turn]) -> Rise:
         ),
         w=max(0.0, *(turn.w + turn.layer.more_w for turn in turns)),
         bw=max(
-            0.0, *(turn.bw + max(turn.layer.more_bw, turn.again, turn.layer.late_bw - turn.given) for turn in turns)
+            0.0,
+            *(turn.bw + max(turn.layer.more_bw, turn.again, turn.layer.late_bw - turn.given) for turn in turns),
+            *(turn.bw + turn.until for turn in turns),
         ),
     )
 
