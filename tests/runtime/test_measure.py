@@ -420,6 +420,7 @@ SOME_ROUTED = {
     ("ep", "fp32", "1f1b", True),
     ("tokens both", "masters", "zb-h1", False),
     ("tp", "autocast", "zb-h1", True),
+    ("tp", "masters", "1f1b", False),
 }
 
 
