@@ -228,9 +228,7 @@ def _size(
     if z.experts:  # rows of experts and their gradients: no weight gradient holds on to others
         apart = back = 2 * rows * n * t
         ahead, weights = 0.0, back
-    elif (
-        down
-    ):  # gradients of the last product's input, of both layers, and their sum; by then a BW has freed that input
+    elif down:  # gradients of the last product's input, of both layers, and their sum: a BW has freed that input
         low = h * n * t * (z.cast + (z.shared > 1))  # what a B keeps as that product's output gradient
         apart = max(3 * f * n * t + low + has["down"].inside * n * t - z.left, outside(z))
         back = max((2 * f - has["down"].inside) * n * t - z.left, outside(z))
