@@ -159,6 +159,17 @@ def test_rows_that_were_looked_up_count_where_a_part_of_a_forward_runs_again(tmp
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.04)  # 2 to 3%, as messages come
 
 
+TWO_SUMS = [{"tp": 2, "tp_sequence": True}, {"cp": 2}, {"cp": 2, "tp": 2, "tp_sequence": True}]
+
+
+@pytest.mark.parametrize("parallel", few(TWO_SUMS, 1), ids=str)
+def test_the_norm_before_shared_words_is_of_a_ranks_own_tokens(tmp_path, parallel):
+    model = {**LLAMA, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 256, "seq_len": 64, **MASTERS}
+    where = {"pp": 2, "vocabulary": "shared", "vocabulary_sums": 2, **parallel}
+    for predicted, measured in both(tmp_path, kind="1f1b", m=4, layers=4, model=model, parallel=where):
+        assert predicted.bytes == pytest.approx(measured.peak, rel=0.025)
+
+
 LOW = {"fp32": {}, "autocast": {"dtype": "bfloat16"}, "masters": MASTERS}
 MEETING = list(product(["gpt", "llama"], LOW, [False, True, "regather"], ["1f1b", "zb-h1"]))
 SOME_MEETING = [("llama", "masters", "regather", "zb-h1"), ("gpt", "autocast", True, "1f1b")]

@@ -955,7 +955,7 @@ def by_chunks(z: Sizes, *, learns: bool = True) -> Footprint:
 
 def last_norm(z: Sizes) -> Footprint:
     """The norm before a vocabulary-parallel output layer: it keeps its input, the output layer keeps its result."""
-    h, t = z.hidden, z.tokens
+    h, t = z.hidden, z.own
     return Footprint(
         act_b=(z.stream * h + z.norm) * t,
         entry=z.stream * h * t,

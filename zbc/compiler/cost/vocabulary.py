@@ -27,6 +27,7 @@ from zbc.compiler.cost.profiled import measurements
 from zbc.compiler.cost.stage_bytes import StageBytes, averaging
 from zbc.job.profile import WordTimes
 from zbc.job.spec import Job, LayerCost
+from zbc.plan import dealing
 
 STATISTICS = 12  # bytes per token that ranks exchange: maximum, sum of exp and the target's logit
 OWN, FOUND = 13, 8  # bytes per token from S to T: the target's row, whether local, its weight; MEET's result
@@ -191,14 +192,19 @@ def share_bytes(job: Job) -> ShareBytes | None:
     words = float(mine.vocab * sizes.hidden) if sizes.width < GRAD_BYTES else 0.0
     narrow = (sizes.width * mine.vocab * tokens + out) * (words > 0)  # copies of logits, and of the gradient
     grown = (sizes.width + GRAD_BYTES) * words * (not job.adapter.rank)
+    # The gradient of the logits, with that of the input or of the weights; these are added to their sum as they are.
+    turned = sizes.width * mine.vocab * tokens + max(out, sizes.width * words) if words else wide
     needs = {
         "s": logits + (STATISTICS + OWN) * tokens + values["sums"] + narrow + logits / 2 * sizes.logits_cap,
-        "t": narrow * keeps + max(grown, wide * (job.vocabulary == 2)),
+        "t": turned if job.vocabulary == 2 else narrow * keeps + grown,
         "i": stream,
         "e": wide * (1 + (stream < wide)) * (not job.adapter.rank),
         "f": stream * (not sizes.rotary or sizes.tp > 1),  # the looked-up rows, freed when F is completed
     }
-    stepped = count / job.parallel.copies if job.shard != "none" else count
+    stepped = float(count)
+    if count and job.shard != "none":  # tables are dealt in pieces
+        tables = 1 if job.model.tie_embeddings else 2
+        stepped, _ = dealing.most([count // tables] * tables, job.parallel.copies)
     masters = 4.0 * stepped if low else 0.0
     weights = (2.0 if low else 4.0) * _held(job) + 2.0 * mine.vocab * sizes.hidden * sizes.cast  # of the output layer
     kept = 4.0 * state * stepped + averaging(job, count)
