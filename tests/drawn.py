@@ -232,8 +232,10 @@ def outcome(one: Drawn, *, weigh: bool = False, emulate: bool = False) -> Found:
     `SIGNS` in the others, is trained by SGD as well, which decides.
     """
     found = _outcome(one, weigh=weigh, emulate=emulate)
-    if found.how != "begins right" or "kind" in one.both["optimizer"]:
-        return found._replace(how="wrong") if found.how == "begins right" else found
+    if found.how != "begins right":
+        return found
+    if "kind" in one.both["optimizer"]:
+        return found._replace(how="wrong")
     simple = {"kind": "sgd", "lr": 0.1}
     both, plain = ({**tables, "optimizer": tables["optimizer"] | simple} for tables in (one.both, one.plain))
     again = outcome(one._replace(both=both, plain=plain))
@@ -241,6 +243,7 @@ def outcome(one: Drawn, *, weigh: bool = False, emulate: bool = False) -> Found:
 
 
 def _outcome(one: Drawn, *, weigh: bool, emulate: bool) -> Found:
+    """The outcome by the optimizer that was drawn; "begins right" if SGD is to decide."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             made, plan = planned(one.both, Path(folder) / "both")

@@ -255,9 +255,6 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     if sizes is None:
         return None
     first, last = (work.embedding(sizes), footprint.embedding(sizes)), (work.head(sizes), footprint.head(sizes))
-    weighed = footprint.learning
-    if job.adapter.rank:
-        weighed = footprint.regathered if sizes.regathers else footprint.block
     tables, ends, shared = _tables(sizes), _head(sizes), job.vocabulary > 0
     if shared:  # every rank has a vocabulary shard, and stages have the rest: see vocabulary.py
         first, last = (work.places(sizes), footprint.places(sizes)), (work.last_norm(sizes), footprint.last_norm(sizes))
@@ -278,7 +275,7 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
         for name, (done, size), parts in (
             ("embed", first, tables),
             ("head", last, ends),
-            *(("block", (work.block(z), weighed(z)), z.parameters) for z in blocks.values()),
+            *(("block", (work.block(z), footprint.learning(z)), z.parameters) for z in blocks.values()),
         )
     )
     known = {

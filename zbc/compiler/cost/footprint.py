@@ -516,7 +516,7 @@ def regathered(z: Sizes) -> Footprint:
     whole = replace(block(z), loose=0.0)  # it keeps its inputs, not copies
     tokens = z.hidden * z.width * z.tokens
     if not z.experts:
-        return whole.remade(2 * z.norm * z.own + 2 * tokens, 2 * tokens)
+        return whole.remade(2 * z.norm * z.own + 2 * tokens, 0.0)  # see `learning`
     # Tokens are gathered behind the router, which reads the rank's own: these run again, and exist while F runs. The
     # shared expert keeps the gathered ones. In B the rows sent to experts and back are gone when attention's run again.
     own = z.hidden * z.width * z.own
@@ -530,12 +530,13 @@ def regathered(z: Sizes) -> Footprint:
 def learning(z: Sizes) -> Footprint:
     """A block with weight gradients. Its backward has at least the tensors of its norms, and of the collectives next to
     them; a BW computes weight gradients during these, if layers can defer them."""
-    plain = found = block(z)
-    if again := z.regathers:
-        found = regathered(z)
-    if z.experts or z.around:
+    again = z.regathers
+    found = regathered(z) if again else block(z)
+    if z.experts:
         return found
     h, n, t, f = z.hidden, z.width, z.tokens, z.mlp * z.width * z.tokens
+    if z.around:  # both norms' tokens at once, at most
+        return found.remade(0.0, 2 * h * n * t * again)
     own, whole, tokens = z.stream * h * z.own, z.stream * h * t, h * n * t  # a norm's output: own, of all, cast
     ends = tokens if z.cast or z.shared > 1 else 0.0  # the gradient of the MLP's output
     up, inside, heads = (2 if z.gated else 1) * f, (4 if z.gated else 2) * f, (z.queries + 2 * z.keys) * n * t
@@ -546,7 +547,6 @@ def learning(z: Sizes) -> Footprint:
     if again:  # a norm, and the tokens behind it, from their own backward on
         read, normed = 0.0, normed + own * z.copied
         enters, made, norm = own + normed + whole, tokens + normed, norm + whole + normed
-        found = replace(found, **{name: getattr(plain, name) for name in _OF_BACKWARD})
     else:
         attended += normed
 

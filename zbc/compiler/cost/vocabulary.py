@@ -140,9 +140,14 @@ def parameters(job: Job) -> int:
 
 
 def _held(job: Job) -> int:
+    return sum(_tables(job))
+
+
+def _tables(job: Job) -> list[int]:
+    """Elements of a rank's shard of each table."""
     sizes = estimate.sizes_of(job)
-    rows = 0 if sizes is None else _share_of(sizes, job.parallel.pp).vocab * sizes.hidden
-    return rows * (1 if job.model.tie_embeddings else 2)
+    shard = 0 if sizes is None else _share_of(sizes, job.parallel.pp).vocab * sizes.hidden
+    return [shard] * (1 if job.model.tie_embeddings else 2)
 
 
 def pool_ms(job: Job) -> float:
@@ -191,9 +196,10 @@ def share_bytes(job: Job) -> ShareBytes | None:
     }
     words = float(mine.vocab * sizes.hidden) if sizes.width < GRAD_BYTES else 0.0
     narrow = (sizes.width * mine.vocab * tokens + out) * (words > 0)  # copies of logits, and of the gradient
-    grown = (sizes.width + GRAD_BYTES) * words * (not job.adapter.rank)
+    learnt = words * (not job.adapter.rank)
+    grown = (sizes.width + GRAD_BYTES) * learnt
     # The gradient of the logits, with that of the input or of the weights; these are added to their sum as they are.
-    turned = sizes.width * mine.vocab * tokens + max(out, sizes.width * words) if words else wide
+    turned = sizes.width * mine.vocab * tokens + max(out, sizes.width * learnt) if words else wide
     needs = {
         "s": logits + (STATISTICS + OWN) * tokens + values["sums"] + narrow + logits / 2 * sizes.logits_cap,
         "t": turned if job.vocabulary == 2 else narrow * keeps + grown,
@@ -203,8 +209,7 @@ def share_bytes(job: Job) -> ShareBytes | None:
     }
     stepped = float(count)
     if count and job.shard != "none":  # tables are dealt in pieces
-        tables = 1 if job.model.tie_embeddings else 2
-        stepped, _ = dealing.most([count // tables] * tables, job.parallel.copies)
+        stepped, _ = dealing.most(_tables(job), job.parallel.copies)
     masters = 4.0 * stepped if low else 0.0
     weights = (2.0 if low else 4.0) * _held(job) + 2.0 * mine.vocab * sizes.hidden * sizes.cast  # of the output layer
     kept = 4.0 * state * stepped + averaging(job, count)
