@@ -37,7 +37,8 @@ def plan_of(folder, targets, schedule="zb-h1", p=2, m=4, v=None, **more):
     """A plan that begins with the weights of a folder."""
     section = model_in(folder).model_dump(mode="json")
     program = make_program(schedule, p, m, v)
-    plan = make_plan(program, model=section, optimizer={"lr": 0.01}, adapter={**SMALL, "targets": targets}, **more)
+    how = {"lr": 0.01, "eps": 1e-3}  # with less Adam turns the rounding of gradients near 0 into steps
+    plan = make_plan(program, model=section, optimizer=how, adapter={**SMALL, "targets": targets}, **more)
     training = {**plan.manifest.training, "pretrained": str(folder)}
     return replace(plan, manifest=plan.manifest.model_copy(update={"training": training}))
 

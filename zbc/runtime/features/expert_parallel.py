@@ -10,7 +10,7 @@ parallelism (tensor_parallel.py): by weight gradients of the same op, or by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,6 +21,17 @@ from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.runtime.core.slot import current_slot
 from zbc.runtime.features.tensor_parallel import Group
+
+
+class Sent(NamedTuple):
+    """The rows of a rank's experts, `counts` for each; with a group `order` has sorted them by expert, and `out` rows
+    went to, `into` came from each rank."""
+
+    rows: Tensor
+    counts: Tensor
+    order: Tensor | None = None
+    out: Sequence[int] = ()
+    into: Sequence[int] = ()
 
 
 class Swaps(NamedTuple):
@@ -39,9 +50,14 @@ class Swaps(NamedTuple):
     def run(self, rows: Tensor, counts: Tensor, experts: Iterable[nn.Module]) -> Tensor:
         """The experts' outputs for `rows` (N, H), which are sorted by expert, `counts` (E) for each; `experts` are
         this rank's. All ranks of the group call this together."""
+        return self.results(self.sent(rows, counts), experts)
+
+    def sent(self, rows: Tensor, counts: Tensor) -> Sent:
+        """The first half of `run`: the rows of this rank's experts. A call of its own, so that the caller's `rows` are
+        freed when it returns: an argument lives as long as its call where Python does not inline calls, as in a process
+        that runs compiled code."""
         if self.group is None:
-            parts = torch.split(rows, counts.tolist())
-            return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+            return Sent(rows, counts)
         size, per_rank = self.group.size, len(counts) // self.group.size
         got = torch.empty_like(counts)
         each = (per_rank,) * size
@@ -51,16 +67,20 @@ class Swaps(NamedTuple):
         out, into = counts.view(size, per_rank).sum(1).tolist(), come.sum(1).tolist()
         kind = torch.arange(per_rank, device=rows.device).repeat(size).repeat_interleave(got)
         order = kind.argsort(stable=True)  # by expert, then by source rank
-        mine = _swapped(rows, out, into, self.group).index_select(0, order)
-        del rows  # only the experts' own order is kept
-        parts = torch.split(mine, come.sum(0).tolist())
+        return Sent(_swapped(rows, out, into, self.group).index_select(0, order), come.sum(0), order, out, into)
+
+    def results(self, sent: Sent, experts: Iterable[nn.Module]) -> Tensor:
+        """The second half of `run`."""
+        parts = torch.split(sent.rows, sent.counts.tolist())
         made = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
-        return _swapped(made.index_select(0, order.argsort()), into, out, self.group)
+        if self.group is None or sent.order is None:
+            return made
+        return _swapped(made.index_select(0, sent.order.argsort()), sent.into, sent.out, self.group)
 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, out: list[int], into: list[int], group: Group) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, out: Sequence[int], into: Sequence[int], group: Group) -> Tensor:
         ctx.sizes, ctx.group, ctx.slot = (out, into), group, current_slot()
         received = rows.new_empty(sum(into), rows.shape[1])
         group.swap(rows, out, received, into, ctx.slot)
@@ -74,7 +94,7 @@ class _Swap(torch.autograd.Function):
         return received, None, None, None
 
 
-def _swapped(rows: Tensor, out: list[int], into: list[int], group: Group) -> Tensor:
+def _swapped(rows: Tensor, out: Sequence[int], into: Sequence[int], group: Group) -> Tensor:
     received: Tensor = _Swap.apply(rows, out, into, group)  # type: ignore[no-untyped-call]
     return received
 

@@ -125,7 +125,8 @@ class Experts(nn.Module):
             tell_load(self.place, counts)
         all_x = self.enter(x)
         given, weights = all_x.flatten(0, -2), self.meet(weights)
-        found = self.swaps.run(_lowered(given.index_select(0, order // self.top_k)), counts, self.experts.values())
+        sent = self.swaps.sent(_lowered(given.index_select(0, order // self.top_k)), counts)
+        found = self.swaps.results(sent, self.experts.values())
         found = found.index_select(0, order.argsort()).view(*chosen.shape, -1)
         y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
         if self.shared is not None and self.shared_gate is not None:
