@@ -78,8 +78,8 @@ BUGS = (
     Bug(
         "a shared sequence has the positions of its first tokens on every rank",
         "zbc/training/models/gpt.py",
-        "start = first_row() + self.place * x.shape[1]",
-        "start = first_row()",
+        "first_row() + self.place * x.shape[1]",
+        "first_row()",
         (RUNTIME + "test_tensor_parallel.py",),
     ),
     Bug(
@@ -120,8 +120,8 @@ BUGS = (
     Bug(
         "a gradient below the limit of the clip is scaled up",
         "zbc/runtime/core/progress.py",
-        "return scale if scale < 1.0 else None",
-        "return scale",
+        "min(1.0, largest / (self.grad_norm + 1e-6))",
+        "largest / (self.grad_norm + 1e-6)",
         (RUNTIME + "test_execute.py", RUNTIME + "test_validate.py"),
     ),
     Bug(
@@ -274,8 +274,8 @@ BUGS = (
     Bug(
         "microbatches of unequal work count alike",
         "zbc/training/data/unequal.py",
-        "return sum(sum(lengths) for lengths in self.rows(step, number)) / sum(work.lengths)",
-        "return 1 / sum(map(len, work.replicas))",
+        "return sum(filled) / sum(self.step(step).lengths)",
+        "return 1 / sum(map(len, self.step(step).replicas))",
         (RUNTIME + "test_unequal.py",),
     ),
     Bug(
