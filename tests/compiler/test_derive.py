@@ -15,7 +15,8 @@ from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
-from zbc.compiler.cost.footprint import Footprint, more
+from zbc.compiler.cost.footprint import Footprint
+from zbc.compiler.cost.turns import more
 from zbc.compiler.partition.initial import initial
 from zbc.compiler.planner.case import Case
 from zbc.compiler.recorded.derive import derive_from, solve

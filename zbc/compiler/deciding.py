@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from zbc import excludes
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import estimate
-from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine
+from zbc.compiler.cost.sizes import GRAD_BYTES
 from zbc.compiler.order import order
 from zbc.compiler.partition.replicas import Problem, joined, plans
 from zbc.compiler.schedules import AUTO, find

@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zbc.compiler.cost import estimate, work
-from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes, Spared, by_chunks, mixed, outside
+from zbc.compiler.cost.footprint import NOTHING, Footprint, by_chunks, mixed, outside
 from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.compiler.cost.selective import Spared
+from zbc.compiler.cost.sizes import GRAD_BYTES, Sizes
 from zbc.ir import Placement
 from zbc.job.adapter import linears, parts
 from zbc.job.spec import Job

@@ -13,9 +13,11 @@ from statistics import fmean
 from typing import Any
 
 from zbc.compiler.cost import adapters, footprint, profiled, work
-from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes, Spared
+from zbc.compiler.cost.footprint import NOTHING, Footprint
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
+from zbc.compiler.cost.selective import Spared, spared
+from zbc.compiler.cost.sizes import Sizes
 from zbc.excludes import HEAD_NORMS, WHOLE_NORMS
 from zbc.ir import Placement
 from zbc.job.graph import names
@@ -283,7 +285,7 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
             one,
             spared={
                 again: Spared(
-                    footprint.spared(z, attention=again),
+                    spared(z, attention=again),
                     machine.ms(work.cheap(z, attention=again)) / one.f if one.f else 0.0,
                 )
                 for again in (True, False)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
 from zbc.compiler.cost.cost import BY_MICROBATCH, BY_SLICE, Column, Costs, Links, PerStage, Size, links_of, times_links
 from zbc.compiler.cost.estimate import Layer
-from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine
+from zbc.compiler.cost.sizes import GRAD_BYTES
 from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
 from zbc.ir import Placement

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from zbc.compiler.cost import adapters, estimate, stepping
 from zbc.compiler.cost.estimate import Layer
-from zbc.compiler.cost.footprint import GRAD_BYTES, NO_MORE, NO_RISE, Footprint, More, Rise, more, rise
+from zbc.compiler.cost.footprint import Footprint
+from zbc.compiler.cost.sizes import GRAD_BYTES
+from zbc.compiler.cost.turns import NO_MORE, NO_RISE, More, Rise, more, rise
 from zbc.ir import Placement
 from zbc.job.sections import Parallel
 from zbc.job.spec import Job

@@ -21,9 +21,9 @@ from dataclasses import replace
 
 from zbc.compiler.cost import estimate, stepping, work
 from zbc.compiler.cost.cost import ShareBytes
-from zbc.compiler.cost.footprint import GRAD_BYTES, Sizes
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import measurements
+from zbc.compiler.cost.sizes import GRAD_BYTES, Sizes
 from zbc.compiler.cost.stage_bytes import StageBytes, averaging
 from zbc.job.profile import WordTimes
 from zbc.job.spec import Job, LayerCost

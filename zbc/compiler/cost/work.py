@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbc.compiler.cost.footprint import CHUNK, GRAD_BYTES, Sizes
 from zbc.compiler.cost.machine import Kernel
+from zbc.compiler.cost.sizes import CHUNK, GRAD_BYTES, Sizes
 
 # Keys are taken in tiles, and causal attention leaves out whole tiles only: of torch's CPU kernel, of FlashAttention 2.
 TILE = {"cpu": 512, "cuda": 128}

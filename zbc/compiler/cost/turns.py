@@ -1,0 +1,133 @@
+"""Temporary memory of a stage's ops, from the footprints of its layers, which run one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zbc.compiler.cost.footprint import Footprint
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """Temporary bytes of one stage's ops beyond the larger of the bytes held before and after them."""
+
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+    bw: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """Peak bytes in a backward of one stage beyond the bytes held before it, the incoming gradient included."""
+
+    b: float = 0.0
+    w: float = 0.0
+    bw: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Bytes at the start of a layer's backward inside a stage, beyond the bytes held before the stage's op."""
+
+    layer: Footprint
+    b: float
+    w: float
+    bw: float
+    again: float  # temporaries of its second forward beyond the activations that it keeps
+    behind: float  # activations of the later layers
+    given: float  # the gradient from the next layer of the stage
+    until: float = 0.0  # peak of its BW while weight gradients of later layers wait for a collective
+    owed: float = 0.0  # these
+
+
+def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn], float]:
+    """The turns of the layers, the last one's first, and the bytes B leaves for W beyond the bytes F kept."""
+    kept = [z.entry if recompute else z.act_b for z in layers]
+    if not recompute:
+        kept[0], kept[-1] = kept[0] + layers[0].loose, kept[-1] + layers[-1].tail
+    there = [0.0 if z.ends_kv is None else z.kv + z.fused for z in layers]
+    kept = [
+        (z.ends_kv or 0.0) + one - (0.0 if recompute else kv) for z, one, kv in zip(layers, kept, there, strict=True)
+    ]
+    found = list[_Turn]()
+    behind = left = released = 0.0  # by later layers: kept by F, left for W beyond that, freed by W
+    waiting = owed = 0.0  # by later layers until a collective in BW: what W needs, its gradients
+    for k in reversed(range(len(layers))):
+        z, inner = layers[k], k < len(layers) - 1
+        # A second forward keeps all activations that the first one would have kept, input and output included.
+        again = z.act_b + z.loose + z.tail - z.entry - there[k] if recompute else 0.0
+        result = z.result if inner else 0.0  # the gradient from the next layer; the last layer's is the stage's
+        # With `keeps_given` the stage's gradient existed before, and `left` counts it.
+        flowing = result - layers[-1].result if inner and layers[-1].keeps_given else result
+        shared = z.tail if inner and not recompute else 0.0  # its output: in `behind` as the next input
+        need = z.more_f + (0.0 if z.tail else z.result) if recompute else 0.0
+        found.append(
+            _Turn(
+                *(z, again + left + flowing, -released, again - behind + shared + result, need, behind, result),
+                *((waiting + z.until_bw, owed) if waiting and z.until_bw is not None else ()),
+            )
+        )
+        # What experts' layers leave is less than what they free.
+        waiting, owed = (waiting + z.act_w, owed + z.came_w) if z.until_bw is None else (0.0, 0.0)
+        behind, left, released = behind + kept[k], left + z.act_w - kept[k], released + z.act_w
+    return found, left
+
+
+def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
+    """Temporaries of the ops of a stage of `layers`, which run one after another.
+
+    The `first` stage has no input gradient to send, which B otherwise holds at its end. A stage's incoming gradient
+    exists from before B until B ends, used up or not; at its end only the bytes left for W remain.
+    """
+    turns, left = _turns(layers, recompute=recompute)
+    given = layers[-1].result
+    stays = layers[-1].tail > 0 and not recompute  # its result is kept, else it is being sent
+    f = 0.0
+    for k, turn in zip(reversed(range(len(layers))), turns, strict=True):
+        z, inner = turn.layer, k < len(layers) - 1
+        # From the previous layer; the stage's input exists before. If a loss follows, that needs the most.
+        entering = z.loose if k and z.result and not recompute else 0.0
+        made = z.result if inner or not stays else 0.0
+        own = (z.more_alone if recompute else z.more_f) + entering + made
+        f = max(f, own - (0.0 if stays else given) - turn.behind)
+    found = _most(turns)
+    after = left - given + (0.0 if first else layers[0].entry)
+    return More(f, max(0.0, found.b - max(0.0, after)), found.w, found.bw)
+
+
+def rise(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> Rise:
+    """The rise of a stage of `layers`; in the `first` backward of a step it includes gradients as they are made."""
+    turns, _ = _turns(layers, recompute=recompute)
+    if not first:
+        return _most(turns)
+    b = w = 0.0
+    coming = list[_Turn]()
+    for turn in turns:
+        z = turn.layer
+        until = turn.until - turn.owed
+        coming.append(replace(turn, layer=z.coming, b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w, until=until))
+        b, w = b + z.came_b, w + z.came_w
+    return _most(coming)
+
+
+def _most(turns: Sequence[_Turn]) -> Rise:
+    return Rise(
+        b=max(
+            0.0,
+            *(turn.b + max(turn.layer.more_b, turn.again) for turn in turns),
+            # W's output gradient may be that from the next layer itself.
+            *(turn.b + turn.layer.late_b - (0.0 if turn.layer.keeps_given else turn.given) for turn in turns),
+        ),
+        w=max(0.0, *(turn.w + turn.layer.more_w for turn in turns)),
+        bw=max(
+            0.0,
+            *(turn.bw + max(turn.layer.more_bw, turn.again, turn.layer.late_bw - turn.given) for turn in turns),
+            *(turn.bw + turn.until for turn in turns),
+        ),
+    )
+
+
+NO_RISE = Rise()
+NO_MORE = More()
