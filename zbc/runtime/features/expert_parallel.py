@@ -50,7 +50,9 @@ class Swaps(NamedTuple):
     def run(self, rows: Tensor, counts: Tensor, experts: Iterable[nn.Module]) -> Tensor:
         """The experts' outputs for `rows` (N, H), which are sorted by expert, `counts` (E) for each; `experts` are
         this rank's. All ranks of the group call this together."""
-        return self.results(self.sent(rows, counts), experts)
+        sent = self.sent(rows, counts)
+        del rows
+        return self.results(sent, experts)
 
     def sent(self, rows: Tensor, counts: Tensor) -> Sent:
         """The first half of `run`: the rows of this rank's experts. A call of its own, so that the caller's `rows` are
