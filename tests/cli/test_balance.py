@@ -69,7 +69,6 @@ WRONG = [
     ("schedule.tokens_per_microbatch=100", "E117", "set tokens_per_microbatch = 128"),
     ("data.kind=text", "E117", "text is one long sample"),
     ("schedule.slices=2", "E118", "slices"),
-    ("train.eval_every=2", "E118", "eval_every"),
     ("model.compile=true", "E118", "compile"),
     ("schedule.ramp=[{microbatches=1,steps=1}]", "E118", "ramp"),
     ("data.balance=none", "E110", "balance samples"),
