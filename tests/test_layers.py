@@ -120,11 +120,9 @@ def test_the_command_line_imports_torch_only_inside_commands():
 
 
 def test_only_the_command_line_prints():
-    """Others print only to a stream that they name, as processes do that answer each other in lines."""
     for module in (m for m in MODULES if not m.startswith("zbc.commands")):
         calls = [n for n in ast.walk(tree(MODULES[module])) if isinstance(n, ast.Call)]
-        printing = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
-        assert all(any(key.arg == "file" for key in call.keywords) for call in printing), module
+        assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), module
 
 
 def test_what_is_declared_as_a_dependency_is_imported():
@@ -164,7 +162,7 @@ def test_the_runtime_stays_as_large_as_it_is():
 # float16 with a loss scale 80, steps that datasets split 244, experts without a flush 15,
 # groups whose backward begins with an all-to-all 6, adapters, graphs and slices with others 57,
 # rows of microbatches as long as planned, or as their samples 297
-LINES_OF_RUNTIME = 27_362
+LINES_OF_RUNTIME = 27_363
 
 
 AT_HOME = re.compile(r"zbc\.(ops|ir|runtime\.handlers|(compiler\.(passes|schedules|features)|runtime\.features)\..*)")

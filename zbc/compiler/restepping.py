@@ -73,7 +73,8 @@ def main() -> None:
     restepper = Restepper(StoredPlan.read(Path(sys.argv[1])))
     for line in sys.stdin:
         numbers, _, _ = restepper.of(json.loads(line))
-        print(json.dumps(numbers), file=sys.stdout, flush=True)
+        sys.stdout.write(f"{json.dumps(numbers)}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

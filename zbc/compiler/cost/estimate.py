@@ -1,7 +1,8 @@
 """Costs of each layer, counted from the model and the hardware: floating-point operations, bytes moved, bytes kept.
 
 Times, in ms for one microbatch, are of the kernels that work.py counts, at the speeds of machine.py; bytes kept are
-counted in footprint.py. These are estimates; measured times, given in [costs] or by a profile, replace them.
+counted in footprint.py and selective.py. These are estimates; measured times, given in [costs] or by a profile, replace
+them.
 """
 
 from __future__ import annotations

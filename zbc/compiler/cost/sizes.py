@@ -11,7 +11,7 @@ GRAD_BYTES = 4  # gradients and optimizer state are float32
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes that determine the footprints of a GPT.
+    """Sizes that determine the footprints of a GPT or a llama.
 
     `width` is the bytes of an activation inside the layers, `stream` of one of the residual stream, which has the type
     of the parameters.

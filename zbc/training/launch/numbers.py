@@ -86,7 +86,8 @@ class _Asking:
         """The numbers of a step as JSON; "null" once the process has ended."""
         with suppress(OSError):  # it ended while it was asked
             assert self._child.stdin is not None and self._child.stdout is not None
-            print(json.dumps(tokens), file=self._child.stdin, flush=True)
+            self._child.stdin.write(f"{json.dumps(tokens)}\n")
+            self._child.stdin.flush()
             if answer := self._child.stdout.readline():
                 return answer
         if not self._ended:
