@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
@@ -19,8 +22,10 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.profiled import Measurement
+from zbc.job.model_section import problems
 from zbc.job.profile import LayerBytes
 from zbc.job.spec import Model
+from zbc.job.toml import Document
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.training.models.experts import Experts, softmax
@@ -248,3 +253,27 @@ def test_a_profile_of_whole_blocks_is_cut_to_the_experts_of_a_rank():
     found, part = estimate._measured(some, one), some.params / all_of.params
     assert found.params == some.params < all_of.params and found.measured.step == pytest.approx(4.0 * part)
     assert (found.measured.held.weights, found.measured.held.optimizer) == (round(1000 * part), round(2000 * part))
+
+
+@examples(max_examples=40, deadline=None)
+@given(
+    top_k=st.integers(1, 3),
+    norm=st.sampled_from([None, True, False]),
+    router=st.sampled_from(["softmax", "sigmoid"]),
+    balance=st.sampled_from([0.0, 0.01]),
+    family=st.sampled_from(["llama", "gpt"]),
+)
+def test_a_router_that_is_not_refused_gets_a_gradient(top_k, norm, router, balance, family):
+    """Of the output and of the loss that its block adds."""
+    chosen = {"experts": 4, "top_k": top_k, "norm_top_k": norm, "router": router, "balance_loss": balance}
+    model = Model(family=family, layers=1, hidden=16, heads=2, vocab=32, seq_len=8, expert_hidden=8, **chosen)
+    torch.manual_seed(0)
+    block, adding, x = layers(model, 0)[1].make(), Adding(1.0), torch.randn(2, 8, 16)
+    for parameter in block.parameters():
+        parameter.data = torch.randn_like(parameter) / 3
+    with adding_to(adding):
+        (block(x) * torch.randn(2, 8, 16)).sum().backward()
+    (routed,) = (p.grad for name, p in block.named_parameters() if "router.weight" in name)
+    learns = routed is not None and bool(routed.abs().max() > 1e-5)
+    codes = [problem.code for problem in problems(model, Document("zbc.toml", {"model": chosen}))]
+    assert codes == ([] if learns else ["E110"])

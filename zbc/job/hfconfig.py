@@ -388,7 +388,7 @@ def _nearest(kind: str) -> str:
 # ---- a job against a folder ----------------------------------------------------------------------------------
 
 _COMPARED = ("family", "layers", "hidden", "heads", "head_width", "kv_width", "vocab", "norm_eps")
-_OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "norm_top_k", "router", "first_dense")
+_OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "normed", "router", "first_dense")
 
 
 def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
@@ -398,7 +398,7 @@ def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
     keys += ["variant", "attention_bias", "padding_token", *OWN] if folder.family == "llama" == job.family else []
     keys += ["rope_theta", "rope_scaling"] if folder.rotary else ["activation"]
     names = {"head_width": "head_size", "mlp_width": "ffn_hidden", "kv_width": "kv_heads x head_size"}
-    names |= {"met": "top_k", "expert_width": "expert_hidden"}
+    names |= {"met": "top_k", "expert_width": "expert_hidden", "normed": "norm_top_k"}
     wrong = [
         f"{names.get(key, key)}: the job has {_shown(getattr(job, key))}, {source} {_shown(getattr(folder, key))}"
         for key in keys
@@ -573,7 +573,7 @@ def _experts_config(model: Model) -> dict[str, Any]:
         wrong = f"a {model.variant} with experts"
     elif bool(model.shared_hidden) != bool(variant.shared):
         wrong = f"a {model.variant} {'with' if model.shared_hidden else 'without'} an expert that all tokens meet"
-    elif model.variant == "mixtral" and not model.norm_top_k:
+    elif model.variant == "mixtral" and not model.normed:
         wrong = "a mixtral whose weights of experts do not add up to 1"
     elif model.router != "softmax":
         wrong = f"a {model.variant} with a {model.router} router"
@@ -590,7 +590,7 @@ def _experts_config(model: Model) -> dict[str, Any]:
     }
     keys |= {"router_aux_loss_coef": model.balance_loss}
     if model.variant != "mixtral":
-        keys |= {"norm_topk_prob": model.norm_top_k}
+        keys |= {"norm_topk_prob": model.normed}
     if model.variant.startswith("qwen"):
         keys |= {"decoder_sparse_step": 1, "mlp_only_layers": [*range(model.first_dense)]}
     return keys | ({"shared_expert_intermediate_size": model.shared_hidden} if variant.shared else {})

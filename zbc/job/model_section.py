@@ -171,7 +171,9 @@ class Model(Section):
     top_k: Width | None = Field(None, description="experts that a token meets; default 2")
     expert_hidden: Width | None = Field(None, description="width inside an expert; default ffn_hidden")
     shared_hidden: Width | None = Field(None, description="width inside the expert that all tokens meet; default none")
-    norm_top_k: bool = Field(True, description="whether the weights of a token's experts add up to 1")
+    norm_top_k: bool | None = Field(
+        None, description="whether the weights of a token's experts add up to 1; default: if they are several"
+    )
     router: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="what makes the scores of experts, by which they are chosen and weighed"
     )
@@ -291,6 +293,11 @@ class Model(Section):
         """Experts per token; 0 in a model without experts."""
         return (self.top_k or min(2, self.experts)) if self.experts else 0
 
+    @property
+    def normed(self) -> bool:
+        """Whether the weights of a token's experts are divided by their sum."""
+        return self.met > 1 if self.norm_top_k is None else self.norm_top_k
+
 
 def problems(model: Model, document: Document) -> Iterator[ZbcError]:
     """Problems of a section that could be parsed: E103, E105, E110."""
@@ -362,6 +369,10 @@ def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
         text = f"config: model.top_k = {model.top_k} is more than model.experts = {model.experts}"
         where = document.where(("model", "top_k"))
         yield ZbcError("E110", text, where=where, hint=f"use top_k = {model.experts} or less")
+    if model.met == 1 and model.normed and not model.balance_loss:
+        text = "config: model.norm_top_k makes the weight of a token's only expert 1, so that routers get no gradient"
+        hint = "drop it, or set model.balance_loss, from which they learn"
+        yield ZbcError("E110", text, where=document.where(("model", "norm_top_k")), hint=hint)
     if model.experts and model.first_dense >= model.layers:
         text = f"config: model.first_dense = {model.first_dense} leaves no block of {model.layers} with experts"
         where = document.where(("model", "first_dense"))

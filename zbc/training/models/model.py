@@ -198,7 +198,7 @@ def _experts(model: spec.Model, kind: Block) -> Experts | None:
         gated=gated,
         activation=llama.gate(model.variant) if gated else gpt.gelu(tanh=model.activation == "gelu_tanh"),
         shared=model.shared_hidden or 0,
-        normed=model.norm_top_k,
+        normed=model.normed,
         scores=torch.sigmoid if model.router == "sigmoid" else softmax,
         balance=model.balance_loss,
         z=model.router_z_loss,
