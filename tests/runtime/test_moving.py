@@ -1,13 +1,18 @@
 """A moving average of the weights: evaluated and saved, for any partition of weights; the training is unchanged."""
 
 import pytest
-import torch
+from torch import nn
+from torch.testing import assert_close
 
 from tests.composed import settings
+from tests.processes.plans import run_here
+from tests.processes.test_save_hf import all_tensors
 from tests.runtime.test_checkpoints import at, tensors
 from tests.runtime.test_flushless_with import planned
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
+from zbc.job.spec import Model
+from zbc.training.models import hfexport
 
 DECAY = 0.5
 
@@ -53,7 +58,7 @@ def test_a_training_stays_what_it_is_and_evaluations_use_the_average(tmp_path):
         mean = begun[name]
         for step in (1, 2):
             mean = mean.lerp(tensors(at(tmp_path / "c", step))[f"model.{name}"], 1 - DECAY)
-        torch.testing.assert_close(kept[f"optim.{name}.ema"], mean, rtol=1e-6, atol=1e-7)
+        assert_close(kept[f"optim.{name}.ema"], mean, rtol=1e-6, atol=1e-7)
 
 
 CUT = [["tp"], ["slices"], ["sharded optimizer"], ["sharded all"], ["shared vocabulary"], ["one-sided"]]
@@ -108,3 +113,21 @@ def test_steps_that_are_final_later_move_it_once_each(tmp_path, traits, clip):
     found = ran(tmp_path / "ahead", tables("post-validate", *traits, **clip))[:2]
     assert found == ran(tmp_path / "barrier", tables(*traits, **clip))[:2]
     assert found[1] != ran(tmp_path / "plain", tables("post-validate", *traits, ema=None, **clip))[1]
+
+
+SAVED = [["shared vocabulary"], ["sharded all"], ["tp", "sharded optimizer"]]
+
+
+@pytest.mark.parametrize("traits", few(SAVED, [SAVED[0]]), ids=" x ".join)
+@pytest.mark.parametrize("raw", few([False, True], [False]))
+def test_saved_folders_have_the_averages_or_the_weights_if_asked(tmp_path, traits, raw):
+    """The checkpoint of the last step has both."""
+    asked = tables(*traits, checkpoint__every=4)
+    planned(tmp_path, asked)
+    folder, ranks = tmp_path / "hf", 2 * asked["parallel"].get("dp", 1) * asked["parallel"].get("tp", 1)
+    lines = run_here(tmp_path / "plan", ranks, tmp_path / "run", threads=True, save_hf=folder, save_raw=raw)
+    assert lines[-1] == f"wrote the {'' if raw else 'averages of the '}weights to {folder}"
+    kept, model = tensors(at(tmp_path / "run" / "checkpoints", 4)), Model.model_validate(asked["model"])
+    names = [name.removeprefix("model.") for name in kept if name.startswith("model.")]
+    wanted = {name: nn.Parameter(kept[f"model.{name}" if raw else f"optim.{name}.ema"]) for name in names}
+    assert_close(all_tensors(folder), hfexport.tensors_of(model, wanted), rtol=0, atol=0)

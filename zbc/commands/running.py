@@ -55,6 +55,9 @@ def run(
     save_adapter: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final adapters as a folder that peft loads.")
     ] = None,
+    save_raw: Annotated[
+        bool, typer.Option("--save-raw", help="With optimizer.ema: save the weights themselves, not their averages.")
+    ] = False,
     forward: Annotated[
         Path | None,
         typer.Option(
@@ -118,6 +121,7 @@ def run(
         out=out,
         save_hf=save_hf,
         save_adapter=save_adapter,
+        save_raw=save_raw,
         forward=forward,
         resume=resume,
         trace=traced,

@@ -450,8 +450,12 @@ def _save(run: _Run) -> None:
     model, source = settings.model, hfexport.begun_with(settings.pretrained)
     holders, replicas = worker.placement, range(worker.plan.manifest.ep or 1)
     writers = sorted({worker.topology.rank(r, holders.rank_of(s)) for s in range(holders.stages) for r in replicas})
+    averaged = settings.optimizer.ema is not None and not run.options.save_raw
+    for feature in worker.features if averaged else ():
+        feature.evaluates(worker)
     for feature in worker.features:
         feature.gathers(worker)
+    what = "averages of the " if averaged else ""
     parameters, asked, said = _uncut(worker), settings.adapter, ""
     place, count = writers.index(run.rank) if run.rank in writers else 0, len(writers)
     if beside is not None:
@@ -460,7 +464,7 @@ def _save(run: _Run) -> None:
         shards = run.board.meet("saved adapters", run.limit, said)
         if run.rank == 0:
             adapters.complete(beside, asked, model, shards, settings.pretrained)
-            run.show(f"wrote the adapters to {beside}")
+            run.show(f"wrote the {what}adapters to {beside}")
     if folder is None:
         return
     if asked.rank:
@@ -474,7 +478,7 @@ def _save(run: _Run) -> None:
             run.show(line)
         if settings.pretrained is not None and source is None:
             run.show(f"{settings.pretrained} is not there any more: config.json is made from the plan")
-        run.show(f"wrote the weights to {folder}")
+        run.show(f"wrote the {what}weights to {folder}")
 
 
 def _uncut(worker: Worker) -> dict[str, nn.Parameter]:

@@ -19,6 +19,7 @@ class RunOptions:
     out: Path | None = None  # the run directory
     save_hf: Path | None = None  # a Hugging Face folder for the weights after training
     save_adapter: Path | None = None  # a folder of peft for its adapters
+    save_raw: bool = False  # both get the weights themselves, not their averages
     resume: str | None = None  # "auto", "none", or the path of a checkpoint or of a run: see checkpoint/resume.py
     forward: Path | None = None  # instead of a training: the file for rows of a forward run
     trace: frozenset[int] = frozenset()  # the steps to record, from 0
