@@ -199,7 +199,7 @@ class _Training:
 
     def checkpoints(self) -> Checkpoints:
         worker, options = self.worker, Settings.of(self.worker.plan.manifest).checkpoint
-        first = 0 if self.resume is None else load(worker, self.board, self.resume)
+        first = 0 if self.resume is None else load(worker, self.board, self.resume, tell=self.tell)
         folder = self.folder
         if folder is None:
             options, folder = options.model_copy(update={"every": 0}), Path()

@@ -597,15 +597,30 @@ OTHERS = {
     "deeper": ({"model": {**SMALL, "layers": 7}}, "layers.6.down.bias: only in this job"),
     "wider": ({"model": {**SMALL, "hidden": 32}}, "float32 [31, 16] in the checkpoint, float32 [31, 32] in this job"),
     "tied": ({"model": TIED}, "head.logits.weight: only in the checkpoint"),
+    "another base": (
+        {"model": {**SMALL, "positions": "rotary", "rope_theta": 5e5}},
+        "model.rope_theta = 10000.0, this job",
+    ),
+    "another norm": ({"model": {**SMALL, "norm_eps": 0.1}}, "model.norm_eps = 1e-05, this job has 0.1"),
     "another optimizer": ({"optimizer": {"kind": "sgd"}}, "optimizer.kind = adamw, this job has sgd"),
     "another seed": ({"seed": 8}, "train.seed = 7, this job has 8"),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_a_checkpoint_of_another_training_is_refused_in_words(what, written):
+def test_a_checkpoint_of_another_training_is_refused_in_words(what, written, copy):
+    """An older one has no [model], but names and shapes."""
     changes, said = OTHERS[what]
+    older = what in ("deeper", "wider", "tied")
+    if older:
+        sign(at(copy, 2), trained=None)
     with refused("E613") as caught:
-        train(plan(**changes), 4, resume=at(written, 2))
+        train(plan(**changes), 4, resume=at(copy if older else written, 2))
     error = caught.value
     assert said in "\n".join([error.message, *error.details])
+
+
+def test_a_run_says_that_it_continues_in_another_precision(written):
+    lines = []
+    train(plan(model={**SMALL, "dtype": "bfloat16"}), 3, resume=at(written, 2), tell=lines.append)
+    assert lines == ["the checkpoint was trained with model.dtype = float32, this job has bfloat16"]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
+from zbc.job.trained import PRECISION, Difference, differences
+from zbc.plan.manifest import Manifest
 from zbc.runtime.core.optimizer import Held, StageOptimizer, inside
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.feedback import FED, Feedback
@@ -42,7 +44,7 @@ def load(
 
     def look() -> dict[str, Any]:
         reader = Reader(folder, alive)
-        _check_training(reader, manifest.training)
+        _check_training(reader, manifest)
         reader.check_files(worker.rank, manifest.topology.world)
         readers.append(reader)
         return {} if worker.batches is None else {"data_samples": worker.batches.count}
@@ -64,17 +66,27 @@ def load(
     if worker.rank == 0 and before is not None and counts and before not in counts:
         now = counts.pop()
         tell(f"the data has {now} samples, {before} when the checkpoint was written: their order is another now")
+    for difference in _differences(reader, manifest) if worker.rank == 0 else ():
+        tell(f"the checkpoint was trained with {difference}")
     return steps
 
 
-def _check_training(reader: Reader, training: dict[str, Any]) -> None:
-    """Raises E613 if the seed or the optimizer differs."""
+def _differences(reader: Reader, manifest: Manifest) -> list[Difference]:
+    """The settings of the training that differ, as far as the checkpoint, which may be an old one, stores them."""
+    index, training = reader.index, manifest.training
     ours = {"train.seed": training["train"]["seed"], "optimizer.kind": training["optimizer"]["kind"]}
-    theirs = {"train.seed": reader.index.seed, "optimizer.kind": reader.index.optimizer}
-    for key, value in ours.items():
-        if theirs[key] != value:
-            text = f"run: {reader.folder} was trained with {key} = {theirs[key]}, this job has {value}"
-            raise ZbcError("E613", text, hint=f"plan with --set {key}={theirs[key]}")
+    theirs = {"train.seed": index.seed, "optimizer.kind": index.optimizer}
+    changed = [Difference(key, theirs[key], value) for key, value in ours.items() if theirs[key] != value]
+    return changed + ([] if index.trained is None else differences(index.trained, manifest.planning))
+
+
+def _check_training(reader: Reader, manifest: Manifest) -> None:
+    """Raises E613 if the seed, the optimizer, or what the model computes differs."""
+    wrong = [difference for difference in _differences(reader, manifest) if difference.key not in PRECISION]
+    if wrong:
+        first, *others = wrong
+        text = f"run: {reader.folder} was trained with {first}"
+        raise ZbcError("E613", text, hint=first.undo, details=[f"and with {other}" for other in others[:6]])
 
 
 def _restore(worker: Worker, reader: Reader) -> None:

@@ -1,0 +1,142 @@
+"""A run that continues from a checkpoint computes what was trained: any setting without a shape is compared."""
+
+import pytest
+import torch
+
+from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.job.spec import Adapter, Model
+from zbc.job.trained import PRECISION, differences
+from zbc.training.models.model import layers
+
+YARN = {"kind": "yarn", "factor": 2.0, "original_seq_len": 8, "high_freq_factor": 32.0}
+LLAMA = {"family": "llama", "layers": 4, "hidden": 16, "heads": 4, "vocab": 31, "seq_len": 16}
+MOE = {"experts": 4, "top_k": 2, "expert_hidden": 8, "balance_loss": 0.01}
+GPT = {"family": "gpt", "layers": 2, "hidden": 16, "heads": 4, "vocab": 31, "seq_len": 16}
+OWN = {"family": "mine:make", "layers": 3}
+CHANGES = {  # key -> a model, and what it is changed to
+    "family": (OWN, {"family": "mine:others"}),
+    "layers": (LLAMA, {"layers": 5}),
+    "hidden": (LLAMA, {"hidden": 32, "head_size": 4}),
+    "heads": (LLAMA, {"heads": 2, "head_size": 8, "kv_heads": 2}),
+    "kv_heads": (LLAMA, {"kv_heads": 2}),
+    "head_size": (LLAMA, {"head_size": 8}),
+    "variant": (LLAMA, {"variant": "gemma"}),
+    "embedding_scale": (LLAMA, {"embedding_scale": 4.0}),
+    "attention_scale": (LLAMA, {"attention_scale": 0.25}),
+    "residual_scale": (LLAMA, {"residual_scale": 0.5}),
+    "logits_scale": (LLAMA, {"logits_scale": 2.0}),
+    "window": (LLAMA, {"window": 4}),
+    "whole_every": ({**LLAMA, "window": 4}, {"whole_every": 2}),
+    "window_theta": ({**LLAMA, "window": 4}, {"window_theta": 500.0}),
+    "unturned_every": (LLAMA, {"unturned_every": 2}),
+    "scores_cap": (LLAMA, {"scores_cap": 0.1}),
+    "logits_cap": (LLAMA, {"logits_cap": 0.1}),
+    "attention_bias": (LLAMA, {"attention_bias": True}),
+    "ffn_hidden": (LLAMA, {"ffn_hidden": 24}),
+    "experts": (LLAMA | MOE, {"experts": 8}),
+    "top_k": (LLAMA | MOE, {"top_k": 3}),
+    "expert_hidden": (LLAMA | MOE, {"expert_hidden": 16}),
+    "shared_hidden": (LLAMA | MOE, {"shared_hidden": 16}),
+    "norm_top_k": (LLAMA | MOE, {"norm_top_k": False}),
+    "router": (LLAMA | MOE, {"router": "sigmoid"}),
+    "first_dense": (LLAMA | MOE, {"first_dense": 1}),
+    "balance_loss": (LLAMA | MOE, {"balance_loss": 0.1}),
+    "balance_rate": (LLAMA | MOE, {"balance_rate": 0.1}),
+    "router_z_loss": (LLAMA | MOE, {"router_z_loss": 0.1}),
+    "vocab": (LLAMA, {"vocab": 32}),
+    "padding_token": (LLAMA, {"padding_token": 3}),
+    "positions": (GPT, {"positions": "rotary"}),
+    "activation": (GPT, {"activation": "gelu_tanh"}),
+    "norm_eps": (LLAMA, {"norm_eps": 0.1}),
+    "rope_theta": (LLAMA, {"rope_theta": 500.0}),
+    "rope_scaling": (LLAMA, {"rope_scaling": YARN}),
+    "tie_embeddings": (LLAMA, {"tie_embeddings": True}),
+    "z_loss": (LLAMA, {"z_loss": 0.1}),
+    "label_smoothing": (LLAMA, {"label_smoothing": 0.1}),
+    "loss": (OWN, {"loss": "mine:loss"}),
+    "args": (OWN, {"args": {"depth": 3}}),
+    "ties": (OWN, {"ties": {"layers.2.weight": "layers.0.weight"}}),
+    "graph": (OWN, {"graph": {"a": [], "b": ["a"]}}),
+    "groups": (OWN, {"groups": {"a": 1, "b": 2}}),
+    # told, not refused: these change rounding, or how far positions go
+    "dtype": (LLAMA, {"dtype": "bfloat16"}),
+    "parameters": ({**LLAMA, "dtype": "bfloat16"}, {"parameters": "bfloat16"}),
+    "matmul": ({**LLAMA, "dtype": "bfloat16"}, {"matmul": "fp8"}),
+    "seq_len": (LLAMA, {"seq_len": 32}),
+}
+FREE = {  # these change no number of a step, or only the first one's
+    "compile": True,
+    "loss_chunk": 4,
+    "loss_scale": 2.0,
+    "loss_scale_steps": 3,
+    "imbalance": 2.0,
+    "stands_for": "another",
+    "pretrained": "folder",
+}
+
+
+def test_every_setting_of_a_model_is_sorted():
+    assert CHANGES.keys() | FREE.keys() == Model.model_fields.keys() and not CHANGES.keys() & FREE.keys()
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_setting_that_changes_what_is_computed_is_named(key):
+    before, change = CHANGES[key]
+    told = differences({"model": before}, {"model": before | change})
+    names = {difference.key for difference in told}
+    assert any(name == f"model.{key}" or name.startswith(f"model.{key}.") for name in names)
+    assert (names <= PRECISION) == (key in ("dtype", "parameters", "matmul", "seq_len"))
+    assert not differences({"model": before | change}, {"model": before | change})
+
+
+@pytest.mark.parametrize("key", FREE)
+def test_a_setting_that_changes_only_how_it_is_computed_may_change(key):
+    assert not differences({"model": LLAMA | MOE}, {"model": LLAMA | MOE | {key: FREE[key]}})
+
+
+def test_defaults_are_the_same_whether_written_or_not():
+    written = {"kv_heads": 4, "head_size": 4, "attention_scale": 0.5, "norm_top_k": True, "variant": "llama"}
+    assert not differences({"model": LLAMA | MOE}, {"model": LLAMA | MOE | written})
+    assert not differences({"model": LLAMA, "adapter": {"rank": 4}}, {"model": LLAMA, "adapter": ADAPTED})
+    assert not differences({"model": {**LLAMA, "gone": 1}}, {"model": LLAMA})  # a key that this version lacks
+
+
+ADAPTED = {"rank": 4, "alpha": 4.0, "targets": ["qkv"]}
+
+
+@pytest.mark.parametrize(("key", "value"), [("rank", 8), ("alpha", 8.0)])
+def test_settings_of_adapters_are_compared_but_for_targets_which_name_other_weights(key, value):
+    assert {"rank", "alpha", "targets"} == Adapter.model_fields.keys()
+    told = differences({"model": LLAMA, "adapter": ADAPTED}, {"model": LLAMA, "adapter": ADAPTED | {key: value}})
+    assert [difference.key for difference in told] == [f"adapter.{key}"]
+
+
+BASES = [(LLAMA, 10), (LLAMA | MOE, 10), ({**LLAMA, "window": 4}, 10), (GPT, 3)]
+
+
+@pytest.mark.parametrize(("base", "least"), few(BASES, BASES[:2]), ids=str)
+def test_settings_differ_wherever_outputs_do(base, least):
+    """By running both models on the same weights; at least so many changes keep all shapes and change outputs."""
+    usual, changed = outputs(base), []
+    for key, (_, change) in CHANGES.items():
+        given = outputs(base | change)
+        if given is not None and given.shape == usual.shape and not torch.equal(given, usual):
+            changed.append(key)
+            assert differences({"model": base}, {"model": base | change}), key
+    assert len(changed) >= least, changed
+
+
+def outputs(settings):
+    """Logits for fixed words, with weights by name and size; None where layers or their weights cannot be."""
+    section, value = Model.model_validate(settings), torch.randint(0, 31, (2, 16), generator=torch.Generator())
+    try:
+        for plan in layers(section, 0):
+            module = plan.build(0)
+            for name, tensor in module.named_parameters():
+                own = torch.Generator().manual_seed(len(name) + tensor.numel())
+                tensor.data.normal_(std=0.3, generator=own)
+            value = module(value)
+    except (RuntimeError, TypeError, ZbcError):
+        return None
+    return value.detach()
