@@ -187,18 +187,23 @@ def _invalid(source: str, why: str) -> ZbcError:
     return ZbcError("E521", text, hint="compare it with the config.json of the original model")
 
 
+_GPT2 = {  # the name that transformers gives it in all models and that counts first, GPT-2's own, and the default
+    "layers": ("num_hidden_layers", "n_layer", 12),
+    "hidden": ("hidden_size", "n_embd", 768),
+    "heads": ("num_attention_heads", "n_head", 12),
+    "seq_len": ("max_position_embeddings", "n_positions", 1024),
+}
+
+
 def _gpt2(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in _GELU:
         raise _refused(source, "activation_function", activation, f"zbc has {', '.join(_GELU)}")
     return {
         "family": "gpt",
-        "layers": config.get("n_layer", 12),
-        "hidden": config.get("n_embd", 768),
-        "heads": config.get("n_head", 12),
+        **{key: config.get(name, config.get(own, usual)) for key, (name, own, usual) in _GPT2.items()},
         "ffn_hidden": config.get("n_inner"),
         "vocab": config.get("vocab_size", 50257),
-        "seq_len": config.get("n_positions", 1024),
         "activation": _GELU[activation],
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         "tie_embeddings": config.get("tie_word_embeddings", True),
@@ -307,33 +312,44 @@ def _experts(config: Mapping[str, Any], default: _Variant, source: str) -> dict[
 
 def window_of(config: Mapping[str, Any]) -> int | None:
     """The sliding window of the model, in positions; None if all layers see all positions before."""
-    kind = config.get("model_type")
-    if kind in _WINDOWED:
-        window: int | None = config.get("sliding_window", _WINDOWED[kind])
-    else:
-        window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-        types, whole = config.get("layer_types"), config.get("max_window_layers", 28)
-        layers = config.get("num_hidden_layers", 32)
-        sized = isinstance(whole, int) and isinstance(layers, int)
-        if "sliding_attention" not in types if isinstance(types, list) else sized and whole >= layers:
-            window = None
-    return window
+    kind, types = config.get("model_type"), config.get("layer_types")
+    whole, layers = config.get("max_window_layers", 28), config.get("num_hidden_layers", 32)
+    window: int | None = config.get("sliding_window", _WINDOWED.get(kind, 4096) if isinstance(kind, str) else None)
+    used = kind in _WINDOWED or (bool(config.get("use_sliding_window")) and kind != "smollm3")
+    if kind in ("qwen2", "qwen3", "qwen2_moe", "smollm3") and isinstance(types, list):
+        used = "sliding_attention" in types and (used or kind == "smollm3")
+    elif kind in ("qwen2", "qwen3", "qwen2_moe") and isinstance(whole, int) and isinstance(layers, int):
+        used = used and (whole > 0 if kind == "qwen2_moe" else whole < layers)  # layers from there, or before it
+    return window if used else None
 
 
 def _rope(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Rotary bases and scaling: from `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
-    key = "rope_scaling" if config.get("rope_scaling") is not None else "rope_parameters"
+    """Rotary bases and scaling: from `rope_parameters` since transformers 5, `rope_scaling` before, and of both what is
+    written beside them, as transformers reads them."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope, local = config.get(key) or {}, config.get("rope_local_base_freq")
     usual, mixed = _VARIANTS[config["model_type"]].theta, config["model_type"] == "gemma3_text"
-    if isinstance(rope, Mapping) and mixed and key == "rope_parameters":
-        near = rope.get("sliding_attention") or {}
-        rope, local = rope.get("full_attention", rope), near.get("rope_theta", local)
+    by_layer = config.get("rope_parameters") if mixed else None
+    for table in (rope, by_layer or {}):
+        if not isinstance(table, Mapping):
+            raise _refused(source, key, table, "it is a table")
+    if by_layer:
+        near = by_layer.get("sliding_attention") or {}
+        far, local = by_layer.get("full_attention") or {}, near.get("rope_theta", local)
+        rope = {**far, **(rope if key == "rope_scaling" else {})}
         if (kind := near.get("rope_type", "default")) != "default":
-            raise _refused(source, f"{key}.sliding_attention.rope_type", kind, "zbc has default there")
-    if not isinstance(rope, Mapping):
-        raise _refused(source, key, rope, "it is a table")
-    theta = float_of(rope.get("rope_theta", config.get("rope_theta", usual)))
-    bases: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(rope, config, key, source)}
+            raise _refused(source, "rope_parameters.sliding_attention.rope_type", kind, "zbc has default there")
+    elif nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        raise _refused(source, f"{key}.{nested[0]}", rope[nested[0]], "zbc has one for all layers")
+    beside = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
+    first = "original_max_position_embeddings"  # which counts before that of the table
+    rope = {
+        "rope_theta": usual,
+        **beside,
+        **rope,
+        **({first: config[first]} if config.get(first) and not mixed else {}),
+    }
+    bases = {"rope_theta": float_of(rope["rope_theta"]), "rope_scaling": _scaling(rope, config, key, source)}
     return bases | ({"window_theta": float_of(10000.0 if local is None else local)} if mixed else {})
 
 
@@ -343,10 +359,11 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, sourc
         raise _refused(source, f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "zbc turns all features")
     if kind == "default":
         return None
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        raise _refused(source, f"{key}.rope_type", kind, "zbc has default, linear, dynamic, llama3 and yarn")
+    kinds = ("linear", "dynamic", "llama3", "yarn") if config["model_type"] != "phi3" else ()  # else it is longrope
+    if kind not in kinds:
+        raise _refused(source, f"{key}.rope_type", kind, f"zbc has {', '.join(('default', *kinds))}")
     longest = config.get("max_position_embeddings", _VARIANTS[config["model_type"]].seq_len)
-    original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings", longest))
+    original = rope.get("original_max_position_embeddings", longest)
     scaling = {"kind": kind, "factor": factor}
     if kind == "linear":
         return scaling
