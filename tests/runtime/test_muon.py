@@ -8,7 +8,7 @@ import torch
 from tests.composed import apart, settings, trained
 from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, reference
+from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, parameters, reference
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_flushless_with import planned
 from tests.threads import losses_of, run_threads, scaled
@@ -17,7 +17,7 @@ from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.job import spec
 from zbc.plan import dealing
-from zbc.runtime.core.muon import orthogonal
+from zbc.runtime.core.muon import is_matrix, orthogonal
 from zbc.runtime.core.optimizer import torch_optimizer
 from zbc.runtime.features.sharded import Sharded
 
@@ -57,6 +57,20 @@ SCHEDULES = [("1f1b", 3, 4, 1), ("zb-h1", 2, 4, 1), ("zb-v", 2, 4, 2), ("interle
 def test_any_schedule_has_the_bits_of_one_process(schedule, p, m, v, sync):
     plan = make_plan(make_program(schedule, p, m, v, sync=sync), model=LLAMA, optimizer={**MUON, "sync": sync})
     hold(run_threads(plan, 4), reference(plan, 4))
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+def test_vectors_have_a_rate_of_their_own_beside_matrices_that_stay(kind):
+    """As plain AdamW with the same schedule steps them, of the same gradients in the first step."""
+    program, schedule = make_program("1f1b", 2, 4), {"kind": kind}
+    still = {"kind": "muon", "lr": 0.0, "adamw_lr": 0.01, "schedule": schedule}
+    plan = make_plan(program, model=LLAMA, optimizer=still)
+    plain = make_plan(program, model=LLAMA, optimizer={"kind": "adamw", "lr": 0.01, "schedule": schedule})
+    start, ended, other = (parameters(run_threads(*how)) for how in ((plan, 0), (plan, 1), (plain, 1)))
+    for name, value in ended.items():
+        matrix = is_matrix(spec.Optimizer(kind="muon"), name, value)
+        assert value.equal(start[name] if matrix else other[name]), name
+        assert not value.equal(start[name]) or matrix or not value.any(), name
 
 
 @pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}], ids=str)

@@ -505,6 +505,11 @@ class Optimizer(Section):
         """The name of the kind, with momentum, that its time and state depend on."""
         return f"{self.kind}, momentum" if self.kind == "sgd" and self.momentum else self.kind
 
+    @property
+    def peak_lr(self) -> float:
+        """The rate that the schedule scales: `lr`, or that of muon's vectors alone if `lr` is 0."""
+        return self.lr or (self.adamw_lr or 0.0 if self.kind == "muon" else 0.0)
+
 
 class Train(Section):
     """`[train]`."""

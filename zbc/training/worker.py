@@ -79,7 +79,7 @@ def build_worker(
         optimizers=optimizers,
         clip=settings.optimizer.clip_grad_norm,
         rate=lambda phases, step: phases.rate(
-            settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step
+            settings.optimizer.peak_lr, settings.optimizer.schedule, settings.train.steps, step
         ),
         features=Features(feature for feature in features if feature is not None),
     )

@@ -122,10 +122,13 @@ def muon(
     matrices = {name: p for name, p in named.items() if is_matrix(options, name, p)}
     rest = {name: p for name, p in named.items() if name not in matrices}
     of = {p: wholes[known] for name, p in matrices.items() if (known := name.partition("[")[0]) in wholes}
-    made: list[torch.optim.Optimizer] = [Muon(grouped(options, matrices), options, of)] if matrices else []
+    peak = options.peak_lr or 1.0
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(Muon(grouped(options, matrices, times=options.lr / peak), options, of))
     if rest:
-        own = 1.0 if options.adamw_lr is None or not options.lr else options.adamw_lr / options.lr
-        made.append(adamw(grouped(options, rest, times=own)))
+        own = options.lr if options.adamw_lr is None else options.adamw_lr
+        made.append(adamw(grouped(options, rest, times=own / peak)))
     return made[0] if len(made) == 1 else Together(made)
 
 
@@ -138,6 +141,6 @@ def grouped(options: spec.Optimizer, named: Mapping[str, nn.Parameter], times: f
         rate = 1.0 if group is None else group.rate
         groups.setdefault((times * rate, decay), []).append(parameter)
     return [
-        {"params": some, "lr": options.lr * rate, "weight_decay": decay, "times": rate}
+        {"params": some, "lr": options.peak_lr * rate, "weight_decay": decay, "times": rate}
         for (rate, decay), some in groups.items()
     ]
