@@ -1,8 +1,14 @@
 """Compiled and plain kernels make the same decisions on the same numbers: same orders, same costs, to the last bit."""
 
+import errno
 import importlib
+import os
+import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -91,6 +97,73 @@ def test_random_numbers_stay_in_31_bits_and_do_not_repeat_soon():
         assert 0 <= state < 2**31
         seen.add(state)
     assert len(seen) == 20_000
+
+
+CHILD = """
+import os, sys, tempfile
+sys.path.insert(0, sys.argv[1])
+import kernel, numba, zbc
+from zbc.compiler.search import engine
+engine._MODULES, engine._KERNELS = (kernel,), ("doubled",)
+engine._compile.__wrapped__()["doubled"](1)  # loads what another user may not read
+if os.getuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+numba.config.CACHE_DIR, tempfile.tempdir = "", os.environ["TMPDIR"]
+os.environ.pop("NUMBA_CACHE_DIR")
+before = engine.compiles_first()
+print(engine._compile()["doubled"](21), engine.cache_folder(), before)
+"""
+
+
+@pytest.fixture
+def public():
+    """A folder that other users may read, as pytest's own is not."""
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("writable", ["home", "temporary", "nothing"])
+def test_kernels_compile_wherever_their_cache_can_be(writable, public):
+    """As a user whose package folder is read-only; without any folder, each process compiles again."""
+    pytest.importorskip("numba")
+    for name in ("package", "home", "temporary"):
+        (public / name).mkdir()
+        (public / name / "kernel.py").write_text("def doubled(x):\n    return 2 * x\n")
+        (public / name).chmod(0o777 if name == writable else 0o555)
+    env = {**os.environ, "HOME": str(public / "home"), "TMPDIR": str(public / "temporary")}
+    env |= {"PYTHONPATH": str(Path(engines.__file__).parents[3])}
+    env.pop("XDG_CACHE_HOME", None)
+    command = [sys.executable, "-P", "-c", CHILD, str(public / "package")]
+    run = partial(subprocess.run, command, cwd="/", text=True, check=True, stdout=subprocess.PIPE)
+    first, second = (run(env=env | {"NUMBA_CACHE_DIR": str(public / n)}).stdout.split() for n in "12")
+    private = f"temporary/zbc-{os.getuid() or 65534}"
+    where = {"home": public / "home/.cache/zbc", "temporary": public / private}.get(writable)
+    assert first == ["42", str(where), "True"]
+    assert second == ["42", str(where), str(where is None)]
+
+
+def test_a_full_disk_costs_the_cache_only(monkeypatch):
+    numba = pytest.importorskip("numba")
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(numba.core.caching.IndexDataCacheFile, "save", full)
+    monkeypatch.setattr(engines, "_KERNELS", ("following",))
+    monkeypatch.setattr(engines, "_version", lambda: "full")
+    assert engines._compile.__wrapped__()["following"](12345) == moves.following(12345)
+
+
+def test_a_folder_of_somebody_else_holds_no_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "_beside", list)
+    monkeypatch.setattr(engines, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    private = engines.cache_folder()
+    assert private == tmp_path / f"zbc-{os.getuid()}"
+    private.chmod(0o770)
+    assert engines.cache_folder() is None
 
 
 def test_a_kernel_is_compiled_anew_when_one_that_it_calls_has_changed_in_another_file(tmp_path, monkeypatch):

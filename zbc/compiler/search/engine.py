@@ -7,8 +7,10 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile, gettempdir
 from typing import Any
 
 from zbc.compiler.search import anneal, listing, moves, retiming, timing
@@ -85,18 +87,58 @@ def _compile() -> dict[str, Any]:
     """The kernels jitted in a namespace of their own, so that they call one another compiled.
 
     numba caches compiled code until a kernel's own file changes, with its callees linked in: so the cache name includes
-    a hash of the text of all of them.
+    a hash of the text of all of them. Without a folder to keep them in, each process compiles them.
     """
     import numba
 
+    kept = cache_folder()
+    if kept is not None and kept not in _beside():
+        vars(numba.config)["CACHE_DIR"] = str(kept)  # it has no declaration
     names = _names()
     version = _version()
     for name in _KERNELS:
         function = names[name]
         copy = type(function)(function.__code__, names, name, function.__defaults__)
         copy.__qualname__ = f"{name}_{version}"
-        names[name] = numba.njit(copy, cache=True, forceinline=name in _INLINED)
+        names[name] = jitted = numba.njit(copy, cache=kept is not None, forceinline=name in _INLINED)
+        if kept is not None:
+            jitted._cache.save_overload = _if_it_fits(jitted._cache.save_overload)
     return names
+
+
+def _if_it_fits(save: Callable[..., None]) -> Callable[..., None]:
+    """A call that saves a kernel for later processes, and does without on a full disk."""
+
+    def saved(*arguments: Any) -> None:
+        with suppress(OSError):
+            save(*arguments)
+
+    return saved
+
+
+def cache_folder() -> Path | None:
+    """The folder of compiled kernels: NUMBA_CACHE_DIR, or beside the sources, the user's cache or a private folder of
+    temporary files, the first that can be written; None if none can."""
+    named, user = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    places = ([Path(named)] if named else _beside()[:1]) + ([Path(user) / "zbc"] if os.path.isabs(user) else [])
+    for place in places:
+        with suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=place).close()
+            return place
+    with suppress(OSError):
+        private = Path(gettempdir()) / f"zbc-{os.getuid()}"
+        private.mkdir(mode=0o700, exist_ok=True)
+        about = private.lstat()
+        if about.st_uid == os.getuid() and about.st_mode == 0o40700:  # nobody else puts code there
+            TemporaryFile(dir=private).close()
+            return private
+    return None
+
+
+def _beside() -> list[Path]:
+    """Where numba keeps kernels next to their sources."""
+    return sorted({Path(inspect.getfile(module)).parent / "__pycache__" for module in _MODULES})
 
 
 def _version() -> str:
@@ -109,9 +151,8 @@ def compiles_first() -> bool:
     """Whether the first search here compiles the kernels, which takes some 20 s, judging by numba's cache folders."""
     if not available():
         return False
-    kept = os.environ.get("NUMBA_CACHE_DIR")
-    folders = [Path(kept)] if kept else sorted({Path(inspect.getfile(one)).parent / "__pycache__" for one in _MODULES})
-    return not any(found for folder in folders for found in folder.rglob(f"*_{_version()}-*.nbi"))
+    kept = cache_folder()
+    return kept is None or not any(kept.rglob(f"*_{_version()}-*.nbi"))
 
 
 def engine_name() -> str:
