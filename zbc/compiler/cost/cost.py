@@ -189,7 +189,7 @@ class Costs:
         """Returns costs of a part as a microbatch of its own: `pick` (as min, mean) joins the parts; "kv" is shared
         out."""
         k = self.slices
-        if self.parts == 1:
+        if self.parts == 1 and not self.unequal:
             return self
         kv = self.units("kv") if "kv" in self.size else (0.0,) * self.stages
         shared = {"kept": tuple(each / k for each in kv)}
