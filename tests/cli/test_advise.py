@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 
 import pytest
 
@@ -212,6 +213,14 @@ def test_init_of_a_large_model_is_for_gpus_and_of_a_small_one_for_this_machine(z
     made = load_job(folder / "c" / "zbc.toml")
     assert made.parallel.ranks == 2 and made.hardware.gpu == "l40s"
     assert zbc("init", "d", "--gpus", "2").code == 2
+
+
+@pytest.mark.parametrize(("vocab", "kind"), [(255, "synthetic"), (256, "text")])
+def test_a_first_job_has_data_for_however_few_words(zbc, folder, model, vocab, kind):
+    few = model({**LLAMA, "num_hidden_layers": 4, "vocab_size": vocab}, "few")
+    assert zbc("init", "a", "--from-hf", str(few)).code == 0
+    assert tomllib.loads((folder / "a" / "zbc.toml").read_text())["data"] == {"kind": kind}
+    assert zbc("plan", "a/zbc.toml", "--budget", "0").code == 0
 
 
 DEEPSEEK = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128}

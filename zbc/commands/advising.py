@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zbc.commands.advice import count
 from zbc.commands.console import labelled, progress, refuse_unwritable, show, show_json, table, write_text
-from zbc.commands.fromhf import model_values
+from zbc.commands.fromhf import data_for, model_values
 from zbc.commands.jobs import toml_value
 from zbc.errors import ZbcError
 from zbc.job import gpu as gpus_known
@@ -216,7 +216,12 @@ def _of_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     if any(folder.glob("*.safetensors")) and not differences:
         values["pretrained"] = str(folder)
     optimizer = {"kind": "adamw", "lr": 2e-5 if "pretrained" in values else 3e-4, "clip_grad_norm": 1.0}
-    return {"model": values, "optimizer": optimizer, "train": {"steps": 1000}, "data": {"kind": "text"}}, differences
+    return {
+        "model": values,
+        "optimizer": optimizer,
+        "train": {"steps": 1000},
+        "data": {"kind": data_for(model)},
+    }, differences
 
 
 def approximated(path: Path) -> list[str]:

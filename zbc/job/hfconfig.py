@@ -356,7 +356,9 @@ def _rope(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, source: str) -> dict[str, Any] | None:
     kind, factor = rope.get("rope_type", rope.get("type", "default")), float_of(rope.get("factor"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _refused(source, f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "zbc turns all features")
+        place = f"{key}." if "partial_rotary_factor" not in config else ""
+        text = "zbc turns all features"
+        raise _refused(source, f"{place}partial_rotary_factor", rope["partial_rotary_factor"], text)
     if kind == "default":
         return None
     kinds = ("linear", "dynamic", "llama3", "yarn") if config["model_type"] != "phi3" else ()  # else it is longrope
