@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -196,9 +197,26 @@ def test_a_path_without_a_complete_checkpoint_is_refused(place, tmp_path, path):
 def test_a_run_does_not_write_among_later_checkpoints_of_another(place, tmp_path):
     run = tmp_path / "runs/plan-2"
     checkpoint(run / "checkpoints", 15)
-    for resume in (None, "none", str(run / "checkpoints/step-00000015")):
+    for resume in (None, "none", str(checkpoint(tmp_path / "another", 15))):
         with refused("E614"):
             start(place, resume, out=run)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_back_in_a_run_its_later_checkpoints_are_set_aside(place, tmp_path, own):
+    """As the error of a damaged one advises. Nothing is lost, and `auto` goes on from what was chosen."""
+    run = tmp_path / "runs/plan-2"
+    folder = tmp_path / "folder" if own else run / "checkpoints"
+    chosen, later = checkpoint(folder, 15), folder / "step-00000020"
+    if own:
+        checkpoint(folder, 20)
+    plan = plan_of(tmp_path, "other", checkpoint={"every": 5, "dir": str(folder)}) if own else place
+    advised = shlex.split(disk.damaged(later / "index.json", "damaged").hint)[-1]
+    options = RunOptions(plan, out=None if own else run, resume=advised)
+    with begun(Board(dist.HashStore(), 0, 1), options, read_manifest(plan), "this run") as found:
+        assert found == Start(chosen, None if own else run)
+        assert disk.newest(folder) == chosen
+        assert later.with_name("step-00000020.aside").is_dir()
 
 
 def test_a_folder_of_its_own_leads_back_to_the_run(tmp_path):

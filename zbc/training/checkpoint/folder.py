@@ -184,6 +184,14 @@ def prune(parent: Path, keep: int, newest: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def set_aside(checkpoint: Path) -> None:
+    """Renames the complete checkpoints after this one, so that no run takes them for the newest of what continues."""
+    for step, folder in complete(checkpoint.parent).items():
+        if step > (step_of(checkpoint) or 0):
+            names = (folder.with_name(f"{folder.name}.aside{n or ''}") for n in itertools.count())
+            folder.rename(next(name for name in names if not os.path.lexists(name)))
+
+
 # ---- reading -------------------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,10 @@ def begun(board: Board, options: RunOptions, manifest: Manifest, who: str) -> It
     start = agree("where to begin")
     with owned(board, place(start), who, options.launch):
         again = agree("where to begin, once nobody else writes")
-        yield again if place(again) == place(start) else start
+        chosen = again if place(again) == place(start) else start
+        if board.rank == 0 and chosen.checkpoint is not None and _within(chosen.checkpoint, place(chosen)):
+            disk.set_aside(chosen.checkpoint)
+        yield chosen
 
 
 def choose(options: RunOptions, manifest: Manifest) -> Start:
@@ -130,9 +133,15 @@ def _restart(options: RunOptions, manifest: Manifest) -> Start:
 def _named(path: Path, options: RunOptions, manifest: Manifest) -> Start:
     folder = _complete_in(path)
     own = _place(manifest, options.out)
-    _refuse(own, disk.step_of(folder) or 0)
-    goes_on = options.out is not None and own is not None and own.resolve() == folder.parent.resolve()
+    goes_on = _within(folder, own)  # back in its own run, whose later checkpoints are set aside
+    if not goes_on:
+        _refuse(own, disk.step_of(folder) or 0)
     return Start(folder, options.out if goes_on else None)
+
+
+def _within(checkpoint: Path, folder: Path | None) -> bool:
+    """Whether a checkpoint lies in this folder of checkpoints."""
+    return folder is not None and folder.resolve() == checkpoint.parent.resolve()
 
 
 def _complete_in(path: Path) -> Path:
