@@ -233,6 +233,13 @@ def test_a_rank_that_died_is_the_cause_however_late_that_is_seen(ranks):
     assert supervised(parent).message == "run: rank 1 was killed by SIGKILL"
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_rank_that_died_leaves_checkpoints_to_continue_from(ranks, saves):
+    parent, _ = ranks((None, []), (-9, []))
+    parent.saves = saves
+    assert ("--resume auto" in supervised(parent).hint) == saves
+
+
 def test_ranks_that_left_in_silence_are_not_the_cause(ranks):
     """They exit silently because rank 0 reports the cause, but its lines could not be read."""
     failure = ("failed", ZbcError("E703", "run: rank 0 failed: ValueError: out of luck"))

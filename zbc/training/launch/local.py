@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zbc.errors import RUN_FAILED, ZbcError
-from zbc.host.cores import cores
+from zbc.host.cores import threads_of
 from zbc.plan.directory import Manifest
 from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices
@@ -69,6 +69,7 @@ class Parent:
     insisted: bool = False
     stopped: bool = False
     live: Callable[[str], None] = lambda text: None
+    saves: bool = False  # whether there are checkpoints to continue from
 
 
 def run_local(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
@@ -77,7 +78,8 @@ def run_local(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
     Raises the error of the first rank to fail: ZbcError (E702 if it died), RankFailed for an unexpected one;
     KeyboardInterrupt if SIGINT or SIGTERM ended the run.
     """
-    parent = Parent(screen.say, name=manifest.topology.name, live=screen.show)
+    saves = bool(manifest.training.get("checkpoint", {}).get("every"))
+    parent = Parent(screen.say, name=manifest.topology.name, live=screen.show, saves=saves)
     read, write = os.pipe()
 
     def asked(name: str) -> None:
@@ -255,15 +257,15 @@ def _bury(parent: Parent, rank: int) -> None:
     if code == RUN_FAILED:
         _hear_reporter(parent, rank)
     if code is not None and code < 0:
-        how, hint = f"was killed by {signal.Signals(-code).name}", None
-        if code == -signal.SIGKILL:
-            hint = "if nobody killed it, the kernel did for want of memory: see its log (dmesg)"
+        how = f"was killed by {signal.Signals(-code).name}"
     else:
-        how, hint = f"ended with exit code {code}", None
+        how = f"ended with exit code {code}"
+    memory = "if nobody killed it, the kernel did for want of memory: see its log (dmesg)"
+    hints = [memory] * (code == -signal.SIGKILL) + ["--resume auto goes on from the newest checkpoint"] * parent.saves
     seen = _last_seen(parent, rank)
     if parent.asked is not None and seen == [_NOT_STARTED]:
         raise KeyboardInterrupt
-    raise ZbcError("E702", f"run: {parent.name(rank)} {how}", hint=hint, details=seen)
+    raise ZbcError("E702", f"run: {parent.name(rank)} {how}", hint="; ".join(hints) or None, details=seen)
 
 
 def _hear_reporter(parent: Parent, rank: int) -> None:
@@ -311,7 +313,7 @@ def _rank(place: Place, options: RunOptions, pipe: Connection) -> None:
     line, stop = Line(pipe), StopFlag()
     threading.Thread(target=_obey, args=(pipe, stop), name="zbc-parent", daemon=True).start()
     bind_loopback()
-    torch.set_num_threads(max(1, cores() // place.ranks))
+    torch.set_num_threads(threads_of(place.ranks))
     device = torch.device("cpu") if options.device == "cpu" else devices.place(place.local_rank)
     say, show = (functools.partial(line.tell, kind) for kind in ("line", "live"))
     line.tell("done", run_rank(RankContext(place, options, device, say, line.fail, end, show, stop)))

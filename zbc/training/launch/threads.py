@@ -17,7 +17,7 @@ import torch
 
 from zbc.errors import EXIT_INTERRUPTED
 from zbc.host.closed_pipe import EXIT_PIPE
-from zbc.host.cores import cores
+from zbc.host.cores import threads_of
 from zbc.plan.directory import Manifest
 from zbc.runtime.cuda import StreamHub
 from zbc.runtime.transports.hub import Hub
@@ -85,7 +85,7 @@ def _ask(run: _Run, name: str) -> None:
 
 
 def _rank(run: _Run, rank: int) -> None:
-    torch.set_num_threads(max(1, cores() // run.hub.ranks))  # for this thread's kernels, as in a rank's process
+    torch.set_num_threads(threads_of(run.hub.ranks))  # for this thread's kernels, as in a rank's process
     place = Place(rank, run.hub.ranks, HOST, run.port, PREFIX)
 
     def report(failure: Failure) -> NoReturn:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zbc.errors import ZbcError
-from zbc.host.cores import cores
+from zbc.host.cores import cores, threads_of
 from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, SliceTime, WordTimes, model_of
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
@@ -70,7 +70,7 @@ def effort(job: Job, *, device: str | None, threads: int | None, together: int |
         hint = "use --device cpu, or a machine with a GPU"
         raise ZbcError("E603", "profile: torch finds no GPU", hint=hint)
     world = job.parallel.ranks
-    threads = threads or (1 if device == "cuda" else max(1, cores() // world))
+    threads = threads or (1 if device == "cuda" else threads_of(world))
     together = together or (1 if device == "cuda" else max(1, min(world, cores() // threads)))
     return Sampling(device, threads, together, rounds)
 
