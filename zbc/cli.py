@@ -49,7 +49,19 @@ GROUPS = {
 
 
 class _Grouped(TyperGroup):
-    """The commands under the heads of `GROUPS`."""
+    """The commands under the heads of `GROUPS`; values of options are refused in the words of the job file's keys."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if problems := getattr(error.__cause__, "errors", None):  # of pydantic, in newer versions of typer
+                from zbc.job.wording import sentence
+
+                problem = problems()[0]
+                told = problem["type"] == "value_error"  # by its own words
+                error.message = sentence(problem) + ("" if told else f", found {problem['input']}")
+            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = max(map(len, self.commands))

@@ -7,6 +7,7 @@ job is derived from them; so is every candidate of a choice. `zbc explain limits
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -478,13 +479,19 @@ def of_plan(there: Collection[str]) -> Iterator[ZbcError]:
 
 
 def table(word: str = "") -> Iterator[tuple[str, str, str]]:
-    """Rows (trait, excluded traits, reason) as text, of the traits whose names contain `word`."""
+    """Rows (trait, excluded traits, reason) as text, of the traits with `word` among the words of their names."""
     for row in ROWS:
         label = _called(_single(row.trait), "")
         for names, reason in row.excludes.items():
-            excluded = _called(_single(names), "" if word.lower() in label.lower() else word.lower())
+            excluded = _called(_single(names), "" if _has(label, word) else word)
             if excluded:
                 yield label, excluded, (reason[0] if isinstance(reason, tuple) else reason) or "not written yet"
+
+
+def _has(label: str, word: str) -> bool:
+    """Whether a word of the label, or several in a row, begin with `word`; a short word is a whole one: ep, tp."""
+    end = r"(?![a-z0-9])" if 0 < len(word) < 4 else ""
+    return re.search(rf"(?<![a-z0-9]){re.escape(word.lower())}{end}", label.lower()) is not None
 
 
 def _called(names: Iterable[str], word: str) -> str:
@@ -492,6 +499,6 @@ def _called(names: Iterable[str], word: str) -> str:
     labels = dict[str, str]()
     for label in (TRAITS[name].label for name in names):
         key, _, value = label.partition(" = ")
-        if word in label.lower():
+        if _has(label, word):
             labels[key] = label if key not in labels else f"{labels[key]} or {value}" if " = " in labels[key] else key
     return ", ".join(labels.values())

@@ -256,6 +256,12 @@ def test_a_latex_table_has_as_many_cells_in_every_line(zbc, job, more):
     assert all(line.endswith(" \\\\") for line in rows) and "%" not in ran.out.replace("\\%", "")
 
 
+def test_a_latex_table_has_a_dash_for_what_is_not_known(zbc, job):
+    limit = ("--set", "schedule.memory_limit=0.3x", "--schedules", "1f1b,v-min")
+    lines = zbc("compare", job(pp=8, layers=16, m=8), *limit, "--tex").out.splitlines()
+    assert any(" & -- & " in line for line in lines) and not any("?" in line for line in lines if line[0] != "%")
+
+
 def test_what_cannot_be_planned_is_a_comment_of_a_latex_table(zbc, job):
     ran = zbc("compare", job(), "--schedules", "1f1b,chimera", "--set", "optimizer.sync=two-versions", "--tex", "-v")
     (line,) = [line for line in ran.out.splitlines() if line.startswith("% ")]

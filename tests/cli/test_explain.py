@@ -85,6 +85,19 @@ def test_a_key_of_a_job_is_explained_by_its_description(zbc):
     assert told.startswith("parallel.cp\n") and "Default: 1." in told
 
 
+def test_a_key_is_found_without_its_table_and_in_all_that_have_it(zbc):
+    assert zbc("explain", "heads").out.startswith("model.heads\n")
+    told = zbc("explain", "dtype").out
+    assert told.startswith("model.dtype\n") and "data.dtype: " in " ".join(told.split())
+
+
+@pytest.mark.parametrize(("word", "without"), [("ep", "replicas"), ("tp", "http"), ("cp", "ncp")])
+def test_limits_of_a_short_word_are_of_that_word(zbc, word, without):
+    rows = zbc("explain", "limits", word, "--json").json()["limits"]
+    assert rows and all(re.search(rf"\b{word}\b", f"{row['one']} {row['other']}") for row in rows)
+    assert not any(without in f"{row['one']} {row['other']}" for row in rows)
+
+
 @pytest.mark.parametrize(
     ("said", "hint"), [("tensor paralel", "did you mean 'tensor parallel'"), ("nonsense", "lists all codes and words")]
 )

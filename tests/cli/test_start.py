@@ -71,6 +71,7 @@ def test_help_loads_nothing_that_plans_or_draws(workplace):
     for modules in loaded(workplace, *light).values():
         assert not modules & {
             "zbc.job.spec",
+            "zbc.job.sections",
             "zbc.compiler",
             "zbc.plan.directory",
             "rich.console",
@@ -199,3 +200,11 @@ def test_lines_of_a_run_whose_terminal_is_gone_go_nowhere():
         os.close(terminal)
         _, said = process.communicate("go\n", timeout=60)
     assert (process.returncode, said) == (0, "")
+
+
+def test_an_interrupt_while_commands_are_imported_ends_without_a_traceback(tmp_path):
+    interrupted = "import sys\nclass Finder:\n    def find_spec(self, name, *rest):\n"
+    interrupted += "        if name == 'zbc.commands':\n            raise KeyboardInterrupt\n"
+    interrupted += "sys.meta_path.insert(0, Finder())\nfrom zbc.__main__ import main\nmain()\n"
+    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -166,7 +166,9 @@ def compare(
         raise typer.BadParameter("choose one of --json, --csv, --md and --tex")
     if svg is not None:
         refuse_unwritable(svg)
-    named = [name.strip() for name in schedules.split(",")]
+    named = [name.strip() for name in schedules.split(",") if name.strip()]
+    if not named:
+        raise typer.BadParameter("--schedules names none; write them as zb-h1,zb-v, or all")
     names = [schedule for name in named for schedule in (SCHEDULES if name == "all" else [name])]
     noise = Noise(jitter, trials=_TRIALS) if jitter else None
     asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget, noise)
@@ -396,7 +398,7 @@ def as_tex(rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> 
     names, heads, cells, failed = _Cells.of(rows, verbose=verbose, everything=everything)
 
     def line(texts: Sequence[str]) -> str:
-        return " & ".join(text.translate(_TEX) for text in texts) + r" \\"
+        return " & ".join("--" if text == "?" else text.translate(_TEX) for text in texts) + r" \\"
 
     return "\n".join(
         [

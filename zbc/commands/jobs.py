@@ -20,12 +20,12 @@ from zbc import excludes
 from zbc.commands.console import labelled, show, show_json, table, write_text
 from zbc.commands.options import AsJson, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.errors import ZbcError
-from zbc.job import gpu
 from zbc.text import wrap
 
 if TYPE_CHECKING:
     from zbc.explain import Explanation
     from zbc.explain.glossary import Word
+    from zbc.job.gpu import Gpu
     from zbc.job.spec import Job
 
 config = typer.Typer(no_args_is_help=True, help="Show all values of a job, or the schema of job files.")
@@ -256,16 +256,21 @@ def _word(text: str, *, json: bool, quiet: bool) -> None:
 
 
 def _described(text: str) -> Word | None:
-    """The description of a job's key from its schema."""
+    """The description of a job's key from its schema; of all keys of a name without its table."""
     from zbc.explain.glossary import Word
     from zbc.job.spec import SECTIONS
 
-    section, _, name = text.strip("[]").partition(".")
-    field = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
-    if field is None or not field.description:
-        return None
-    default = "" if field.is_required() or field.default is None else f" Default: {jsonlib.dumps(field.default)}."
-    return Word((f"{section}.{name}",), f"{field.description.rstrip('.')}.{default}", "")
+    table, _, key = text.strip("[]").rpartition(".")
+    keys = {}
+    for section, kind in SECTIONS.items():
+        field = kind.model_fields.get(key) if table in ("", section) else None
+        if field is not None and field.description:
+            plain = field.is_required() or field.default is None
+            default = "" if plain else f" Default: {jsonlib.dumps(field.default, default=str)}."
+            keys[f"{section}.{key}"] = f"{field.description.rstrip('.')}.{default}"
+    if len(keys) > 1:
+        return Word((*keys,), " ".join(f"{name}: {about}" for name, about in keys.items()), "")
+    return next((Word((name,), about, "") for name, about in keys.items()), None)
 
 
 def _limits(word: str, *, json: bool, quiet: bool) -> None:
@@ -283,6 +288,8 @@ def _limits(word: str, *, json: bool, quiet: bool) -> None:
 
 def _gpus(*, json: bool, quiet: bool) -> None:
     """Prints the values of `hardware.gpu` with their data sheets."""
+    from zbc.job import gpu
+
     if json:
         rows = [{"name": name, **sheet._asdict(), "planned": _planned(sheet)} for name, sheet in gpu.GPUS.items()]
         show_json({"format": "zbc-gpus", "version": 1, "gpus": rows})
@@ -291,20 +298,17 @@ def _gpus(*, json: bool, quiet: bool) -> None:
         show(
             table(heads, ((name, *(f"{value:g}" for value in sheet[:5])) for name, sheet in gpu.GPUS.items())),
             "",
-            *_GPUS,
+            "Peaks: bfloat16 without sparsity; links in Gbit/s, one way, between nodes per",
+            f"GPU. Planned with {gpu.SUSTAINED}, links too,",
+            "until `zbc profile` measures. Keys beside hardware.gpu count before it.",
         )
         show("", *(f"{name}: {sheet.link}; {sheet.source}" for name, sheet in gpu.GPUS.items()))
 
 
-_GPUS = (
-    "Peaks: bfloat16 without sparsity; links in Gbit/s, one way, between nodes per",
-    f"GPU. Planned with {gpu.SUSTAINED}, links too,",
-    "until `zbc profile` measures. Keys beside hardware.gpu count before it.",
-)
+def _planned(sheet: Gpu) -> dict[str, float | str]:
+    from zbc.job.gpu import values
 
-
-def _planned(found: gpu.Gpu) -> dict[str, float | str]:
-    return {".".join(map(str, path)): value for path, value in gpu.values(found).items()}
+    return {".".join(map(str, path)): value for path, value in values(sheet).items()}
 
 
 def _explained(entries: Mapping[str, Explanation]) -> dict[str, Any]:

@@ -113,11 +113,20 @@ def plan(
             show(labelled("balance", *summary.balance_lines(compiled, _gain(manifest))))
         elif loaded.data.balance == "tokens" and (dealt := _gain(manifest)):
             show(labelled("balance", *summary.dealt_lines(dealt, _renumbered(manifest, compiled, dealt["longest"]))))
+        if missing := _missing(loaded):
+            show(labelled("data", *missing))
         took = f"planned in {short(time.perf_counter() - began, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         left = ["remarks were left out for lack of time: --budget 60s"] if until.cut else []
         hint = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
         show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *hint, *left))
+
+
+def _missing(job: Job) -> list[str]:
+    """A line for each path of data that is not on this machine, which a run elsewhere may have."""
+    paths = [("path", job.data.path), ("validation_path", job.data.validation_path)]
+    each = [(key, path) for key, value in paths for path in ([value] if isinstance(value, str) else value or [])]
+    return [f"data.{key}: {path} is not there, and a run needs it" for key, path in each if not os.path.exists(path)]
 
 
 def _gain(manifest: Manifest) -> dict[str, Any]:

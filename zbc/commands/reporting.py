@@ -261,7 +261,8 @@ def _findings(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
         f"rank {slow.rank}: its ops take {slow.ratio:.2f} times what was predicted, the others' {slow.others:.2f}"
         for slow in made.slow_ranks
     ]
-    lines += [f"a plan around it: --set 'hardware.slow=[{', '.join(map(short, made.slow))}]'"] * bool(made.slow)
+    if made.slow and not made.crowded:  # ranks that take turns on cores are slow in turn
+        lines.append(f"a plan around it: --set 'hardware.slow=[{', '.join(map(short, made.slow))}]'")
     lines += [
         f"rank {way.sender} to rank {way.receiver}: {short(way.ms, 3)} ms a transfer, usually {short(way.others, 3)}"
         for way in made.slow_links

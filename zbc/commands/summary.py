@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from zbc.commands.console import indented, labelled, table
 from zbc.host.cores import cores
-from zbc.job import gpu
 from zbc.text import GIB, MIB, aligned, percent, short, size, wrap
 
 if TYPE_CHECKING:
@@ -410,6 +409,8 @@ def not_to_be_trusted(profile: Profile) -> Iterator[str]:
 
 
 def _estimated(compiled: Compiled) -> Iterator[str]:
+    from zbc.job import gpu
+
     hardware = compiled.job.hardware
     if hardware.gpu is None:
         yield "estimated from [model] and [hardware]; `zbc profile` measures them"

@@ -7,6 +7,7 @@ rounded down as power limits larger GPUs; `zbc profile` measures the actual numb
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -59,8 +60,11 @@ def named(name: str, where: str | None = None, key: str = "hardware.gpu") -> Gpu
     gpu = find(name)
     if gpu is None:
         listed = f"known: {', '.join(GPUS)}"
+        kind = re.search(r"[a-z]+\d+", name.lower())  # h100 of NVIDIA H100-80GB
+        alike = [known for known in GPUS if kind is not None and known.startswith(kind[0])]
         nearest = did_you_mean(name, [*GPUS, *SHORT])
         hint = f"{nearest} {listed}" if nearest else f"{listed}; of others write tflops, memory_gib, link_gbps"
+        hint = f"did you mean {' or '.join(alike)}?" if alike else hint
         raise ZbcError("E103", f"config: {key}: no GPU is known as {name!r}", where=where, hint=hint)
     return gpu
 

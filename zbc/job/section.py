@@ -16,6 +16,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Ms = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to eleven days
 Us = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=1e-9, le=1e9, allow_inf_nan=False)]  # GB/s, Gbit/s, TFLOP/s
+Gib = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]  # bytes are a typo
 Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]  # of memory, in any unit
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:name
 

@@ -13,7 +13,7 @@ from zbc.job import learning_rate
 from zbc.job.adapter import Adapter
 from zbc.job.model_section import Model
 from zbc.job.ramp import Phase
-from zbc.job.section import Amount, Count, Ms, NotNegative, Positive, Rate, Section, Us
+from zbc.job.section import Amount, Count, Gib, Ms, NotNegative, Positive, Rate, Section, Us
 from zbc.job.unread import reads_attention
 
 ACTIVATIONS = ("keep", "selective", "recompute", "offload", "selective+offload", "recompute+offload", "auto")
@@ -232,7 +232,7 @@ class Hardware(Section):
         "memory_gbps, link_gbps, inter_node_gbps and log.peak_tflops where these are not given",
     )
     device: Literal["cuda", "cpu"] = "cpu"
-    memory_gib: Positive | list[Positive] | None = Field(
+    memory_gib: Gib | list[Gib] | None = Field(
         None, description="memory per rank, or of each rank of the pipeline; a plan that needs more is refused"
     )
     reserve_gib: NotNegative | None = Field(
@@ -277,7 +277,7 @@ class Hardware(Section):
     host_duplex: bool | None = Field(
         None, description="whether a rank copies to its host and back at once, at host_gbps each; default: on cuda"
     )
-    host_gib: Positive | None = Field(
+    host_gib: Gib | None = Field(
         None, description="pinned memory of the host per rank; a plan that needs more is refused"
     )
 

@@ -7,6 +7,7 @@ tomli reads the values; tree-sitter's TOML grammar, walked once, gives the place
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,9 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
     except UnicodeDecodeError as error:
         text = f"config: {path} is not UTF-8 text (byte {error.start})"
         raise ZbcError("E101", text, hint="save it as UTF-8") from None
+    if path.suffix == ".json":
+        hint = f"of a model it is for `zbc advise {shlex.quote(str(path))} --gpus 8 --gpu h100-sxm`, which writes a job"
+        raise ZbcError("E101", f"config: {path} is JSON, no job file", hint=hint)
     document = loads(text, source=str(path))
     base = document.values.pop("extends", None)
     if base is None:

@@ -70,6 +70,8 @@ def _add(section: type[BaseModel], key: str) -> str:
 _WANTED = {
     "int_type": "expected a whole number",
     "int_from_float": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "float_parsing": "expected a number",
     "float_type": "expected a number",
     "string_type": "expected a string",
     "bool_type": "expected true or false",
@@ -110,7 +112,9 @@ def sentence(problem: Any) -> str:
         return f"must be {words} {_limit(context[key])}"
     if kind == "literal_error":
         return f"expected {context['expected']}"
-    return str(problem["msg"]).lower()
+    if kind == "enum":
+        return f"expected {context['expected']}"
+    return str(problem["msg"]).removeprefix("Value error, ").removesuffix(".").lower()
 
 
 def _list_or_one(section: type[BaseModel], path: toml.KeyPath, kind: str) -> str | None:
@@ -137,6 +141,8 @@ def _fix(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
         return f"write {key} = {number if kind == 'float_type' else round(number)}"
     if kind == "greater_than_equal":
         return f"use {_limit(context['ge'])} or more"
+    if kind == "less_than_equal" and str(path[1]).endswith("_gib"):
+        return f"it is in GiB, not in bytes: {context['le'] if number is None else number / 2**30:.4g}"
     if kind == "less_than_equal":
         return f"use {_limit(context['le'])} or less"
     field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
