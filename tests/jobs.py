@@ -15,6 +15,9 @@ BASE = {
 }
 
 
+FREE = {"message_us": 0.0, "message_share": 0.0}  # [hardware]: messages that keep no rank from computing
+
+
 def toml_text(**changes: object) -> str:
     """A job file: BASE with tables merged over it; `layers`, `pp`, `m` and `kind` are shorthands for usual changes.
 

@@ -4,13 +4,14 @@ from operator import add
 
 import pytest
 
-from tests.jobs import job
+from tests.jobs import FREE, job
 from tests.refusals import refused
 from tests.runtime.small_plans import LLAMA, make_plan, make_program, make_worker
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.cost.machine import assumed_link
 from zbc.compiler.cost.work import keys_seen
 from zbc.compiler.partition.initial import initial
 from zbc.ir import Kind, Op, Placement
@@ -104,14 +105,14 @@ def test_a_model_of_the_papers_size_has_its_parameters():
 
 def test_transfers_are_latency_plus_bytes_over_the_link():
     hardware = {"link_gbps": 8.0, "link_us": 100.0}
-    estimated = costs(job(hardware=hardware))
+    estimated = costs(job(hardware={**hardware, **FREE}))
     size = 2 * 16 * 32 * 4
     assert comm(estimated) == pytest.approx((0.1 + size / 1e6,) * 3)
-    assert comm(costs(job(hardware=hardware, costs={"comm": 0.25}))) == (0.25,) * 3
+    assert comm(costs(job(hardware={**hardware, **FREE}, costs={"comm": 0.25}))) == (0.25,) * 3
 
 
 NODES = {"device": "cuda", "link_gbps": 800.0, "link_us": 0.0, "inter_node_gbps": 80.0, "inter_node_us": 50.0}
-NODES |= {"message_share": 0.0}
+NODES |= FREE
 
 
 def test_a_message_is_a_part_of_the_ops_that_send_and_take_it_at_both_of_its_ends():
@@ -135,9 +136,40 @@ def test_estimated_transfers_keep_their_ranks_for_a_share_and_are_on_the_way_for
     for found, share in ((half, 0.25), (whole, 1.0)):
         more = [a - b for a, b in zip(found.column("f"), free.column("f"), strict=True)]
         assert more == pytest.approx([share * ms * count for count in (1, 2, 2, 1)])
-    del hardware["message_share"]
-    assert costs(job(hardware=hardware)).ms == whole.ms, "on cuda"
-    assert "messages" not in costs(job(hardware={**hardware, "device": "cpu"})).ms
+
+
+def test_a_message_costs_a_constant_of_the_host_and_a_share_of_the_time_its_link_is_busy():
+    """Not of the latency, in which nothing is moved. Of the busy time each end takes its share, and not the link."""
+    size = 2 * 16 * 32 * 4
+    for device, us, share in (("cuda", 15.0, 0.06), ("cpu", 15.0, 0.7)):
+        hardware = {"device": device, "link_gbps": 0.08, "link_us": 5000.0}
+        busy = size / 1e4
+        for more, constant, part in (({}, us, share), ({"message_us": 2000.0, "message_share": 0.25}, 2000.0, 0.25)):
+            free, timed = (costs(job(hardware={**hardware, **each})) for each in (FREE, more))
+            added = [a - b for a, b in zip(timed.column("f"), free.column("f"), strict=True)]
+            one = constant / 1e3 + part * busy
+            assert added == pytest.approx([one, 2 * one, 2 * one, one]), (device, more)
+            assert comm(timed) == pytest.approx((max(0.0, 5.0 + (1 - 2 * part) * busy),) * 3)
+
+
+def test_given_times_cost_what_a_trainer_takes_for_a_message_only_if_that_is_said():
+    times = {"f": 1.0, "b": 2.0, "w": 3.0, "comm": 0.5}
+    assert "messages" not in costs(job(costs=times)).ms
+    assert "messages" not in costs(job(model={"family": "my.net:layers"}, data={"kind": "my.net:data"})).ms
+    theirs = costs(job(costs=times, hardware={"message_us": 250.0}))
+    assert theirs.ms == costs(job(costs={**times, "message": 0.25})).ms and comm(theirs) == (0.5,) * 3
+    shared = costs(job(costs=times, hardware={"message_share": 0.5}))
+    assert shared.column("f") == (1.25, 1.5, 1.5, 1.25) and comm(shared) == (0.0,) * 3
+    both = costs(job(costs={**times, "message": 0.125}, hardware={"message_us": 250.0, "message_share": 0.5}))
+    assert both.ms == costs(job(costs={**times, "message": 0.125})).ms, "costs.message is all of it"
+
+
+def test_unless_it_is_said_what_the_ranks_are_linked_by_a_plan_says_what_it_takes_them_to_be():
+    assert assumed_link(job(hardware={"device": "cuda"})).startswith("200 Gbit/s and 10 us, a network's; inside a node")
+    assert assumed_link(job()).startswith("20 Gbit/s and 700 us, gloo's")
+    known = [{"gpu": "h100"}, {"device": "cuda", "link_gbps": 300.0}]
+    assert [assumed_link(job(hardware=each)) for each in known] == [None, None]
+    assert assumed_link(job(pp=1)) is assumed_link(job(costs={"comm": 1.0})) is None
 
 
 def test_only_boundaries_that_leave_a_node_pay_for_the_link_between_nodes():
@@ -341,7 +373,7 @@ def test_layers_of_a_factory_are_assumed_equal_and_say_so():
 
 
 def test_a_stage_that_recomputes_takes_its_forward_once_more_in_b_and_keeps_inputs_only():
-    plain, every = costs(job()), costs(job(memory={"activations": "recompute"}))
+    plain, every = (costs(job(hardware=FREE, memory={"activations": how})) for how in ("keep", "recompute"))
     assert every.column("b") == pytest.approx(tuple(map(add, plain.column("b"), plain.column("f"))))
     assert [every.column(name) for name in ("f", "w")] == [plain.column(name) for name in ("f", "w")]
     assert every.units("left") == plain.units("left")
@@ -427,7 +459,7 @@ def test_parts_of_layers_take_their_part_of_time_and_memory():
 def test_ranks_that_share_tokens_take_their_part_and_gather_keys_and_values():
     """Half of linear layers and attention each; weights stay whole, and keys and values of all tokens are kept."""
     wide = {"family": "llama", "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 2, "vocab": 4096, "seq_len": 2048}
-    fast = {"link_gbps": 1e6, "link_us": 0.0, "kernel_us": 0.0}
+    fast = {"link_gbps": 1e6, "link_us": 0.0, "kernel_us": 0.0, **FREE}
     whole, half = (costs(job(model=wide, parallel={"cp": cp}, hardware=fast)) for cp in (1, 2))
     for stage in range(4):
         for column in "fbw":

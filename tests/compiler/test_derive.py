@@ -76,7 +76,7 @@ TRUE = {
     "block": layer(1.3, 2.1, 2.9, bw=4.5, again=1.2, step=0.25),
     "head": layer(3.0, 1.5, 2.5, bw=3.5, again=2.5, step=0.75),
 }
-HOST = Host(f_us=50.0, b_us=100.0, w_us=10.0, transfer_us=20.0, agree_us=300.0, close_us=500.0)
+HOST = Host(f_us=50.0, b_us=100.0, w_us=10.0, transfer_us=20.0, transfer_share=0.1, agree_us=300.0, close_us=500.0)
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
@@ -84,7 +84,11 @@ HOST = Host(f_us=50.0, b_us=100.0, w_us=10.0, transfer_us=20.0, agree_us=300.0, 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_plan_made_with_wrong_costs_gets_the_right_ones_from_its_run(kind, activations, known):
     described = job(kind=kind, layers=16, memory={"activations": activations}, partition={"mode": "uniform"})
-    true = profile_of(described, layers=TRUE, host=HOST if known else HOST.model_copy(update={"transfer_us": 0.0}))
+    true = profile_of(
+        described,
+        layers=TRUE,
+        host=HOST if known else HOST.model_copy(update={"transfer_us": 0.0, "transfer_share": 0.0}),
+    )
     wrong = true.model_copy(update={"layers": {name: layer(1.0, 1.0, 1.0) for name in TRUE}}) if known else None
     planned = compile_job(replace(described, profile=wrong))
     manifest = planned.assemble()[0]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.compiler.grid import make
-from tests.jobs import job
+from tests.jobs import FREE, job
 from tests.lowered import lower
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
@@ -79,7 +79,7 @@ def test_estimated_times_wait_for_buffers_and_links_and_given_ones_do_not_unless
     def costs(**sections):
         return compile_job(job(**sections)).costs
 
-    estimated = costs(hardware={"link_us": 100.0, "link_gbps": 8.0})
+    estimated = costs(hardware={"link_us": 100.0, "link_gbps": 8.0, **FREE})
     (links,), (busy,) = estimated.links, estimated.occupies
     assert estimated.rendezvous and [links[edge] - busy[edge] for edge in links] == pytest.approx([0.1] * len(links))
     assert not costs(hardware={"transfer": "eager"}).rendezvous

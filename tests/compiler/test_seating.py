@@ -10,7 +10,7 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.jobs import job, write_job
+from tests.jobs import FREE, job, write_job
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
@@ -106,7 +106,7 @@ def written(tmp_path, table=None, **changes):
     """A job whose links.toml has these lines."""
     lines = {"gbps": GBPS, "us": [[0] * 4 for _ in range(4)], **(table or {})}
     (tmp_path / "links.toml").write_text("\n".join(f"{key} = {json.dumps(rows)}" for key, rows in lines.items()))
-    hardware = {"links": "links.toml", **changes.pop("hardware", {})}
+    hardware = {"links": "links.toml", **FREE, **changes.pop("hardware", {})}
     return write_job(tmp_path, hardware=hardware, **changes)
 
 
@@ -329,7 +329,7 @@ def test_a_plan_says_where_its_ranks_are():
 
 
 def test_slow_links_between_nodes_are_paid_by_what_crosses_them():
-    slow = {"ranks_per_node": 2, "inter_node_us": 5000.0}
+    slow = {"ranks_per_node": 2, "inter_node_us": 5000.0, **FREE}
     near = compiled(m=4, hardware=slow, parallel={"dp": 2, "node": [2, 1]})
     far = compiled(m=4, hardware=slow, parallel={"dp": 2, "node": [1, 2]})
     assert near.costs.link(0, 0, 1) < 5.0 <= far.costs.link(0, 0, 1)

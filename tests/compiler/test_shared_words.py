@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.jobs import job, write_job
+from tests.jobs import FREE, job, write_job
 from tests.profiles import layer, profile_of
 from tests.recorded_runs import World, record
 from tests.tiers import few
@@ -145,7 +145,7 @@ def test_a_bound_counts_the_words_of_every_rank():
 
 
 def test_a_limit_leaves_room_for_the_meetings():
-    found = planned(schedule={"kind": "zb-auto", "memory_limit": "1.0x"})
+    found = planned(schedule={"kind": "zb-auto", "memory_limit": "1.0x"}, hardware=FREE)
     assert max(rank.units for rank in found.memory) <= 4 + 1e-6
     assert max(rank.units for rank in planned(schedule={"kind": "zb-v"}).memory) <= 4 + 1 + 1e-6
 
@@ -211,7 +211,7 @@ def test_a_recorded_run_tells_what_shares_took(tmp_path, sums):
     took = {Kind.F: 2.0, Kind.BW: 5.0, Kind.S: 8.0, Kind.T: 3.0, Kind.I: 0.5, Kind.E: 0.25}
     if sums == 2:
         took |= {Kind.S: 4.0, Kind.T: 7.0}
-    found = planned(model={**LARGE, "layers": 4}, parallel={**SHARED, "vocabulary_sums": sums})
+    found = planned(model={**LARGE, "layers": 4}, parallel={**SHARED, "vocabulary_sums": sums}, hardware=FREE)
     trace = record(found, tmp_path, World(op=lambda op, rank, step: took[op.kind]))
     profile = derive(trace).profile
     assert profile.words == WordTimes(rows=1024, s=[8.0, 4.0], t=[3.0, 7.0], i=0.5, e=0.25)

@@ -30,7 +30,7 @@ from zbc.training import devices
 from zbc.training.models.model import LayerPlan
 from zbc.training.profiling import slices, times, words
 from zbc.training.profiling.alike import chain, describe, kinds
-from zbc.training.profiling.link import fit
+from zbc.training.profiling.link import fit, share_of
 from zbc.training.profiling.rig import IDLE, build_rig
 from zbc.training.profiling.session import Measurements, Sampling, assemble, effort, unpredicted
 from zbc.training.profiling.statistics import measured, quick
@@ -399,6 +399,14 @@ def test_a_link_never_gets_faster_with_larger_messages():
     steep = fit({"64": [1.0], "1000": [100.0], "1000000": [10**6]})
     assert steep.latency_us >= 0 and steep.gbps > 0
     assert fit({"agree": [1.0]}) is None
+
+
+@given(st.floats(0, 3), st.floats(1, 1e4), st.floats(1, 1e5))
+def test_the_share_of_a_transfer_is_what_two_of_them_add_to_products(share, transfer, products):
+    samples = {"alone": [products] * 3, "beside": [products + 2 * share * transfer] * 3, "large": [transfer] * 3}
+    assert share_of(samples) == pytest.approx(share, abs=1e-6)
+    assert share_of({**samples, "beside": [products / 2]}) == 0.0, "noise"
+    assert share_of({}) == share_of({"alone": [1.0], "beside": [2.0]}) == 0.0
 
 
 def test_of_a_call_that_is_often_interrupted_the_quick_ones_count():

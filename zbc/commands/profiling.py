@@ -193,7 +193,10 @@ def summary(found: Profile) -> Iterator[RenderableType]:
         yield labelled("reserve", f"{size(found.reserve_bytes)} of the device in use beside what plans predict")
     host = found.host
     rest = f"{short(host.f_us, 3)} us on F, {short(host.b_us, 3)} on B, {short(host.w_us, 3)} on W, "
-    yield labelled("each op", f"{rest}{short(host.transfer_us, 3)} for each transfer around it")
+    rest += f"{short(host.transfer_us, 3)} for each transfer around it"
+    if host.transfer_share:
+        rest += f" and {percent(host.transfer_share)} of its time"
+    yield labelled("each op", rest)
     doubts = list(not_to_be_trusted(found))
     if doubts:
         yield labelled("note", *doubts)

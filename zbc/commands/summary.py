@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zbc.commands.console import indented, labelled, table
+from zbc.compiler.cost.machine import assumed_link
 from zbc.host.cores import cores
 from zbc.text import GIB, MIB, aligned, percent, short, size, wrap
 
@@ -384,9 +385,13 @@ def _costs(compiled: Compiled) -> Iterator[str]:
     if most.messages_ms:
         part = percent(most.messages_ms / most.busy_ms)
         yield f"messages keep rank {most.rank} from computing for {short(most.messages_ms)} ms, {part} of its work"
+    if (link := assumed_link(compiled.job)) is not None:
+        yield from wrap(
+            f"assumed: a link of {link}: set hardware.gpu or link_gbps, or profile".split(" "), _TEXT, between=" "
+        )
     if profile is None:
         given = compiled.job.costs
-        silent = given.f is not None and given.message is None and compiled.job.parallel.pp > 1
+        silent = given.f is not None and not most.messages_ms and compiled.job.parallel.pp > 1
         first, *rest = _estimated(compiled) if compiled.report.costs == "estimated" else _COSTS[compiled.report.costs]
         yield f"{first}; without costs.message a message costs its ranks nothing" if silent else first
         yield from rest

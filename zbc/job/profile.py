@@ -141,7 +141,8 @@ class LinkProfile(Section):
 
 
 class Host(Section):
-    """Overhead of a rank in microseconds: per F, B (or BW) and W of a stage, and per transfer before or after them.
+    """Overhead of a rank in microseconds: per F, B (or BW) and W of a stage, and per transfer before or after them, to
+    which `transfer_share` of the transfer adds.
 
     `agree_us`: one all-reduce of a few numbers over two ranks, several of which agree on a step; `close_us`: the other
     work of a rank at the end of a step.
@@ -151,6 +152,7 @@ class Host(Section):
     b_us: Us = 0.0
     w_us: Us = 0.0
     transfer_us: Us = 0.0
+    transfer_share: NotNegative = 0.0
     agree_us: Us = 0.0
     close_us: Us = 0.0
 

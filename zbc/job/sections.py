@@ -259,10 +259,16 @@ class Hardware(Section):
         description="whether a message waits for its receiver to post a buffer, as on NCCL and gloo; "
         "default rendezvous, eager where [costs] gives times",
     )
+    message_us: Us | None = Field(
+        None,
+        description="what any message between two ranks keeps each of them from computing; default: what the profile "
+        "measured, else 15, 0 where [costs] gives times",
+    )
     message_share: NotNegative | None = Field(
         None,
-        description="of a transfer between two ranks, the share in which each of them does not compute; default 1 on "
-        "cuda, 0 on cpu, and what a profile measured instead",
+        description="of the time in which a message keeps its link busy, the share in which each of its ranks does not "
+        "compute either; "
+        "default: what the profile measured, else 0.06 on cuda, 0.7 on cpu, 0 where [costs] gives times",
     )
     ranks_per_node: Count = Field(8, description="ranks of the run that share a node; see parallel.node")
     inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
@@ -331,8 +337,8 @@ class GivenCosts(Section):
     comm: Ms | None = Field(None, description="one boundary transfer between two ranks")
     message: Ms | None = Field(
         None,
-        description="what a message between two ranks keeps each of them from computing; default 0 where f is given, "
-        "else by hardware.message_share or the profile",
+        description="what a message between two ranks keeps each of them from computing; default: by "
+        "hardware.message_us and message_share",
     )
     occupies: Ms = Field(0.0, description="of comm, the time in which a message keeps its link to itself")
     reduce: Ms | None = Field(

@@ -277,20 +277,28 @@ class Costs:
         column = op.kind.row.cost
         if not column:
             return 0.0
-        part = self.part(op.mb, op.slice)
-        return self.pace(op.kind, op.pipe, op.stage) * self.of(column, op.stage, part) - self.frozen(op)
+        return self.paced(op.kind, op.pipe, op.stage, self.part(op.mb, op.slice)) - self.frozen(op)
 
-    def pace(self, kind: Kind, pipe: int, stage: int) -> float:
-        """The time of an op on its pipe's rank relative to its column."""
-        return self.paces[pipe][stage] if self.paces and kind.computes and stage >= 0 else 1.0
+    def paced(self, kind: Kind, pipe: int, stage: int, part: int) -> float:
+        """ms of an op on its pipe's rank; messages and collectives inside of it take equally long on any rank."""
+        column = kind.row.cost
+        ms, pace = self.of(column, stage, part), self._pace(kind, pipe, stage)
+        if pace == 1.0 or column not in _WAITS:
+            return pace * ms
+        return _at(pace, ms, self.of("messages", stage, part), self.of(_WAITS[column], stage, part))
+
+    def _pace(self, kind: Kind, pipe: int, stage: int) -> float:
+        of_stage = self.paces and kind.computes and stage >= 0 and not kind.unit_wide
+        return self.paces[pipe][stage] if of_stage else 1.0
 
     def fastest(self) -> Costs:
         """Returns costs as if all replicas of a stage ran on the fastest of its ranks."""
         if not self.paces:
             return self
         least = [min(each) for each in zip(*self.paces, strict=True)]
-        names = [name for name in BY_SLICE if name in self.ms]
-        scaled = {name: tuple(map(_times, self.ms[name], least)) for name in names}
+        paced, same = self.with_ms(pace=tuple(least)), ("", "")
+        names = [(name, ("messages", _WAITS[name]) if name in _WAITS else same) for name in ("f", "b", "w", "bw")]
+        scaled = {name: paced.each(_at, "pace", name, *waits) for name, waits in names if name in self.ms}
         return replace(self.with_ms(**scaled), paces=())
 
     def weight_ms(self, op: Op) -> float:
@@ -304,7 +312,9 @@ class Costs:
 
     def frozen(self, op: Op) -> float:
         """ms that an op saves because layers are frozen."""
-        return 0.0 if op.share == WHOLE else self.left_out(op, (WHOLE - op.share) / WHOLE)
+        if op.share == WHOLE:
+            return 0.0
+        return self._pace(op.kind, op.pipe, op.stage) * self.left_out(op, (WHOLE - op.share) / WHOLE)
 
     def left_out(self, op: Op, share: float) -> float:
         """ms that a W or a BW saves with that share of its layers frozen, which count alike. Collectives that the W of
@@ -502,6 +512,11 @@ def _shared(column: Column, shares: Sequence[float]) -> Column:
     return tuple(tuple(ms * share for share in shares) for ms in wholes)
 
 
+def _at(pace: float, ms: float, *waits: float) -> float:
+    """ms of an op whose work takes `pace` times as long, and its waits do not."""
+    return pace * (ms - sum(waits)) + sum(waits)
+
+
 def _times(entry: float | tuple[float, ...], factor: float) -> float | tuple[float, ...]:
     return tuple(factor * ms for ms in entry) if isinstance(entry, tuple) else factor * entry
 
@@ -516,6 +531,14 @@ def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[flo
 def times_links(factor: float, links: tuple[Links, ...]) -> tuple[Links, ...]:
     """`links` with transfers `factor` times as long."""
     return tuple({edge: _times(ms, factor) for edge, ms in pipe.items()} for pipe in links)
+
+
+def less_links(links: tuple[Links, ...], busy: tuple[Links, ...], share: float) -> tuple[Links, ...]:
+    """`links` less a share of the time for which each message keeps its link `busy`."""
+    return tuple(
+        {edge: _combined(lambda ms, own: max(0.0, ms - share * own), (ms, sent[edge])) for edge, ms in pipe.items()}
+        for pipe, sent in zip(links, busy, strict=True)
+    )
 
 
 def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:

@@ -18,13 +18,13 @@ from zbc.job.links import LinkTable
 from zbc.job.spec import Hardware, Job
 from zbc.topology import Topology, inner_of
 
-# The share of a transfer in which its ranks do not compute: .5 to 1.2 bring published runs on A100s to within 5%
-# (bench/published.py).
-_MESSAGE_SHARE = {"cuda": 1.0, "cpu": 0.0}
+# What a message costs each of its ranks: us of the host, and a share of its transfer (evidence: docs/costs.md).
+_MESSAGE = {"cuda": (15.0, 0.06), "cpu": (15.0, 0.7)}
 _DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as measured by bench/vocabulary.py
     "cuda": (230.0, 1750.0, 3.0, 200.0, 10.0),
     "cpu": (0.1, 20.0, 5.0, 20.0, 700.0),
 }
+_LINKS = {"cuda": "a network's; inside a node NVLink is some ten times as fast", "cpu": "gloo's inside a machine"}
 
 
 class Kernel(NamedTuple):
@@ -46,6 +46,33 @@ class Link(NamedTuple):
         return self.latency + size / self.speed
 
 
+def message_of(job: Job) -> tuple[float, float]:
+    """What a message keeps each of its two ranks from computing: ms, and a share of its transfer.
+
+    From `costs.message`, else `[hardware]`, else the profile; else the runtime's own where op times are estimated, and
+    none where they are given or assumed.
+    """
+    if job.costs.message is not None:
+        return job.costs.message, 0.0
+    if job.profile is not None:
+        us, share = job.profile.host.transfer_us, job.profile.host.transfer_share
+    else:
+        estimated = job.costs.f is None and job.model.builtin
+        us, share = _MESSAGE[job.hardware.device] if estimated else (0.0, 0.0)
+    given = job.hardware.message_us, job.hardware.message_share
+    return (us if given[0] is None else given[0]) / 1e3, share if given[1] is None else given[1]
+
+
+def assumed_link(job: Job) -> str | None:
+    """The link between ranks that nothing in the job or its profile describes, in words; None if something does."""
+    given = job.hardware
+    known = (job.links, job.costs.comm, job.costs.f, given.link_gbps, job.profile and job.profile.link)
+    if job.parallel.pp * job.parallel.dp == 1 or not job.model.builtin or any(each is not None for each in known):
+        return None
+    *_, gbps, us = _DEFAULTS[given.device]
+    return f"{gbps:g} Gbit/s and {us if given.link_us is None else given.link_us:g} us, {_LINKS[given.device]}"
+
+
 def _rate(given: float | list[float] | None, default: float) -> float:
     return given if isinstance(given, float | int) else default
 
@@ -62,7 +89,6 @@ class Machine:
     node: int  # ranks of the run on a node
     topology: Topology
     links: LinkTable | None = None  # in place of near and far
-    message_share: float = 0.0  # share of a transfer in which its ranks do not compute
 
     @classmethod
     def of(cls, job: Job, hardware: Hardware | None = None) -> Machine:
@@ -92,7 +118,6 @@ class Machine:
                 order=tuple(job.parallel.order or ()),
             ),
             job.links,
-            _MESSAGE_SHARE[given.device] if given.message_share is None else given.message_share,
         )
 
     def ms(self, kernels: Iterable[Kernel]) -> float:

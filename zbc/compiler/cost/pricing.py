@@ -11,9 +11,20 @@ from operator import add, mul, sub
 from typing import NamedTuple
 
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
-from zbc.compiler.cost.cost import BY_MICROBATCH, BY_SLICE, Column, Costs, Links, PerStage, Size, links_of, times_links
+from zbc.compiler.cost.cost import (
+    BY_MICROBATCH,
+    BY_SLICE,
+    Column,
+    Costs,
+    Links,
+    PerStage,
+    Size,
+    less_links,
+    links_of,
+    times_links,
+)
 from zbc.compiler.cost.estimate import Layer
-from zbc.compiler.cost.machine import Machine
+from zbc.compiler.cost.machine import Machine, message_of
 from zbc.compiler.cost.sizes import GRAD_BYTES
 from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
@@ -138,25 +149,15 @@ def _of_each(links: Sequence[tuple[Links, ...]]) -> tuple[Links, ...]:
 
 
 def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
-    """Adds the time for which a message keeps both of its ranks from computing: given or measured, else a share of its
-    transfer. It becomes a part of the F or the backward that sends or receives the message.
-
-    If op times are given without `costs.message`, messages cost their ranks nothing.
-    """
-    known = job.profile is not None or job.costs.f is not None or job.costs.message is not None
-    if known:
-        measured = 0.0 if job.profile is None else job.profile.host.transfer_us / 1e3
-        given = measured if job.costs.message is None else job.costs.message
-        ms = profiled.messages(placement, lambda pipe, edge: given)
-    else:
-        share = Machine.of(job).message_share
-        ms = profiled.messages(placement, lambda pipe, edge: share * costs.lags(pipe)[edge])
-        # The time that both ends spend on a message is a part of its transfer; the rest is latency on the link.
-        rest = max(0.0, 1 - 2 * share)
-        costs = replace(costs, links=times_links(rest, costs.links))
+    """Adds the time for which a message keeps both of its ranks from computing, as a part of the F or the backward that
+    sends or receives it."""
+    (constant, share), busy = message_of(job), costs.occupies or costs.links
+    sent = replace(costs, links=busy)
+    ms = profiled.messages(placement, lambda pipe, edge: constant + share * sent.lags(pipe)[edge])
     if not any(ms):
         return costs
-    timed = costs.with_ms(messages=ms)
+    # The share that both ends spend on a message is a part of its transfer.
+    timed = replace(costs, links=less_links(costs.links, busy, 2 * share)).with_ms(messages=ms)
     names = [name for name in ("f", "b", "bw") if name in costs.ms]
     return timed.with_ms(**{name: timed.each(add, name, "messages") for name in names})
 
@@ -167,11 +168,11 @@ def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placem
     job = jobs[0]
     if not job.vocabulary:
         return costs
-    found = [vocabulary.columns(one, share) for one, share in zip(jobs, rows, strict=True)]
+    slow, parts = estimate.slowness(job), list(zip(jobs, rows, strict=True))
+    found = [[vocabulary.columns(one, share, pace) for one, share in parts] for pace in slow]
     columns: dict[str, Column] = {}
-    for name in found[0]:
-        entry = tuple(one[name] for one in found)
-        of = [tuple(slow * ms for ms in entry) for slow in estimate.slowness(job)]
+    for name in found[0][0]:
+        of = [tuple(one[name] for one in rank) for rank in found]
         columns[name] = tuple(one if len(jobs) > 1 else one[0] for one in of)
     columns["reduce v"] = (vocabulary.pool_ms(job),)
     shares = [vocabulary.share_bytes(one) for one in jobs] if costs.bytes is not None else []

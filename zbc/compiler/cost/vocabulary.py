@@ -34,9 +34,9 @@ OWN, FOUND = 13, 8  # bytes per token from S to T: the target's row, whether loc
 Times = tuple[float, float, float]  # ms of F, B and W
 
 
-def columns(job: Job, rows: float = 1.0) -> dict[str, float]:
-    """ms by column, the same on every rank; `rows` is the slice's share of a microbatch's tokens, and `job` has the
-    slice's length as its sequence length."""
+def columns(job: Job, rows: float = 1.0, slow: float = 1.0) -> dict[str, float]:
+    """ms by column on a rank whose own work takes `slow` times as long; `rows` is the slice's share of a microbatch's
+    tokens, and `job` has the slice's length as its sequence length."""
     given, measured = job.costs, job.profile.words if job.profile is not None else None
     found = _computed(job, rows) if measured is None else _measured(job, measured, rows)
     for name in found:
@@ -44,6 +44,7 @@ def columns(job: Job, rows: float = 1.0) -> dict[str, float]:
             found[name] = ms * rows
     if job.adapter.rank:  # frozen: no gradient of rows
         found |= {"e": 0.0} | ({"t": 0.0} if job.vocabulary == 1 else {})
+    found = {name: slow * ms for name, ms in found.items()}
     return found | {"s": found["s"] + _together(job)} | _collectives(job)
 
 

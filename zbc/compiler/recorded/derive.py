@@ -11,6 +11,7 @@ layers of every stage are kinds of their own, and each has its share of its stag
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -243,8 +244,13 @@ class _Work:
 
     def _totals(self, op: Kind) -> list[float | None]:
         """ms of the layers of each stage in an op; None if it did not run."""
-        added, moved = self._host(), 0.0 if op.takes is None else self._host().transfer_us / 1e3
-        around = profiled.messages(self.placement, lambda pipe, edge: moved)
+        added = self._host()
+
+        def moved(pipe: int, edge: tuple[int, int]) -> float:
+            busy = self._busy(edge[0]) if added.transfer_share else 0.0
+            return 0.0 if op.takes is None else (added.transfer_us + added.transfer_share * busy) / 1e3
+
+        around = profiled.messages(self.placement, moved)
         host = tuple(map(add, profiled.host_ms(added, self.placement)[op.row.cost], around))
         totals: list[float | None] = []
         for stage, counts in enumerate(self.counts):
@@ -297,19 +303,32 @@ class _Work:
     def link(self) -> LinkProfile | None:
         """The base's link, with the median latency of the run's messages."""
         base = None if self.base is None else self.base.link
-        share = statistics.median(self.job.tokens or [1]) / (self.job.row_tokens if self.job.tokens else 1)
-        behind = [share * size for size in recall.boundary_sizes(self.job, self.manifest, self.table)]
         points = [
-            Point(bytes=max(1, round(behind[edge])), us=statistics.median(samples) / 1e3, spread=spread(samples))
+            Point(bytes=max(1, round(self._behind[edge])), us=statistics.median(samples) / 1e3, spread=spread(samples))
             for (_, edge), samples in sorted(self.times.lags.items())
             if samples
         ]
         if not points:
             return base
-        gbps = base.gbps if base is not None else recall.link_gbps(self.job)
-        latency = statistics.median(max(0.0, point.us - point.bytes / (gbps * 1e3)) for point in points)
+        rest = 1 - 2 * self._host().transfer_share  # the ends spend the others inside of ops
+        latency = statistics.median(max(0.0, point.us - rest * point.bytes / (self._gbps * 1e3)) for point in points)
         self.notes.append("the bandwidth of the link is that assumed before, the latency that of the run's messages")
-        return LinkProfile(latency_us=latency, gbps=gbps, points=points)
+        return LinkProfile(latency_us=latency, gbps=self._gbps, points=points)
+
+    @functools.cached_property
+    def _gbps(self) -> float:
+        known = None if self.base is None else self.base.link
+        return known.gbps if known is not None else recall.link_gbps(self.job)
+
+    @functools.cached_property
+    def _behind(self) -> list[float]:
+        """Bytes of the tensor behind each stage, for the median microbatch."""
+        share = statistics.median(self.job.tokens or [1]) / (self.job.row_tokens if self.job.tokens else 1)
+        return [share * size for size in recall.boundary_sizes(self.job, self.manifest, self.table)]
+
+    def _busy(self, edge: int) -> float:
+        """us for which the message of an edge keeps its link."""
+        return self._behind[edge] / (self._gbps * 1e3)
 
     def _host(self) -> Host:
         """The base's host times, with this run's transfer times: the mean of senders and receivers. On a GPU the

@@ -239,9 +239,8 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
     for row in graph.rows:
         counts = row.row.cost and (closing or not row.row.closes)
         place = row.rank if row.kind.unit_wide else row.stage
-        pace = costs.pace(row.kind, row.pipe, row.stage)
         parts = range(costs.unequal) if costs.unequal else (row.slice,)
-        per_row.append([pace * costs.of(row.row.cost, place, part) if counts else 0.0 for part in parts])
+        per_row.append([costs.paced(row.kind, row.pipe, place, part) if counts else 0.0 for part in parts])
     own = [ms if row.lane is Lane.COMPUTE else [0.0] * len(ms) for ms, row in zip(per_row, graph.rows, strict=True)]
     own.append([0.0] * (costs.unequal or 1))
     ops, row_of = graph.ops, graph.row_of

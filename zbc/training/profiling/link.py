@@ -26,6 +26,8 @@ _LATE = 0.004  # seconds after which a message has surely arrived
 _WARM_UP = 3
 _REPEATS = 6
 _IN_A_ROW = 4  # sums
+_PRODUCTS, _SIDE = 24, {"cpu": 256, "cuda": 4096}  # of matrices
+_SIZE = {"cpu": 2**22, "cuda": 2**28}  # bytes of a message beside them
 
 Samples = dict[str, list[float]]  # bytes of a tensor -> us one way; "send", "post", "take" and "agree" -> us
 
@@ -36,26 +38,22 @@ class Pair:
     def __init__(self, rank: int, device: torch.device, rounds: int) -> None:
         self.rank, self.device, self._rounds = rank, device, _WARM_UP + rounds
         self._network = Network(_manifest(2 * self._rounds), device, timedelta(seconds=300))
+        self._factor = torch.ones(2 * [_SIDE[device.type]], device=device)
         self._messages = [[Message(*way, mb, 0, 0) for mb in range(2 * self._rounds)] for way in ((0, 1), (1, 0))]
 
     def measure(self, sizes: Sequence[int]) -> Samples:
         """This rank's samples: rank 0 sends, rank 1 receives. No size below 8 bytes."""
         found: Samples = defaultdict(list)
-        vector = torch.zeros(64, dtype=torch.float64, device=self.device)
         for number in range(self._rounds):
             samples: Samples = found if number >= _WARM_UP else defaultdict(list)
             for size in sizes:
                 self._move(number, size, samples)
             self._take(number, sizes[0], samples)
+            self._beside(number, samples, _SIZE[self.device.type])
             self._meet()
-            began = time.perf_counter()
-            self._network.all_reduce(vector, (0, 1))
-            settled(self.device)
-            samples["agree"].append(1e6 * (time.perf_counter() - began))
-        return dict(found)
-
-    def close(self) -> None:
+            samples["agree"].append(self._meet())
         self._network.close()
+        return dict(found)
 
     def _move(self, number: int, size: int, found: Samples) -> None:
         network, message = self._network, self._messages[0][number]
@@ -93,9 +91,31 @@ class Pair:
             found["take"].append(1e6 * (time.perf_counter() - began))
         self._network.finish_step()
 
-    def _meet(self) -> None:
-        self._network.all_reduce(torch.zeros(1, device=self.device), (0, 1))
+    def _beside(self, number: int, found: Samples, size: int) -> None:
+        """Measures a large message, products alone, and products during such a message each way, which takes less."""
+        large, other = defaultdict[str, list[float]](list), 1 - self.rank
+        self._move(number, size, large)
+        found["large"] += large.get(str(size), [])
+        out, back = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+        ways = self._messages[0][self._rounds + number], self._messages[1][number]
+        for name in ("alone", "beside"):
+            self._meet()
+            began = time.perf_counter()
+            if name == "beside":
+                self._network.post(ways[other], back, other)
+                self._network.send(ways[self.rank], out, other)
+            _multiply(self._factor, _PRODUCTS)
+            settled(self.device)
+            found[name].append(1e6 * (time.perf_counter() - began))
+        self._network.wait(ways[other])
+        self._network.finish_step()
+
+    def _meet(self) -> float:
+        """us of a sum of a few numbers."""
+        began = time.perf_counter()
+        self._network.all_reduce(torch.zeros(64, dtype=torch.float64, device=self.device), (0, 1))
         settled(self.device)
+        return 1e6 * (time.perf_counter() - began)
 
 
 def sums_of(rank: int, count: int, device: torch.device, sizes: Sequence[int], rounds: int) -> Samples:
@@ -150,20 +170,22 @@ def fit(samples: Mapping[str, Sequence[float]]) -> LinkProfile | None:
     return LinkProfile(latency_us=latency, gbps=1 / (1e3 * per_byte), points=points)
 
 
+def share_of(samples: Mapping[str, Sequence[float]]) -> float:
+    """The share of a transfer by which it holds up products of each of its ranks; 0 without samples."""
+    alone, beside, large = (median(samples.get(name, [0.0])) for name in ("alone", "beside", "large"))
+    return max(0.0, beside - alone) / 2 / large if large else 0.0
+
+
 def _line(rows: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """us = a + b bytes with the least sum of (us fitted / us measured - 1)^2, a >= 0 and b > 0."""
-    weights = [1 / us**2 for _, us in rows]
-    total = sum(weights)
-    x = sum(w * size for w, (size, _) in zip(weights, rows, strict=True)) / total
-    y = sum(w * us for w, (_, us) in zip(weights, rows, strict=True)) / total
-    across = sum(w * (size - x) ** 2 for w, (size, _) in zip(weights, rows, strict=True))
-    both = sum(w * (size - x) * (us - y) for w, (size, us) in zip(weights, rows, strict=True))
-    slope = both / across if across else 0.0
+    each = [(1 / us**2, size, us) for size, us in rows]
+    x, y = (sum(row[0] * row[k] for row in each) / sum(row[0] for row in each) for k in (1, 2))
+    across = sum(w * (size - x) ** 2 for w, size, _ in each)
+    slope = sum(w * (size - x) * (us - y) for w, size, us in each) / across if across else 0.0
     if slope <= 0:
         return y, _FASTEST
     if y - slope * x < 0:  # through the origin
-        most = sum(w * size**2 for w, (size, _) in zip(weights, rows, strict=True))
-        return 0.0, sum(w * size * us for w, (size, us) in zip(weights, rows, strict=True)) / most
+        return 0.0, sum(w * size * us for w, size, us in each) / sum(w * size**2 for w, size, _ in each)
     return y - slope * x, slope
 
 
@@ -179,11 +201,10 @@ class HostCopies:
         self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._factors = [torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        self._factor = torch.randn(side, side, dtype=torch.bfloat16, device=device)
 
     def measure(self) -> Copy:
-        """Measures each direction alone, both at once, and both during matrix products."""
-        alone = self._products(())
+        """Measures each direction alone, both at once, and both during products of matrices."""
         back, out = self._copies((0,), busy=False)[0], self._copies((1,), busy=False)[0]
         both, busy = self._copies((0, 1), busy=False), self._copies((0, 1), busy=True)
         return Copy(
@@ -193,7 +214,6 @@ class HostCopies:
             both_to_host_gbps=both[1],
             busy_to_device_gbps=busy[0],
             busy_to_host_gbps=busy[1],
-            slower=self._products((0, 1)) / alone,
         )
 
     def _copies(self, ways: Sequence[int], *, busy: bool) -> list[float]:
@@ -202,43 +222,25 @@ class HostCopies:
         for _ in range(_REPEATS):
             torch.cuda.synchronize(self.device)
             if busy:
-                self._multiply(8 * self.rounds)
+                _multiply(self._factor, 8 * self.rounds)
             pairs = [self._start(way) for way in ways]
             torch.cuda.synchronize(self.device)
             for samples, (began, ended) in zip(found, pairs, strict=True):
                 samples.append(self.rounds * self.size / (float(began.elapsed_time(ended)) * 1e6))
         return [median(samples[1:]) for samples in found]  # the first warms up
 
-    def _products(self, ways: Sequence[int]) -> float:
-        """ms of some products during copies in these directions."""
-        took = list[float]()
-        for _ in range(_REPEATS):
-            torch.cuda.synchronize(self.device)
-            for way in ways:
-                self._start(way, 4 * self.rounds)
-            began, ended = _event(), _event()
-            began.record()
-            self._multiply(self.rounds)
-            ended.record()
-            torch.cuda.synchronize(self.device)
-            took.append(float(began.elapsed_time(ended)))
-        return median(took[1:])
-
-    def _start(self, way: int, count: int = 0) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        began, ended = _event(), _event()
+    def _start(self, way: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._streams[way]):
             began.record()
-            for _ in range(count or self.rounds):
+            for _ in range(self.rounds):
                 ends = self._there[way], self._host[way]
                 target, source = ends if way == 0 else reversed(ends)
                 target.copy_(source, non_blocking=True)
             ended.record()
         return began, ended
 
-    def _multiply(self, count: int) -> None:
-        for _ in range(count):
-            self._factors[0] @ self._factors[1]
 
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _multiply(factor: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        factor @ factor

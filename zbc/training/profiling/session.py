@@ -35,7 +35,7 @@ from zbc.runtime.core.private import workspaces
 from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices, frames
 from zbc.training.launch.forking import fork_server
-from zbc.training.profiling.link import HostCopies, Pair, fit, sums_of
+from zbc.training.profiling.link import HostCopies, Pair, fit, share_of, sums_of
 from zbc.training.profiling.link import Samples as LinkSamples
 from zbc.training.profiling.rig import IDLE, build_rig
 from zbc.training.profiling.slices import BLOCK, Took, slice_times
@@ -144,6 +144,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
             b_us=1e3 * host["b"],
             w_us=1e3 * host["w"],
             transfer_us=sum(moves) / 2,
+            transfer_share=share_of(found.link),
             agree_us=median(found.link["agree"]) if "agree" in found.link else 0.0,
             close_us=1e3 * median(times["", CLOSE]),
         ),
@@ -281,10 +282,7 @@ def _together(
 
 def _partner(rank: int, how: Sampling, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
     with _joined(rank, 2, how, f"{folder}/meet") as device:
-        pair = Pair(rank, device, _MOVES)
-        found = pair.measure(sizes)
-        pair.close()
-    return found
+        return Pair(rank, device, _MOVES).measure(sizes)
 
 
 def _sharer(count: int, rank: int, how: Sampling, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
