@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.jobs import toml_value
+from tests.jobs import tiny_tensors_move, toml_value
 from zbc.compiler.compile import compile_job, load_job
 from zbc.plan.directory import StoredPlan
 
@@ -82,7 +82,9 @@ def planned(tables: Tables, *, budget: float = 0.0) -> StoredPlan:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "zbc.toml"
         path.write_text(toml(tables))
-        compile_job(load_job(path), budget=budget, suggest=False).write(Path(folder) / "plan")
+        with tiny_tensors_move():
+            made = compile_job(load_job(path), budget=budget, suggest=False)
+        made.write(Path(folder) / "plan")
         return StoredPlan.read(Path(folder) / "plan")
 
 
@@ -90,7 +92,8 @@ def trained(tables: Tables, *, budget: float = 0.0, steps: int = STEPS) -> list[
     """Trains a job; returns (loss, norm) of each step."""
     from tests.threads import run_threads
 
-    workers = run_threads(planned(tables, budget=budget), steps)
+    with tiny_tensors_move():
+        workers = run_threads(planned(tables, budget=budget), steps)
     return [(result.loss, result.grad_norm) for result in workers[0].results]
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from zbc.compiler.cost import staying
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.engine import compiles_first
 
@@ -40,6 +41,12 @@ WAITING = ("tests/docs/", "tests/processes/")  # mostly wait for processes they 
 
 settings.register_profile("zbc", settings.default, deadline=None)  # a busy machine may stop a test for a moment
 settings.load_profile("zbc")
+
+
+@pytest.fixture
+def everything_moves(monkeypatch):
+    """Plans offload all activations: a toy model stands for a large one, whose tensors are not too small to move."""
+    monkeypatch.setattr(staying, "_with", lambda size, tensors, entry: size)
 
 
 def pytest_addoption(parser):

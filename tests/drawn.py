@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.check import operational
 from tests.composed import CHANGES, SETTINGS, STEPS, TOLERANCE, Tables, apart, settings, toml
+from tests.jobs import tiny_tensors_move
 from tests.paced import emulated
 from tests.threads import run_threads
 from zbc.compiler.compile import Compiled, compile_job, load_job
@@ -24,7 +25,6 @@ from zbc.errors import ZbcError
 from zbc.ir import COPY, Kind, Program
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features import parcels
 from zbc.runtime.transports.hub import Hub
 from zbc.training.checkpoint import folder as disk
 from zbc.training.evaluate import EvaluationRun
@@ -220,7 +220,8 @@ def planned(tables: Tables, folder: Path, budget: float = 0.0) -> tuple[Compiled
     folder.mkdir(exist_ok=True)
     path = folder / "zbc.toml"
     path.write_text(toml(tables))
-    made = compile_job(load_job(path), budget=budget, suggest=False)
+    with tiny_tensors_move():
+        made = compile_job(load_job(path), budget=budget, suggest=False)
     made.write(folder / "plan")
     return made, StoredPlan.read(folder / "plan")
 
@@ -318,7 +319,7 @@ def _run(plan: StoredPlan, setup: Any, *, evenly: bool = False) -> list[Worker]:
     hub = Hub(topology.world, inside=topology.inside, prompt=setup is not None)
     chosen = in_turn if evenly else Experts._chosen
     with (
-        mock.patch.object(parcels, "SMALL", 1),  # all of it moves
+        tiny_tensors_move(),
         mock.patch.object(Experts, "_chosen", chosen),
         mock.patch.object(compiled, "BACKEND", {"backend": "aot_eager"}),
     ):

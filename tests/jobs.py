@@ -2,9 +2,13 @@
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 from zbc.compiler.compile import load_job
+from zbc.compiler.cost import stage_bytes, staying
 from zbc.job.spec import Job
 
 BASE = {
@@ -16,6 +20,17 @@ BASE = {
 
 
 FREE = {"message_us": 0.0, "message_share": 0.0}  # [hardware]: messages that keep no rank from computing
+
+
+@contextmanager
+def tiny_tensors_move() -> Iterator[None]:
+    """Plans and runs offload tensors of any size, since models of tests are small."""
+    from zbc.runtime.features import parcels
+
+    with ExitStack() as stack:
+        for module in (staying, stage_bytes, parcels):
+            stack.enter_context(mock.patch.object(module, "SMALL", 1))
+        yield
 
 
 def toml_text(**changes: object) -> str:

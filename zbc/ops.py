@@ -24,6 +24,8 @@ from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+SMALL = 64 * 1024  # bytes below which OFFLOAD leaves a tensor on the device
+
 
 class Kind(StrEnum):
     """The work of an op. This enum is the glossary."""

@@ -15,6 +15,7 @@ from zbc.errors import ZbcError
 from zbc.job.profile import Measured
 from zbc.plan import directory as plans
 
+pytestmark = pytest.mark.usefixtures("everything_moves")
 COSTS = {"f": 1.0, "b": 1.0, "w": 1.0, "offload": 1.0}
 
 

@@ -29,6 +29,7 @@ from zbc.compiler.sim.links import Links, by_time
 from zbc.ir import COPY, Kind
 from zbc.plan.directory import StoredPlan
 
+pytestmark = pytest.mark.usefixtures("everything_moves")
 REFERENCE = rows("offload_orders.csv")
 MOVED = [row for row in REFERENCE if row["k"] and row["status"] == "ok"]
 REFUSED = [row for row in REFERENCE if row["k"] and row["status"] != "ok"]

@@ -12,6 +12,7 @@ from zbc.compiler.partition.setup import as_ordered
 from zbc.compiler.whatif.others import kept
 from zbc.errors import ZbcError
 
+pytestmark = pytest.mark.usefixtures("everything_moves")
 PARTS = ("keep", "recompute", "offload", "recompute+offload")
 
 

@@ -74,8 +74,9 @@ def possible(job: Job, *, bytes_known: bool) -> bool:
 
 
 def movable(kept: Size, stage: StageBytes | None) -> Size:
-    """The part of a stage's kept activations that can move: all but its result, which stays until it is sent."""
+    """The part of a stage's kept activations that can move: all but its result, which stays until it is sent, and what
+    the runtime leaves on the device."""
     if stage is None:
         return kept
-    left = max(0.0, kept.bytes - stage.sent)
+    left = max(0.0, kept.bytes - stage.sent - stage.stays)
     return Size(kept.units * left / (kept.bytes or 1.0), left)

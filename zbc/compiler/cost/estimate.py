@@ -13,7 +13,7 @@ from operator import truediv
 from statistics import fmean
 from typing import Any
 
-from zbc.compiler.cost import adapters, footprint, profiled, work
+from zbc.compiler.cost import adapters, footprint, profiled, staying, work
 from zbc.compiler.cost.footprint import NOTHING, Footprint
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
@@ -308,7 +308,21 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
         later = Spared(footprint.head(sizes, defers=True), 0.0)
         head = replace(head, spared={True: later, False: later})
     found = [replace(embed, tied=tied), *found, replace(head, tied=tied)]
-    return adapters.frozen(job, found, [blocks[kind] for kind in kinds], sizes) if job.adapter.rank else found
+    found = adapters.frozen(job, found, [blocks[kind] for kind in kinds], sizes) if job.adapter.rank else found
+    return _staying(found, [blocks[kind] for kind in kinds], sizes)
+
+
+def _staying(table: list[Layer], blocks: Sequence[Sizes], ends: Sizes) -> list[Layer]:
+    """The layers with the bytes that offload leaves on the device."""
+    embed, *inner, head = table
+    first = _with(embed.spared, lambda _, size: staying.embedding(ends, size))
+    found = [replace(embed, size=staying.embedding(ends, embed.size), spared=first)]
+    for layer, z in zip(inner, blocks, strict=True):
+        spared = _with(layer.spared, lambda again, size, z=z: staying.block(z, size, spared=True, attention=again))  # type: ignore[misc]
+        whole = layer.whole and staying.block(replace(z, regathers=False), layer.whole)
+        found.append(replace(layer, size=staying.block(z, layer.size), spared=spared, whole=whole))
+    last = _with(head.spared, lambda _, size: staying.head(ends, size))
+    return [*found, replace(head, size=staying.head(ends, head.size), spared=last)]
 
 
 def sizes_of(job: Job, past: int = 0) -> Sizes | None:
@@ -379,10 +393,15 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
         )
         step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
         one = replace(one, held=held, step=step, tentative=tentative, params=layer.params, parts=layer.parts)
-    size, spared = layer.size if one.size is None else one.size, layer.spared
+    size, spared = layer.size, layer.spared
     if one.size is not None:  # the estimated savings, subtracted from the measured bytes
         found, plain = one.size, layer.size
-        spared = _with(spared, lambda _, size: found.remade(plain.act_b - size.act_b, size.more_b - plain.more_b))
+        size = staying.measured(found, plain if plain is not NOTHING else None)
+
+        def lessened(_: bool, other: Footprint) -> Footprint:
+            return staying.measured(found.remade(plain.act_b - other.act_b, other.more_b - plain.more_b), other)
+
+        spared = _with(spared, lessened)
     parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
     params, frozen = (one.params, one.frozen) if one.params or one.frozen else (layer.params, layer.frozen)
     return replace(

@@ -35,7 +35,9 @@ class Footprint:
 
     act_b: float = 0.0
     act_w: float = 0.0
+    stays: float = 0.0  # the part of act_b that offload leaves on the device
     entry: float = 0.0  # its input
+    entry_stays: float = 0.0  # the same of it
     result: float = 0.0  # its output
     more_f: float = 0.0
     more_alone: float = 0.0  # F that keeps nothing
@@ -110,7 +112,21 @@ class Footprint:
 
 
 _OF_BACKWARD = ("more_b", "more_bw", "first_b", "first_bw", "rise_b", "rise_bw")
-_BY_TOKEN = ("act_b", "act_w", "entry", "result", "more_f", "more_alone", "logits", "loose", "tail", "kv", "fused")
+_BY_TOKEN = (
+    "act_b",
+    "stays",
+    "act_w",
+    "entry",
+    "entry_stays",
+    "result",
+    "more_f",
+    "more_alone",
+    "logits",
+    "loose",
+    "tail",
+    "kv",
+    "fused",
+)
 
 
 def embedding(z: Sizes) -> Footprint:

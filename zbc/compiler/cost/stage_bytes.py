@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from zbc.compiler.cost.turns import NO_MORE, NO_RISE, More, Rise, more, rise
 from zbc.ir import Placement
 from zbc.job.sections import Parallel
 from zbc.job.spec import Job
+from zbc.ops import SMALL
 from zbc.plan import dealing
 
 _LOW = 2  # bytes of a bfloat16
@@ -43,6 +44,7 @@ class StageBytes:
     logits: float = 0.0  # the part of F's kept activations with an entry per word of the vocabulary
     behind: float = 0.0  # bytes of the tensor between it and the next stage
     share: float = 0.0  # activations F keeps without recompute; activation units are shares of it
+    stays: float = 0.0  # the part of F's kept activations that offload leaves on the device
     sent: float = 0.0  # the part of F's kept activations that is sent, too: a result that its own backward needs
     given: float = 0.0  # the part of its input that the stage before it keeps, and counts, on the same rank
     summed: float = 0.0  # the buffer REDUCE sends, into which the gradients move
@@ -140,8 +142,14 @@ def _kept(
         "logits": 0.0 if again else sum(z.logits for z in sizes),
         "behind": behind[s],
         "share": sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:]),
+        "stays": sum(z.entry_stays if again else z.stays for z in sizes)
+        + _small(z.loose for z in sizes[:1] if not again),
         "sent": 0.0 if again else sum(z.tail for z in sizes[-1:]),
     }
+
+
+def _small(sizes: Iterable[float]) -> float:
+    return sum(size for size in sizes if size < SMALL)
 
 
 def of_experts(

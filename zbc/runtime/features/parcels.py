@@ -25,10 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zbc.errors import ZbcError
 from zbc.ir import Op
+from zbc.ops import SMALL
 from zbc.runtime.core.private import users
 from zbc.runtime.features.copying import Copier, Piece, Slab, Ticket
 
-SMALL = 64 * 1024  # bytes below which a storage stays
 _ALIGN = 64  # bytes
 _WHOLE = {torch.int16, torch.int32, torch.int64}
 
