@@ -419,17 +419,19 @@ def test_the_first_all_to_all_of_a_bw_waits_unless_a_w_is_there_by_then():
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_bw_of_a_slice_hides_its_own_sums(activations):
-    """F = 8, B = 6, W = 2 and sums of 1.5 of a microbatch; the slice's share of F and B differs from that of W."""
+    """F = 8, B = 6, W = 2 and sums of 1.5 of a microbatch; the slice's share of F and B differs from that of W and of
+    the sums, which is that of its tokens."""
     given = {"schedule": {"slices": 3}, "model": {"seq_len": 999}, "memory": {"activations": activations}}
     found = costs(job(parallel={"tp": 2}, costs={"f": 8.0, "b": 6.0, "w": 2.0, "tp": 1.5}, **given))
     waits = 0.0
     for part in range(3):
         f, b, w, bw = (found.of(column, 1, part) for column in ("f", "b", "w", "bw"))
-        share, again = f / 9.5, f if activations == "recompute" else 0.0
-        assert b == pytest.approx(again + 7.5 * share)
-        assert bw == pytest.approx(again + 6 * share + max(1.5 * share, w))
-        repeated = 1.5 * share if again else 0.0
-        assert found.of("bw_waits", 1, part) == pytest.approx(repeated + max(0.0, 1.5 * share - w))
+        sums, again = 1.5 * w / 2, f if activations == "recompute" else 0.0
+        share = (f - sums) / 8
+        assert b == pytest.approx(again + 6 * share + sums)
+        assert bw == pytest.approx(again + 6 * share + max(sums, w))
+        repeated = sums if again else 0.0
+        assert found.of("bw_waits", 1, part) == pytest.approx(repeated + max(0.0, sums - w))
         waits += max(0.0, 1.5 * share - w)
     assert sum(found.of("f", 1, part) for part in range(3)) == pytest.approx(9.5) and waits > 0
 

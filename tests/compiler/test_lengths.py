@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.jobs import job, write_job
+from tests.profiles import profile_of
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler import numbering, recall
@@ -170,6 +171,45 @@ def test_times_that_are_given_are_of_whole_rows_and_less_by_tokens():
     assert costs.column("f")[0] == pytest.approx(4 * sum(SHARES) / 16 / 8)
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
+@pytest.mark.parametrize("per", ["layer", "rank"])
+def test_given_times_of_collectives_are_of_whole_rows_and_less_by_tokens(axis, per):
+    more = {"experts": 4, "top_k": 2} if axis == "ep" else {}
+    parallel = {"ep": {"dp": 2, "ep": 2}}.get(axis, {axis: 2})
+    without, given = (
+        costs_of(
+            job(
+                parallel=parallel,
+                model={"family": "llama", "seq_len": 16, **more},
+                costs={"per": per, "f": 8.0, "b": 6.0, "w": 4.0, **ms},
+                schedule={"tokens": SHARES},
+            )
+        )
+        for ms in ({}, {axis: 1.6})
+    )
+    for mb, tokens in enumerate(SHARES):
+        for column in ("f", "b"):
+            assert given.of(column, 1, mb) - without.of(column, 1, mb) == pytest.approx(0.1 * tokens), (column, mb)
+
+
+def test_a_whole_backward_is_shorter_by_that_of_its_b_and_its_w():
+    """Attention makes B more than proportionally shorter, and W not."""
+    sizes = {"model": {"seq_len": 2048}, "schedule": {"tokens": [2048] * 7 + [1024]}}
+    profiled = replace(job(**sizes), profile=profile_of(job(**sizes)))
+    given = {"parallel": {"tp": 2}, "costs": {"f": 4.0, "b": 4.0, "w": 4.0, "tp": 1.0}}
+    for found in (costs_of(profiled), costs_of(job(**sizes, **given))):
+        whole, short = ([found.of(name, 1, mb) for name in ("b", "w", "bw")] for mb in (0, 7))
+        sums = [found.of("b_sums", 1, mb) for mb in (0, 7)]
+        assert short[1] == pytest.approx(0.5 * whole[1]) and short[0] < 0.45 * whole[0]
+        assert short[2] == pytest.approx(short[0] + short[1] - sums[1] + found.of("bw_waits", 1, 7))
+
+
+def test_collectives_of_a_shared_vocabulary_at_given_times_are_less_by_tokens():
+    costs = costs_of(job(schedule={"tokens": SHARES}, costs=GIVEN["costs"], parallel={"pp": 4, "vocabulary": "shared"}))
+    for name in ("spread", "meet", "give", "take"):
+        assert [costs.of(name, 2, mb) for mb in range(8)] == pytest.approx([0.5 * n / 16 for n in SHARES]), name
+
+
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "gpipe"], 1))
 def test_a_step_takes_what_its_ops_take_one_by_one(kind):
     times = {**GIVEN["costs"], "comm": 5.0}
@@ -222,6 +262,18 @@ def test_a_limit_is_kept_by_what_is_really_held(kind):
     equal = planned(schedule={"memory_limit": "0.5x"}, kind=kind, costs=GIVEN["costs"])
     flights = [max(one.in_flight for one in plan.memory) for plan in (compiled, equal)]
     assert flights[0] >= flights[1]
+
+
+@pytest.mark.parametrize("tokens", [SHARES, [16] * 4 + [2] * 4, [2] * 4 + [16] * 4])
+@pytest.mark.parametrize(("kind", "units"), [("zb-v", 4), ("v-half", 3), ("v-min", 2)])
+def test_a_limit_by_name_is_kept_with_any_numbers(kind, units, tokens):
+    for costs in ({}, GIVEN["costs"]):
+        compiled = planned(schedule={"tokens": tokens}, kind=kind, layers=16, costs=costs)
+        assert (
+            max(rank.units for rank in compiled.memory)
+            <= units + 1e-6
+            == compiled.report.limits.activation_units + 1e-6
+        )
 
 
 def test_numbers_keep_to_a_limit_that_the_given_ones_keep_to():

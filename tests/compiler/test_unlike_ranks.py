@@ -42,6 +42,19 @@ def test_ops_of_a_rank_take_as_much_longer_and_nothing_else():
     assert slow.costs.links == plain.costs.links
 
 
+def test_a_slow_rank_makes_no_collective_of_a_shared_vocabulary_slower():
+    plain, slow = (
+        planned(partition=EVEN, parallel={"pp": 4, "vocabulary": "shared"}, hardware=hardware).costs
+        for hardware in ({}, {"slow": [1, 1.5, 1, 1]})
+    )
+    for name in ("spread", "meet", "give", "take"):
+        assert slow.column(name) == plain.column(name) and plain.of(name) > 0, name
+    for name in ("s", "t", "i", "e"):
+        assert slow.column(name) == pytest.approx(
+            [ms * (1.5 if r == 1 else 1) for r, ms in enumerate(plain.column(name))]
+        )
+
+
 def test_rates_by_rank_are_the_machines_they_stand_for():
     """On a rank with half the arithmetic and half the bandwidth ops take twice as long, except for their starts."""
     rates = {"tflops": [1.0, 0.5, 1.0, 1.0], "memory_gbps": [20.0, 10.0, 20.0, 20.0], "kernel_us": 0.0}

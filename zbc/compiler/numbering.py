@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from zbc.compiler.cost import estimate, pricing
-from zbc.compiler.partition.limits import bounds_of
+from zbc.compiler.partition.limits import bounds_of, limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered, finished
 from zbc.compiler.planner.best import over_of
 from zbc.compiler.report.report import UnequalReport
@@ -81,7 +81,8 @@ def _alike(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> O
 
 
 def _fits(job: Job, found: Ordered) -> bool:
-    return not over_of(job, found)
+    most = limits_of(job, found.name, found.costs).activation_units  # as the name of a schedule may imply one
+    return not over_of(job, found) and (most is None or max(rank.units for rank in found.memory) <= most + 1e-6)
 
 
 def _numbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:

@@ -127,9 +127,13 @@ class Job:
         return replace(self, schedule=self.schedule.model_copy(update={"tokens": list(tokens) or None}))
 
     def of_length(self, tokens: int) -> Job:
-        """The job with whole rows of `tokens` tokens; unchanged if the model has no length."""
+        """The job with whole rows of `tokens` tokens; a model without a length is unchanged. Given times of messages
+        and collectives are of as many tokens."""
         model = self.model if self.model.seq_len is None else self.model.model_copy(update={"seq_len": tokens})
-        return replace(self.with_tokens(()), model=model)
+        part, given = tokens / self.row_tokens, self.costs
+        times = {name: getattr(given, name) for name in ("comm", "occupies", "tp", "cp", "ep")}
+        costs = given.model_copy(update={name: part * ms for name, ms in times.items() if ms is not None})
+        return replace(self.with_tokens(()), model=model, costs=costs)
 
     def in_slices(self, count: int) -> Job:
         """The job with `count` slices of each microbatch."""

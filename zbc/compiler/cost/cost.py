@@ -157,13 +157,28 @@ class Costs:
     def cut(self, rows: Sequence[float], **shares: Sequence[float]) -> Costs:
         """Returns the costs of microbatches in slices: `rows` is each slice's share of the tokens, `shares` its shares
         of the times f, b and w, if they differ."""
-        names = [name for name in BY_SLICE if name in self.ms]
-        ms = {name: _shared(self._column(name), shares.get(name[0], rows)) for name in names}
+        parts = [(row, {name: shares.get(name, rows)[j] for name in "fbw"}) for j, row in enumerate(rows)]
+        ms = {
+            name: tuple(tuple(self._part(name, s, *part) for part in parts) for s in range(self.stages))
+            for name in BY_SLICE
+            if name in self.ms
+        }
         size = {
             name: tuple(tuple(Size(row * units, row * size) for row in rows) for units, size in map(self._whole, sizes))
             for name, sizes in self.size.items()
         }
         return replace(self, ms={**self.ms, **ms}, size=size, slices=len(rows))
+
+    def _part(self, name: str, stage: int, rows: float, shares: Mapping[str, float]) -> float:
+        """ms of a part of a microbatch by a column: collectives take their share of the tokens, a BW that of its B and
+        of its W."""
+        ms = self.of(name, stage)
+        if name in _SUMS:
+            return rows * ms
+        b, w = self.of("b", stage) - self.of("b_sums", stage), self.of("w", stage)
+        both = (b * shares["b"] + w * shares["w"]) / (b + w) if b + w else shares["b"]
+        waits = self.of(_WAITS[name], stage) if name in _WAITS else 0.0
+        return (both if name == "bw" else shares[name]) * (ms - waits) + rows * waits
 
     def portions(self, name: str, whole: PerStage) -> Column:
         """Splits `whole` ms of typical microbatches by part, in the proportions of a column."""
@@ -507,11 +522,6 @@ def _by_part(entry: Size | tuple[Size, ...], parts: int) -> tuple[Size, ...]:
     return (entry,) * parts if isinstance(entry, Size) else entry
 
 
-def _shared(column: Column, shares: Sequence[float]) -> Column:
-    wholes = [sum(entry) if isinstance(entry, tuple) else entry for entry in column]
-    return tuple(tuple(ms * share for share in shares) for ms in wholes)
-
-
 def _at(pace: float, ms: float, *waits: float) -> float:
     """ms of an op whose work takes `pace` times as long, and its waits do not."""
     return pace * (ms - sum(waits)) + sum(waits)
@@ -526,11 +536,6 @@ def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[flo
     if not parts:
         return combine(*entries)
     return tuple(map(combine, *(entry if isinstance(entry, tuple) else (entry,) * parts for entry in entries)))
-
-
-def times_links(factor: float, links: tuple[Links, ...]) -> tuple[Links, ...]:
-    """`links` with transfers `factor` times as long."""
-    return tuple({edge: _times(ms, factor) for edge, ms in pipe.items()} for pipe in links)
 
 
 def less_links(links: tuple[Links, ...], busy: tuple[Links, ...], share: float) -> tuple[Links, ...]:

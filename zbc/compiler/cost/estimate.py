@@ -235,7 +235,8 @@ def part_of(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: f
     times = {name: getattr(layer, name) * parts[name] for name in "fbw"}
     one = layer.measured
     if one is not None:
-        one = replace(one, **times, bw=one.bw * parts["b"], again=one.again * parts["f"])
+        both = (times["b"] + times["w"]) / (layer.b + layer.w) if layer.b + layer.w else parts["b"]
+        one = replace(one, **times, bw=one.bw * both, again=one.again * parts["f"])
     if own is not None and (layer.measured is None or layer.measured.size is None):
         size, spared, whole = own.size, own.spared, own.whole
     else:

@@ -21,7 +21,6 @@ from zbc.compiler.cost.cost import (
     Size,
     less_links,
     links_of,
-    times_links,
 )
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.machine import Machine, message_of
@@ -122,8 +121,6 @@ def _of_length(job: Job, tokens: int, found: Costs, whole: Costs) -> Costs:
     if job.costs.f is not None and job.costs.per != "layer":
         part = whole.cut([rows], **{name: [share] for name, share in shares_of_length(job, tokens).items()})
         found = found.with_ms(**{name: part.column(name) for name in BY_SLICE if name in part.ms})
-    if job.costs.comm is not None:
-        found = replace(found, links=times_links(rows, found.links), occupies=times_links(rows, found.occupies))
     size = {}
     for name in whole.size:
         each = zip(whole.units(name), whole.bytes_of(name), found.bytes_of(name), strict=True)
