@@ -87,7 +87,7 @@ def test_no_other_shape_is_faster_under_1f1b(advice):
             if pp * tp <= 8:
                 text = advising.job_text(advice[0], 1, advice[1]).replace("tp_sequence = true\n", "")
                 path = advice[1] / "other.toml"
-                path.write_text(text[: text.index("\n[partition]")] + text[text.index("\n[schedule]") :])
+                path.write_text(text)
                 dp = 8 // pp // tp
                 shape = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.tp={tp}", 'schedule.kind="1f1b"']
                 shape += [f"schedule.microbatches={64 // dp // size}", "memory.activations=keep"]
@@ -111,10 +111,34 @@ def test_the_job_of_a_row_plans_to_the_numbers_of_the_row(advice):
     for number, row in enumerate(found.rows, 1):
         path = folder / f"{number}.toml"
         path.write_text(advising.job_text(found, number, folder))
-        made = compile_job(load_job(path))
+        made = compile_job(load_job(path), budget=0.0)
         assert made.settled_ms == row.compiled.settled_ms and made.schedule == row.compiled.schedule
         assert made.report.peak_bytes == row.compiled.report.peak_bytes
         assert made.job.hardware.gpu == "a100-40g" and "tflops" not in path.read_text()
+
+
+def test_the_job_of_a_row_leaves_layers_and_recompute_to_each_schedule(advice):
+    """Pinned to the stages of its own schedule, it would be a job of only a few of the others."""
+    found, folder = advice
+    path = folder / "open.toml"
+    path.write_text(advising.job_text(found, 1, folder))
+    tables = load_job(path).document.values
+    assert "partition" not in tables and tables["memory"]["activations"] == "auto"
+    if tables["parallel"]["pp"] > 1:
+        planned = [compile_job(load_job(path, [f"schedule.kind={kind}"]), budget=0.0) for kind in ("1f1b", "zb-v")]
+        assert {plan.program.placement.stages // plan.program.placement.ranks for plan in planned} == {1, 2}
+
+
+@pytest.mark.parametrize(("gpus", "batch", "fix"), [(7, "64", 56), (13, "20", 26), (13, "1", 13)])
+def test_where_no_shape_is_possible_each_is_told_why_with_a_batch_that_does(model, gpus, batch, fix):
+    """Fewer layers than ranks, and a batch of which replicas get no equal shares."""
+    folder = model(LLAMA | {"num_hidden_layers": 6})
+    with refused("E116", match=f"no shape of {gpus} GPUs can be planned", hint=f"a batch of {fix} ") as caught:
+        core.advise(document_of(folder, gpus=gpus, batch=batch))
+    told = caught.value.render()
+    assert "more ranks than the 6 layers" in told and "does not divide" in told and "memory" not in told
+    rows = core.advise(document_of(folder, gpus=gpus, batch=str(fix))).rows
+    assert rows and rows[0].shape.dp == gpus
 
 
 def test_experts_are_shared_out(model):

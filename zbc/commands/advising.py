@@ -278,7 +278,7 @@ def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
     yield f"of {found.shapes} shapes the best {found.planned} were planned; predictions, not measurements"
     if verbose:
         for number, row in enumerate(rows, 1):
-            planned, blocks = row.job.schedule, row.job.partition.layers_per_stage
+            planned, blocks = row.job.schedule, row.blocks
             work = f"{planned.microbatches} microbatches of {planned.microbatch_size}"
             yield f"{number}: step {row.compiled.settled_ms:,.0f} ms, {work}, blocks of the stages {blocks}"
 
@@ -314,7 +314,7 @@ def as_json(found: Advice) -> dict[str, Any]:
                 "recompute": some,
                 "selective": row.selective,
                 "stages": stages,
-                "layers_per_stage": row.job.partition.layers_per_stage,
+                "layers_per_stage": row.blocks,
                 "step_ms": row.compiled.settled_ms,
                 **report.rates._asdict(),
                 "peak_bytes": report.peak_bytes,
@@ -338,14 +338,13 @@ def as_json(found: Advice) -> dict[str, Any]:
 
 
 def job_text(found: Advice, number: int, source: Path) -> str:
-    """The text of the job of a row, with nothing left open."""
+    """The text of the job of a row; its plan decides the layers of stages and what is recomputed."""
     row = found.rows[number - 1]
     rates, gib = row.compiled.report.rates, row.compiled.report.peak_bytes / GIB
     took = f"{row.compiled.settled_ms:,.0f} ms a step" + (f", MFU {percent(rates.mfu)}" if rates.mfu else "")
     lines = [
         f"# Made by zbc advise from {source}, row {number}: {row.shape}.",
         f"# Predicted: {took}, {gib:.1f} GiB on the fullest GPU.",
-        "# Without [partition] `zbc plan` chooses the layers of each stage again.",
         *told_of(approximated(source)),
         "zbc = 1",
     ]

@@ -66,7 +66,13 @@ class Row:
 
     @property
     def job(self) -> Job:
-        return self.compiled.job
+        """The job with the recompute of its plan written down."""
+        return as_ordered(self.compiled.job, self.compiled.found)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks of each stage."""
+        return [sum(name not in ("embed", "head") for name in names) for names in self.compiled.layers]
 
     @property
     def sample_ms(self) -> float:
@@ -150,6 +156,9 @@ def advise(document: toml.Document, done: Callable[[str, float], None] = lambda 
     """
     state = state_of(document)
     every = [*_shapes(document)]
+    if not any(shape.why is None for shape, _ in every):
+        raise _no_shape(document, [shape for shape, _ in every])
+    every = [(shape, own) for shape, own in every if shape.why is None]
     shapes, least = list[_Shape](), list[tuple[int, world.Shape, ZbcError]]()
     for k, (shape, own) in enumerate(every):
         done(LOOKING, k / len(every))
@@ -188,7 +197,7 @@ def _shapes(document: toml.Document) -> Iterator[tuple[world.Shape, toml.Documen
                 own, (world.Shape(parallel["pp"], parallel["dp"], own.values["schedule"]["microbatches"]),)
             )
         for shape in worlds.shapes:
-            if shape.why is None and (shape.copies > 1 or shard == SHARDS[0]):
+            if shape.copies > 1 or shard == SHARDS[0]:
                 yield shape, worlds.of(shape)
 
 
@@ -247,19 +256,23 @@ def _few(rows: Sequence[tuple[float, int, toml.Document, world.Shape]]) -> Itera
 
 
 def _whole(document: toml.Document) -> Iterator[Row]:
-    """Yields the job with its partition and recompute written down, planned as by `zbc plan`."""
+    """Yields the job, planned as by `zbc plan --budget 0`. Layers of stages and recompute stay open: for other
+    schedules others are better."""
     try:
-        job = _job(document)
-        compiled = compile_job(job, suggest=False, budget=0.0)
-        blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
-        memory = as_ordered(job, compiled.found).memory
-        decided = {("partition", "layers_per_stage"): blocks, ("memory", "activations"): memory.activations}
-        if memory.attention is not None:
-            decided["memory", "attention"] = memory.attention
-        made = _with(document, decided)
-        yield Row(made, compile_job(_job(made), suggest=False))
+        yield Row(document, compile_job(_job(document), suggest=False, budget=0.0))
     except ZbcError:
         return
+
+
+def _no_shape(document: toml.Document, shapes: Sequence[world.Shape]) -> ZbcError:
+    """E116 with the reason of each shape, and the nearest batch of which each GPU gets a share."""
+    count, schedule = int(document.values["parallel"]["world"]), document.values["schedule"]
+    each = count * int(schedule.get("microbatch_size", 1))
+    batch = max(1, round(int(schedule["batch"]) / each)) * each
+    details = [f"= {text}" for text in dict.fromkeys(f"{shape}: {shape.why}" for shape in shapes)]
+    text = f"advise: no shape of {count} GPUs can be planned"
+    hint = f"set a batch of {batch} (--batch), or another number of GPUs (--gpus)"
+    return ZbcError("E116", text, where=document.where(("parallel", "world")), hint=hint, details=details)
 
 
 def _nothing_fits(
