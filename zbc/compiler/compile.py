@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from zbc.compiler.check.asked import missing_problems
 from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.memory import EASIER, check_host, check_memory
+from zbc.compiler.check.memory import RECOMPUTE, check_host, check_memory, fullest, hint_of, ways
 from zbc.compiler.check.orders import order_problems
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
@@ -512,10 +512,12 @@ def _with_alternatives(error: ZbcError, compiled: Compiled, budget: float | None
         details.append(f"= not asked for lack of time (a larger --budget): {most}")
     last = error.errors[-1]
     hint = last.hint
-    if hint is not None and hint.startswith(EASIER) and not _fits_by_recompute(compiled.job):
-        hint = hint.removeprefix(EASIER)
-    if hint is not None and last.code == "E301" and not until.over(compiled.report.compile_seconds):
-        hint = _enough(compiled, hint, budget)
+    if last.code == "E301" and compiled.job.rooms is not None:
+        worst = compiled.memory[fullest(compiled.job.rooms, compiled.memory)]
+        helping = (way for way in ways(compiled.job, worst) if _helps(compiled, way))
+        hint = hint_of(compiled.job, worst, [*islice(helping, 2)])
+        if not until.over(compiled.report.compile_seconds):
+            hint = _enough(compiled, hint, budget)
     extended = ZbcError(last.code, last.message, where=last.where, hint=hint, details=[*last.details, *details])
     return extended if len(error.errors) == 1 else Problems([*error.errors[:-1], extended])
 
@@ -555,15 +557,20 @@ def _alternatives(job: Job, failed: str, until: Until, left: list[str]) -> Itera
             yield _Alternative(name, found.complete.step_ms(job.objective), found.memory)
 
 
-def _fits_by_recompute(job: Job) -> bool:
-    """Whether `memory.activations = "auto"` makes enough room, by the fastest search."""
-    other = replace(job, memory=job.memory.model_copy(update={"activations": "auto"}))
+def _helps(compiled: Compiled, way: str) -> bool:
+    """Whether the fullest rank needs less with these settings, by the fastest search; recompute has to make enough
+    room."""
+    document = compiled.job.document
     try:
+        for setting in way.split(" with "):
+            document = toml.merge(document, spec.override(setting.replace(" = ", "="), document.source))
+        other = job_of(document, (compiled.job.profile, compiled.job.links))
         found = order(other, estimate.layers(other), 0.0)
-        check_memory(other, found.memory, found.costs)
+        if way == RECOMPUTE:
+            check_memory(other, found.memory, found.costs)
     except ZbcError:
         return False
-    return True
+    return max(rank.bytes for rank in found.memory) < max(rank.bytes for rank in compiled.memory)
 
 
 def _enough(compiled: Compiled, hint: str, budget: float | None) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from zbc.compiler.cost.cost import Costs
@@ -15,7 +16,8 @@ from zbc.ir import Program
 from zbc.job.spec import Job, parse_limit
 from zbc.text import GIB, at_least, short, size
 
-EASIER = 'memory.activations = "auto", '  # the first remedy for E301, which compile_job tries
+_LINE = 90  # characters of a hint
+RECOMPUTE = 'memory.activations = "auto"'
 
 
 def check_memory(job: Job, memory: list[RankMemory], costs: Costs) -> None:
@@ -55,7 +57,7 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
     rooms = job.rooms
     if rooms is None or costs.bytes is None:
         return
-    rank = max(range(len(memory)), key=lambda r: memory[r].bytes / rooms[r])
+    rank = fullest(rooms, memory)
     worst, limit = memory[rank], job.hardware.of(rank).least_gib or 0.0
     if worst.bytes <= rooms[rank]:
         return
@@ -72,14 +74,47 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
         f"of gradients, activations and buffers {size(worst.together)} at a time",
     ]
     where = job.where("hardware", "memory_gib")
-    easier = EASIER if job.memory.chosen() == {"keep"} else ""
-    easier += "parallel.ep, " if job.model.experts and job.parallel.dp > job.parallel.ep else ""
-    stays, chunks = worst.bytes - worst.activations - worst.buffers, 4 * job.parallel.cp
-    if stays <= rooms[rank] and job.model.builtin and (job.model.seq_len or 1) % chunks == 0:
-        easier += f"parallel.cp = {2 * job.parallel.cp}, "
-    smaller = "" if "parallel.cp" in easier else "a smaller microbatch_size, "
-    hint = f"{easier}more ranks, {smaller}or memory_gib = {at_least(job.memory_for(worst.bytes))}"
-    yield ZbcError("E301", text, where=where, details=parts, hint=hint)
+    yield ZbcError("E301", text, where=where, details=parts, hint=hint_of(job, worst, ways(job, worst)))
+
+
+def fullest(rooms: Sequence[float], memory: Sequence[RankMemory]) -> int:
+    """The rank that needs most of its room."""
+    return max(range(len(memory)), key=lambda r: memory[r].bytes / rooms[r])
+
+
+def hint_of(job: Job, worst: RankMemory, some: Sequence[str]) -> str:
+    """The hint of an E301 with the first of these ways to need less, as many as a line has room for."""
+    shown, rest = list[str](), f"more ranks, or memory_gib = {at_least(job.memory_for(worst.bytes))}"
+    for way in (one.replace("schedule.", "") for one in some):
+        if len(", ".join([*shown, way, rest])) <= _LINE:
+            shown.append(way)
+    return ", ".join([*shown, rest])
+
+
+def ways(job: Job, worst: RankMemory) -> list[str]:
+    """Settings with which the fullest rank needs less, those that may remove most first."""
+    parallel, model, schedule = job.parallel, job.model, job.schedule
+    moving, resident = worst.activations + worst.buffers, worst.weights + worst.gradients + worst.masters
+    found = list[tuple[float, str]]()
+    if job.memory.chosen() == {"keep"}:
+        found.append((worst.activations, RECOMPUTE))
+    tokens = schedule.microbatch_size * (model.seq_len or 1)
+    if model.builtin and model.vocab and not (model.loss_chunk or job.vocabulary) and tokens > 1:
+        logits = min(moving, 8 * model.vocab / parallel.tp * tokens / parallel.cp)  # and their gradients
+        found.append((logits, f"model.loss_chunk = {min(1024, tokens // 2)}"))
+    if schedule.microbatch_size > 1 and not job.tokens:
+        fewer = next(n for n in range(schedule.microbatch_size // 2, 0, -1) if schedule.microbatch_size % n == 0)
+        count = schedule.microbatches * schedule.microbatch_size // fewer
+        part = 1 - fewer / schedule.microbatch_size
+        found.append((part * moving, f"schedule.microbatch_size = {fewer} with schedule.microbatches = {count}"))
+    if model.builtin and (model.seq_len or 1) % (4 * parallel.cp) == 0:
+        found.append((moving / 2, f"parallel.cp = {2 * parallel.cp}"))
+    most = math.gcd(parallel.dp, model.experts or 1)
+    if (more := next((n for n in range(parallel.ep + 1, most + 1) if most % n == 0), None)) is not None:
+        found.append(((1 - parallel.ep / more) * (resident + worst.optimizer), f"parallel.ep = {more}"))
+    if parallel.copies > 1 and job.shard == "none":
+        found.append(((1 - 1 / parallel.copies) * worst.optimizer, 'parallel.shard = "optimizer"'))
+    return [way for _, way in sorted(found, key=lambda entry: -entry[0])]
 
 
 def _over_limit(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:

@@ -1,0 +1,76 @@
+"""E301 names the settings with which the fullest rank needs less, those that may remove most first."""
+
+import re
+
+import pytest
+
+from tests.jobs import toml_text
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.cost import estimate
+from zbc.compiler.order import order
+from zbc.errors import ZbcError
+
+WAY = re.compile(r'([\w.]+ = (?:"\w+"|\d+)(?: with [\w.]+ = \d+)?)')
+MODEL = {"family": "llama", "hidden": 256, "heads": 8, "seq_len": 512, "vocab": 1024}
+BASE = {"layers": 8, "pp": 2, "m": 4, "kind": "1f1b", "model": MODEL, "hardware": {"memory_gib": 0.01}}
+
+
+def job_with(folder, tables):
+    path = folder / "zbc.toml"
+    path.write_text(toml_text(**{**BASE, **tables, "model": {**MODEL, **tables.get("model", {})}}))
+    return path
+
+
+def advised(folder, tables):
+    """The settings that E301 advises, in order."""
+    with pytest.raises(ZbcError) as caught:
+        compile_job(load_job(job_with(folder, tables)), budget=0.0)
+    assert caught.value.code == "E301"
+    found = [way.replace("microbatch", "schedule.microbatch") for way in WAY.findall(caught.value.hint)]
+    return [way for way in found if not way.startswith("memory_gib")]
+
+
+def needed(folder, tables, *ways):
+    """Bytes of the fullest rank with these settings."""
+    settings = [one.replace(" = ", "=") for way in ways for one in way.split(" with ")]
+    made = load_job(job_with(folder, tables), settings)
+    return max(rank.bytes for rank in order(made, estimate.layers(made), 0.0).memory)
+
+
+JOBS = {
+    "words": ({"model": {"vocab": 64000}, "memory": {"activations": "recompute"}}, "model.loss_chunk"),
+    "rows": ({"schedule": {"microbatch_size": 6}, "kind": "gpipe"}, "schedule.microbatch_size"),
+    "experts": (
+        {"schedule": {"microbatch_size": 1}, "model": {"experts": 16, "top_k": 2}, "parallel": {"dp": 8, "ep": 2}},
+        "parallel.ep",
+    ),
+    "state": ({"model": {"hidden": 1024}, "parallel": {"dp": 4}, "schedule": {"microbatch_size": 1}}, "parallel.shard"),
+    "adapters": ({"adapter": {"rank": 4}, "schedule": {"microbatch_size": 2}}, "schedule.microbatch_size"),
+    "shared words": ({"parallel": {"vocabulary": "shared"}, "model": {"vocab": 32000}}, "schedule.microbatch_size"),
+    "slices": ({"schedule": {"slices": 2, "microbatch_size": 2}}, "schedule.microbatch_size"),
+    "two pipes": ({"kind": "chimera", "schedule": {"microbatch_size": 2}}, "schedule.microbatch_size"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_with_each_setting_that_is_advised_the_fullest_rank_needs_less(name, tmp_path):
+    tables, among = JOBS[name]
+    found = advised(tmp_path, tables)
+    assert any(way.startswith(among) for way in found), found
+    before = needed(tmp_path, tables)
+    for way in found:
+        assert needed(tmp_path, tables, way) < before, way
+
+
+@pytest.mark.parametrize(("name", "first"), [("words", "model.loss_chunk"), ("experts", "parallel.ep")])
+def test_the_setting_for_the_largest_part_is_named_first(name, first, tmp_path):
+    assert advised(tmp_path, JOBS[name][0])[0].startswith(first)
+
+
+def test_what_is_at_its_most_or_not_there_is_not_advised(tmp_path):
+    every = advised(tmp_path, {"model": {"experts": 4, "top_k": 2, "loss_chunk": 64}, "parallel": {"dp": 8, "ep": 4}})
+    assert not [way for way in every if way.startswith(("parallel.ep", "model.loss_chunk"))]
+    every = advised(tmp_path, {"schedule": {"microbatch_size": 1}, "memory": {"activations": "auto"}})
+    assert not [
+        way for way in every if way.startswith(("schedule.microbatch_size", "memory.activations", "parallel.shard"))
+    ]
