@@ -45,6 +45,11 @@ JOBS = {
         "parallel.ep",
     ),
     "state": ({"model": {"hidden": 1024}, "parallel": {"dp": 4}, "schedule": {"microbatch_size": 1}}, "parallel.shard"),
+    "first stage": (
+        {"partition": {"mode": "uniform"}, "schedule": {"microbatch_size": 1}, "memory": {"activations": "recompute"}}
+        | {"model": {"vocab": 1024, "seq_len": 510}, "pp": 4, "m": 16, "kind": "1f1b"},
+        "",
+    ),
     "adapters": ({"adapter": {"rank": 4}, "schedule": {"microbatch_size": 2}}, "schedule.microbatch_size"),
     "shared words": ({"parallel": {"vocabulary": "shared"}, "model": {"vocab": 32000}}, "schedule.microbatch_size"),
     "slices": ({"schedule": {"slices": 2, "microbatch_size": 2}}, "schedule.microbatch_size"),
@@ -56,7 +61,7 @@ JOBS = {
 def test_with_each_setting_that_is_advised_the_fullest_rank_needs_less(name, tmp_path):
     tables, among = JOBS[name]
     found = advised(tmp_path, tables)
-    assert any(way.startswith(among) for way in found), found
+    assert not among or any(way.startswith(among) for way in found), found
     before = needed(tmp_path, tables)
     for way in found:
         assert needed(tmp_path, tables, way) < before, way
