@@ -20,8 +20,7 @@ from zbc.compiler.graph import build
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limit_of, smallest
-from zbc.compiler.partition.setup import start_of
-from zbc.compiler.planner.best import over_of
+from zbc.compiler.partition.setup import over_of, start_of
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import ladder
 from zbc.compiler.search.candidates import Bench, Candidate

@@ -36,14 +36,13 @@ from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.sim.simulate import Timeline
-from zbc.compiler.steps import either_way, least_period
+from zbc.compiler.steps import either_way
 from zbc.errors import MISTYPED, Problems, ZbcError
 from zbc.host.until import Until
 from zbc.ir import Program
 from zbc.job import gpu, spec, tokens, toml, world
 from zbc.job.cuts import cuts_of
 from zbc.job.flops import attention_cost
-from zbc.job.flushless import FLUSHLESS
 from zbc.job.links import LinkTable
 from zbc.job.profile import Profile
 from zbc.job.rules import asked_again
@@ -80,10 +79,8 @@ class Compiled:
 
     @property
     def step_ms(self) -> float:
-        """ms of a step by the job's objective; without a barrier and an objective, a step in steady state."""
-        if self.job.schedule.objective is None and self.job.optimizer.sync != "before-step":
-            return self.settled_ms
-        return self.report.step_ms(self.job.objective)
+        """ms of a step as plans are compared: in steady state, or by the job's objective (see `Job.steady`)."""
+        return self.settled_ms if self.job.steady else self.report.step_ms(self.job.objective)
 
     @property
     def settled_ms(self) -> float:
@@ -436,7 +433,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
         found.compute.forget()
         program = found.complete.program
     except ZbcError as error:
-        if job.optimizer.sync in FLUSHLESS and error.where is None:  # from the pass, which has no job
+        if job.flushless and error.where is None:  # from the pass, which has no job
             error.where = job.where("optimizer", "sync")
         raise
     check_graph(found.complete.graph)
@@ -450,9 +447,6 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     barrier, ahead = either_way(found.complete)
     without = None if job.freeze.most else ahead  # frozen layers need the barrier
     steps = _steps(job, program, ahead, barrier) if program.flushless else None
-    if steps is not None:  # collectives and waits of one step overlap with ops of the next
-        least = min(summary.lower_bound_span_ms, least_period(program, found.costs))
-        summary = replace(summary, lower_bound_span_ms=least)
     took = time.perf_counter() - began
     limits = limits_of(job, found.name, found.costs)
     freezing = freeze_report(job, before, found)
@@ -554,7 +548,7 @@ def _alternatives(job: Job, failed: str, until: Until, left: list[str]) -> Itera
         except ZbcError:
             continue
         if found is not None:
-            yield _Alternative(name, found.complete.step_ms(job.objective), found.memory)
+            yield _Alternative(name, found.step_ms(job), found.memory)
 
 
 def _helps(compiled: Compiled, way: str) -> bool:

@@ -62,7 +62,7 @@ def quick_ms(job: Job) -> float | None:
         check_memory(job, found.memory, found.costs)
     except ZbcError:
         return None
-    return found.complete.step_ms(job.objective)
+    return found.step_ms(job)
 
 
 def shareable(job: Job) -> bool:

@@ -32,8 +32,8 @@ from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.passes.reduce_grads import ReduceGrads
 from zbc.compiler.passes.weave import Weave
 from zbc.compiler.sim.context import Context
+from zbc.excludes import FLUSHLESS
 from zbc.ir import Program
-from zbc.job.flushless import FLUSHLESS
 from zbc.job.spec import Job
 
 
@@ -101,6 +101,11 @@ class Lowering:
         for one in self.passes(sharded=context.program.sharded):
             context = _through([one], context)
             yield one.name, context.program
+
+    @property
+    def moves(self) -> bool:
+        """Whether a pass moves F and B, or lets steps overlap: only the complete program tells time and memory then."""
+        return self.sync != "before-step" or self.offload is not None or self.weave is not None
 
     @property
     def first(self) -> list[Pass]:

@@ -14,8 +14,7 @@ from itertools import combinations
 
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.partition.limits import bounds_of, limits_of
-from zbc.compiler.partition.setup import Ordered, as_ordered, finished
-from zbc.compiler.planner.best import over_of
+from zbc.compiler.partition.setup import Ordered, as_ordered, finished, over_of
 from zbc.compiler.report.report import UnequalReport
 from zbc.compiler.seating import seated
 from zbc.errors import ZbcError

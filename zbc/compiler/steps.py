@@ -63,11 +63,6 @@ def _apart(bodies: Sequence[Sequence[float]], count: int) -> float | None:
     return late[0] if max(late) - min(late) <= _ROUND * bodies[-1][0] else None
 
 
-def least_period(program: Program, costs: Costs) -> float:
-    """A lower bound for steps without a flush: the work of the busiest rank."""
-    return max(sum(costs.duration(op) for op in ops if op.kind.row.lane is Lane.COMPUTE) for ops in program.ranks)
-
-
 def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
     """Yields one step after the other, on one axis of time, without end; for complete programs.
 
@@ -98,7 +93,9 @@ def optimizer_ms(program: Program, costs: Costs, rank: int) -> float:
 
 
 def settled(program: Program, costs: Costs) -> float:
-    """ms of a step of a complete program in steady state."""
+    """ms of a step of a complete program in steady state, with its optimizer."""
+    if program.flushless:
+        return period_of(program, costs)
     period, ends = 0.0, [[0.0] * len(program.ranks)]
     for _, timeline in zip(range(2 * _MEAN), consecutive(program, costs), strict=False):
         ends.append([max(timeline.closes(r), before) for r, before in enumerate(ends[-1])])
@@ -120,7 +117,7 @@ def either_way(complete: Context) -> tuple[float, float]:
     ranks = range(timeline.ranks)
     with_barrier = timeline.makespan + costs.of("agree") + max(optimizer_ms(program, costs, r) for r in ranks)
     if program.flushless:
-        return with_barrier, period_of(program, costs)
+        return with_barrier, settled(program, costs)
     if program.resident:
         return with_barrier, with_barrier  # gathered weights need the barrier
     if not program.ahead:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.errors import ZbcError
+from zbc.excludes import FLUSHLESS
 from zbc.job.job import Draft
 from zbc.job.unread import asks
-
-FLUSHLESS = ("two-versions", "asynchronous")
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:

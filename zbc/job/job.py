@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zbc.errors import ZbcError, raise_all
+from zbc.excludes import FLUSHLESS
 from zbc.job import toml
 from zbc.job.adapter import Adapter
 from zbc.job.links import LinkTable
@@ -102,8 +103,20 @@ class Job:
 
     @property
     def objective(self) -> str:
-        """The time to minimize: `schedule.objective`; default `makespan` with the optimizer's barrier, else `span`."""
+        """The time that searches minimize: `schedule.objective`; default `makespan` with the optimizer's barrier, else
+        `span`."""
         return self.schedule.objective or ("makespan" if self.optimizer.sync == "before-step" else "span")
+
+    @property
+    def flushless(self) -> bool:
+        """Whether steps follow one another without a flush."""
+        return self.optimizer.sync in FLUSHLESS
+
+    @property
+    def steady(self) -> bool:
+        """Whether plans are compared by the step in steady state: without a flush always, without a barrier unless an
+        objective is given."""
+        return self.flushless or (self.optimizer.sync != "before-step" and self.schedule.objective is None)
 
     @property
     def slices(self) -> int:

@@ -14,8 +14,8 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.passes.freeze import frozen_by_stage, trained, within
 from zbc.errors import ZbcError
+from zbc.excludes import FLUSHLESS
 from zbc.ir import WHOLE, Kind, Program
-from zbc.job.flushless import FLUSHLESS
 from zbc.job.spec import Job
 from zbc.plan.directory import Manifest
 

@@ -13,7 +13,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.report.report import MemoryLimits
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
-from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
+from zbc.compiler.sim.bounds import Bounds, bounds, with_sums, without_a_flush
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.job.spec import Job, parse_limit
@@ -88,8 +88,8 @@ def room_of(job: Job, placement: Placement, costs: Costs, *, own: float | None =
 
 
 def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
-    """Lower bounds within the job's memory limit; with offload copies memory bounds nothing."""
-    if any(job.memory.offloads(s) for s in range(placement.stages)):
+    """Lower bounds within the job's memory limit; with offload copies, and without a flush, memory bounds nothing."""
+    if job.flushless or any(job.memory.offloads(s) for s in range(placement.stages)):
         return unlimited(job, placement, costs)
     try:
         units, sizes = _limits(job, placement, costs, split=True)
@@ -109,8 +109,15 @@ def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
 
 def unlimited(job: Job, placement: Placement, costs: Costs) -> Bounds:
     """Lower bounds for any memory."""
-    lower = bounds(placement, costs, job.schedule.microbatches)
-    return replace(with_sums(lower, placement, costs, ahead=job.optimizer.sync == "post-validate"), memory=False)
+    return replace(under(job, placement, costs, None), memory=False)
+
+
+def under(job: Job, placement: Placement, costs: Costs, units: Sequence[float] | None) -> Bounds:
+    """Lower bounds of a step with at most these activation units per rank."""
+    if job.flushless:
+        return without_a_flush(placement, costs, job.schedule.microbatches)
+    least = bounds(placement, costs, job.schedule.microbatches, units)
+    return with_sums(least, placement, costs, ahead=job.optimizer.sync == "post-validate")
 
 
 def _same(costs: Costs, counted: Costs) -> bool:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice, pairwise, takewhile
 from operator import add, sub
 from typing import Any, NamedTuple
 
 from zbc import excludes
-from zbc.compiler.check.memory import excess
+from zbc.compiler.check.memory import check_memory, excess
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.initial import Stages, initial
-from zbc.compiler.partition.limits import Limit, bounds_of, limit_of, room_of
+from zbc.compiler.partition.limits import Limit, bounds_of, limit_of, room_of, under
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard, several
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.ladder import LARGE
 from zbc.compiler.search.rungs import whole
-from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
+from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.context import Context
+from zbc.compiler.steps import settled
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import Placement, Program
 from zbc.job.sections import Memory, Schedule
@@ -33,7 +34,7 @@ from zbc.topology import Topology, inner_of
 STEP = 0.25  # activation units: the least step by which the limit of an order is lowered
 WORTH = 0.002  # of a step: the least saving for keeping the logits of a second unit
 TINY = 1e-9  # of a step
-INF = float("inf")
+INF, LEAST = float("inf"), 1e-300
 RUNGS = 8  # limits whose orders are evaluated if searches do not see all costs of a step
 RETRIES = 4  # with less for activations, until tensors in flight fit as well
 
@@ -93,6 +94,16 @@ class Ordered:
         """The program with its transfers and step-level ops."""
         return self.lowering.finish(self.begun)
 
+    @property
+    def plain(self) -> bool:
+        """Whether passes only add to the order, so that it tells time and activations as it is."""
+        return self.program.alone and not self.lowering.moves
+
+    @property
+    def judged(self) -> Context:
+        """The program that time and memory are read of."""
+        return self.compute if self.plain else self.complete
+
     @cached_property
     def memory(self) -> list[RankMemory]:
         """Memory of each rank of the complete program."""
@@ -113,9 +124,8 @@ class Ordered:
         return other
 
     def step_ms(self, job: Job) -> float:
-        """ms of a step by the job's objective, gradient reductions included."""
-        plain = self.program.alone and self.lowering.offload is None and self.lowering.weave is None
-        return (self.compute if plain else self.complete).step_ms(job.objective)
+        """ms of a step as it is reported: in steady state, or by the job's objective (see `Job.steady`)."""
+        return settled(self.complete.program, self.costs) if job.steady else self.judged.step_ms(job.objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,8 @@ class Setup:
     recompute: frozenset[int]
     costs: Costs
     limit: Limit
+    lowering: Lowering
+    woven: dict[tuple[Program, int], Ordered] = field(default_factory=dict, compare=False)  # with late units, see Weave
 
     @classmethod
     def of(cls, job: Job, schedule: ScheduleCard, placement: Placement, v: int, choice: Choice, costs: Costs) -> Setup:
@@ -139,13 +151,14 @@ class Setup:
         own = None if own is None else own + meetings(job)
         if moves(job, placement):
             room = room_of(job, placement, costs, own=own)
-            return cls(job, schedule, placement, v, stages, choice.recompute, costs, room)
+            return cls(job, schedule, placement, v, stages, choice.recompute, costs, room, lowering_of(job))
         if not schedule.searched:
-            return cls(job, schedule, placement, v, stages, choice.recompute, costs, Limit(costs, None))
+            limit = Limit(costs, None)
+            return cls(job, schedule, placement, v, stages, choice.recompute, costs, limit, lowering_of(job))
         limit = limit_of(job, placement, costs, split=schedule.splits_backward, own=own)
         if len(placement.pipes) > 1:
             limit = _whole(limit, placement, job.schedule.microbatches)
-        return cls(job, schedule, placement, v, stages, choice.recompute, costs, limit)
+        return cls(job, schedule, placement, v, stages, choice.recompute, costs, limit, lowering_of(job))
 
     def make(self, budget: float | None = None, *, beat: float = INF, **search: Any) -> Ordered:
         """The order; searched ones take about `budget` seconds (None: the schedule's default), and none under limits at
@@ -185,18 +198,22 @@ class Setup:
         rungs = list(islice(self.lowered(), RUNGS if small else 1))
         seconds = (self.schedule.budget if budget is None else budget) / (len(rungs) + 1)
         best = self.ordered(seconds, **search)
-        step = best.step_ms(self.job)
+        over, step = self._over(best), best.step_ms(self.job)
 
         def promising(setup: Setup) -> bool:
-            return bool(self.job.costs.overlap) or setup.least_step < min(step, beat) * (1 - TINY)
+            return bool(over or self.job.costs.overlap) or setup.least_step < min(step, beat) * (1 - TINY)
 
         lower = (rung for rung in takewhile(promising, rungs) if rung.limit.units != self.limit.units)
-        by_hand = (order for order in self.by_hand() if promising(self) and self._keeps(order))
+        by_hand = (order for order in self.by_hand() if promising(self))
         for order in chain((rung.ordered(seconds, **search) for rung in lower), by_hand):
-            now = order.step_ms(self.job)
-            if now < step * (1 - TINY) and excess(self.job, order.memory, self.costs) <= 0:
-                best, step = order, now
+            now = self._over(order), order.step_ms(self.job)
+            if now[0] < over or (now[0] <= over and now[1] < step * (1 - TINY)):
+                best, (over, step) = order, now
         return best
+
+    def _over(self, order: Ordered) -> float:
+        """The share by which an order exceeds the limits of its job and its schedule; 0 if it fits."""
+        return over_of(self.job, order) or (0.0 if self._keeps(order) else LEAST)
 
     def _keeps(self, found: Ordered) -> bool:
         """Whether an order keeps to the limit in activation units."""
@@ -269,10 +286,11 @@ class Setup:
         weave = found.lowering.weave
         if weave is None or weave.late != 1:
             return found
-        later = replace(found, lowering=replace(found.lowering, weave=replace(weave, late=2)))
+        lowering = replace(found.lowering, weave=replace(weave, late=2))
+        later = self.woven.setdefault((found.program, 2), replace(found, lowering=lowering))
         if later.step_ms(self.job) > found.step_ms(self.job) * (1 - WORTH):
             return found
-        return later if self._keeps(later) and excess(self.job, later.memory, self.costs) <= 0 else found
+        return found if self._over(later) else later
 
     def _ordered(
         self, units: tuple[float, ...] | None, budget: float | None, group: int | None, search: dict[str, Any]
@@ -293,8 +311,13 @@ class Setup:
             **search,
         )
         program = finished(job, self.schedule.make(request), self.costs, self.stages)
+        if (program, 1) in self.woven:
+            return self.woven[program, 1]
         lower = bounds_of(job, self.placement, self.costs.hidden() if program.grouped else self.costs)
-        return Ordered(self.schedule.name, program, self.stages, self.costs, lower, lowering_of(job), self.recompute)
+        made = Ordered(self.schedule.name, program, self.stages, self.costs, lower, self.lowering, self.recompute)
+        if job.vocabulary:
+            self.woven[program, 1] = made
+        return made
 
     @property
     def _overlaps(self) -> bool:
@@ -334,9 +357,7 @@ class Setup:
         """A lower bound for all orders of this schedule: `bounds` include neither its own limit nor fused backwards."""
         costs = self.limit.costs if self.schedule.splits_backward else self.limit.costs.joined()
         costs = costs.hidden() if self._groups else costs
-        least = bounds(self.placement, costs, self.job.schedule.microbatches, self.limit.units)
-        ahead = self.job.optimizer.sync == "post-validate"
-        return with_sums(least, self.placement, costs, ahead=ahead).of(self.job.objective)
+        return under(self.job, self.placement, costs, self.limit.units).of(self.job.objective)
 
 
 def meetings(job: Job) -> float:
@@ -357,6 +378,19 @@ def unseen(job: Job, costs: Costs) -> bool:
 def limited(job: Job) -> bool:
     """Whether memory is limited."""
     return job.schedule.memory_limit is not None or job.hardware.memory_gib is not None
+
+
+def over_of(job: Job, order: Ordered) -> float:
+    """The share by which an order exceeds the limits of its job; 0 if it fits."""
+    if not limited(job):
+        return 0.0
+    plain = job.hardware.memory_gib is None and order.plain  # on a device receive buffers count
+    memory = peaks(order.program, order.costs, order.compute.timeline) if plain else order.memory
+    try:
+        check_memory(job, memory, order.costs)
+    except ZbcError:
+        return max(excess(job, memory, order.costs), LEAST)
+    return 0.0
 
 
 def with_recompute(job: Job, recompute: Collection[int], placement: Placement) -> Job:

@@ -32,21 +32,34 @@ Unit = tuple[int, int]  # microbatch, slice
 
 @dataclass(frozen=True, slots=True)
 class Weave:
-    """`sums` per unit, 1 or 2; up to `late` units keep their logits waiting for T; `quick`: only the given order."""
+    """`sums` per unit, 1 or 2; up to `late` units keep their logits waiting for T; `quick`: only the given order.
+
+    `known`: the best blocks of a V placement by costs, `late` and room, which hardly differ between orders.
+    """
 
     name: ClassVar[str] = "weave"
     sums: int
     late: int = 1
     quick: bool = False
+    known: dict[tuple[object, ...], tuple[Costs, list[Offsets]]] = field(default_factory=dict, compare=False)
 
     def run(self, program: Program, context: Context) -> Program:
         shared = replace(program, vocabulary=self.sums)
         room = [in_flight(ops) + self.sums * len(program.placement.stages_of(r)) for r, ops in enumerate(program.ranks)]
         orders = [*_moved(context, self.sums)]
-        orders += [] if self.quick else _laid_out(shared, context.costs, self.late, room)
+        orders += [] if self.quick else [_block(shared, offsets) for offsets in self._blocks(shared, context, room)]
         played = [_Play(shared, context.costs, self.late, order, room) for order in orders]
         best = min((run for run in played if run.whole), key=lambda run: (run.over_room, round(run.end, 9), run.most))
         return shared.with_ranks(best.lists(), by=self.name)
+
+    def _blocks(self, program: Program, context: Context, room: Sequence[int]) -> list[Offsets]:
+        split = any(kind.splits for kind in program.kinds)
+        if not split or program.placement != Placement.vshape(program.placement.ranks):
+            return []
+        key = id(context.costs), program.microbatches, program.slices, self.late, *room
+        if key not in self.known:
+            self.known[key] = context.costs, [*_best_blocks(program, context.costs, self.late, room)]
+        return self.known[key][1]
 
 
 Orders = list[list[Op]]  # F and backwards of each rank
@@ -65,10 +78,10 @@ def _moved(context: Context, sums: int) -> Iterator[Orders]:
         yield [widened(ops, by_stage(ops, sums)) for ops in ranks]
 
 
-def _laid_out(program: Program, costs: Costs, late: int, room: Sequence[int]) -> Iterator[Orders]:
+def _best_blocks(program: Program, costs: Costs, late: int, room: Sequence[int]) -> Iterator[Offsets]:
     """Yields the building blocks of a V placement that fit the room, the best for few microbatches first."""
-    p, split = program.placement.ranks, any(kind.splits for kind in program.kinds)
-    if program.placement != Placement.vshape(p) or p < 2 or not split:
+    p = program.placement.ranks
+    if p < 2:
         return
     few = replace(program, microbatches=min(program.microbatches, p // program.slices + 2))
     times = list[tuple[float, int]]()
@@ -79,7 +92,7 @@ def _laid_out(program: Program, costs: Costs, late: int, room: Sequence[int]) ->
             play = _Play(few, costs, late, order, room)
             times += [(play.end, number)] if play.whole else []
     for _, number in sorted(times)[:FEW]:
-        yield _block(program, blocks[number])
+        yield blocks[number]
 
 
 def _block(program: Program, offsets: Offsets) -> Orders:

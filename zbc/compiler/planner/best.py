@@ -5,16 +5,15 @@ Keeps the shortest step that fits, all evaluated variants, and the reasons why o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from zbc import excludes
-from zbc.compiler.check.memory import check_host, check_memory, excess
+from zbc.compiler.check.memory import check_host
 from zbc.compiler.cost import copies, estimate
-from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.partition.limits import smallest, unlimited
 from zbc.compiler.partition.moving import places, planned
-from zbc.compiler.partition.setup import Choice, Ordered, Setup, freezing_refused, limited, start_of
+from zbc.compiler.partition.setup import Choice, Ordered, Setup, freezing_refused, limited, over_of, start_of
 from zbc.compiler.passes.offload import TooTight
 from zbc.compiler.planner.case import Case
 from zbc.compiler.schedules.searched import own_limit
@@ -24,7 +23,7 @@ from zbc.job.sections import Memory
 from zbc.job.spec import Job
 
 INF = float("inf")
-SAME, LEAST = 1e-12, 1e-300
+SAME = 1e-12
 AUTO, KEEP, SELECTIVE, RECOMPUTE, OFFLOAD = "auto", "keep", "selective", "recompute", "offload"
 SPARED, BOTH = "selective+offload", "recompute+offload"
 
@@ -40,6 +39,7 @@ class Best:
         self.all_looked = False  # whether nothing else could be better for its schedule
         self.weighed = dict[str, float | None]()  # ms of a step by activation policy; None: does not fit
         self._known = dict[tuple[Case, Choice, float, bool], tuple[float, float]]()
+        self._made = dict[Hashable, tuple[float, float]]()
         self._too_large: tuple[float, Ordered] | None = None
         self._refused: list[tuple[bool, float, ZbcError]] = []  # whether the error is not about memory, the least limit
 
@@ -62,10 +62,12 @@ class Best:
                 return INF, INF
             self.weighed.setdefault(name, None)
             self.looks += 1
-            score = INF, INF
-            for order in self._orders(case, setup, seconds, quick=quick):
+            request = case.request(setup, seconds, quick=quick)
+            score = self._made.get(request, (INF, INF))
+            for order in () if request in self._made else self._orders(case, setup, seconds, quick=quick):
                 check_host(self.job, order.complete.program, order.costs)
                 score = min(score, self._offered(case, order))
+            self._made.setdefault(request, score)
         except ZbcError as error:
             self.weighed.setdefault(name, None)
             self.refuse(error, error.least if isinstance(error, TooTight) else INF)
@@ -149,23 +151,6 @@ class Best:
             weighed=tuple(self.weighed.items()),
             copy_share=copies.share_of(start_of(moved, placement, self.table)[1], placement),
         )
-
-
-def over_of(job: Job, ordered: Ordered) -> float:
-    """The share by which an order exceeds the limits of its job; 0 if it fits."""
-    if not limited(job):
-        return 0.0
-    device = job.hardware.memory_gib is not None  # then receive buffers count
-    memory = (
-        ordered.memory
-        if device or ordered.lowering.offload is not None
-        else peaks(ordered.program, ordered.costs, ordered.compute.timeline)
-    )
-    try:
-        check_memory(job, memory, ordered.costs)
-    except ZbcError:
-        return max(excess(job, memory, ordered.costs), LEAST)
-    return 0.0
 
 
 # ---- activation policies ---------------------------------------------------------------------------------------------

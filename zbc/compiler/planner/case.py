@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, combinations
@@ -34,7 +34,7 @@ from zbc.job.sections import Memory
 from zbc.job.spec import Job
 
 SMALL = 4000  # ops up to which partitions that are even in memory are always evaluated
-TINY = 1e-9  # of a limit
+TINY, INF = 1e-9, float("inf")  # of a limit
 STATE = 16.0  # resident bytes per parameter: weight, gradient and two moments
 WEIGHT = 4.0  # of a frozen one, at most
 SUBSETS = 64  # sets of recomputing stages up to which all are tried
@@ -83,6 +83,11 @@ class Case:
             return False
         return unseen(self.job, self.first) or self.roomy or limited(self.job)
 
+    def rank(self, score: tuple[float, float]) -> tuple[float, float]:
+        """The key by which quick looks rank: with a shared vocabulary their one order is often too large, which a full
+        look mends, so its step alone counts."""
+        return (0.0 if score[0] < INF else INF, score[1]) if self.job.vocabulary else score
+
     @cached_property
     def first(self) -> Costs:
         """Costs of its ops on the starting partition."""
@@ -91,6 +96,16 @@ class Case:
     def setup(self, choice: Choice) -> Setup:
         """Raises E303 if no order keeps to the limit."""
         return Setup.of(self.job, self.card, self.placement, self.v, choice, self.costs(choice))
+
+    def request(self, setup: Setup, seconds: float, *, quick: bool) -> Hashable:
+        """What decides the result of a look: schedules that differ in their own limits search for the same under a
+        smaller one."""
+        limit, job = setup.limit, self.job
+        if not self.card.searched or limit.tighter is not None or self.moves:
+            return self, setup.stages, setup.recompute, seconds, quick
+        memory, options = job.memory.model_dump_json(), job.schedule.model_dump_json()
+        where = self.placement, self.card.splits_backward, setup.stages, setup.recompute
+        return *where, limit.units, memory, options, seconds, quick
 
     def costs(self, choice: Choice) -> Costs:
         """Raises E1xx (impossible as requested)."""

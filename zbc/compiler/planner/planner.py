@@ -31,6 +31,7 @@ SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying if the job leaves them open
 WOVEN: dict[str, Any] = {"early": 1, "overlap": True}
 SMALL_BUDGET = 0.02  # seconds up to which there are no moves
+FULL = 3  # starts of a case whose orders are all evaluated, until some fit
 MANY = 4  # cases beyond which it pays to load compiled kernels
 IMPROVED, SHARES = 2, (0.75, 0.25)  # variants that are moved; shares of the budget for the best looking searched orders
 MOVES, OPS = 400, 2_000_000  # variants for moves at most, and ops in all of them
@@ -133,8 +134,9 @@ def _look(best: Best, case: Case) -> None:
         else:
             best.too_large(case, choice)
     _fewest(best, case, scores)
-    if scores and case.rough:
-        best.look(case, min(scores, key=lambda choice: scores[choice]))
+    for choice in sorted(scores, key=lambda choice: case.rank(scores[choice]))[: FULL if case.rough else 0]:
+        if not best.look(case, choice)[0]:
+            break
 
 
 def _fewest(best: Best, case: Case, scores: Mapping[Choice, Score]) -> None:

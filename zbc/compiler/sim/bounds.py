@@ -148,6 +148,18 @@ def with_sums(found: Bounds, placement: Placement, costs: Costs, *, ahead: bool 
     return replace(found, makespan=found.makespan + sums + first, span=found.span + sums)
 
 
+def without_a_flush(placement: Placement, costs: Costs, m: int) -> Bounds:
+    """Bounds for steps that follow one another without a flush: the work of the busiest rank, since its waits and
+    reductions overlap with the next step; the pipes share the microbatches."""
+    costs = costs.fastest().least()
+    f, b, w = map(costs.column, ("f", "b", "w"))
+    work = [0.0] * placement.ranks
+    for pipe in placement.pipes:
+        for s, rank in enumerate(pipe):
+            work[rank] += m * (f[s] * (1 - costs.overlap) + b[s] + w[s]) / len(placement.pipes)
+    return Bounds(max(work), max(work), memory=False)
+
+
 class _RankBounds:
     def __init__(self, way: Way, m: int, limits: Sequence[float], rank: int) -> None:
         self.way, self.m, self.limits, self.rank = way, m, limits, rank
