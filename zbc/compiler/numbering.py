@@ -4,12 +4,14 @@ The order of ops for microbatches of equal length is a candidate for unequal one
 that. If the job allows new numbers (`schedule.renumber`), each order of ops is tried with the microbatches as given,
 sorted, long and short in turn, and long ones in the middle or at both ends; from the best of these, pairs change places
 as long as the step gets shorter. Finally the ops are ordered again for the best numbers.
+
+`auto` does this for each schedule that is near the best one before it: with other numbers another one may be best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from zbc.compiler.cost import estimate, pricing
@@ -23,6 +25,8 @@ from zbc.job.spec import Job
 
 _OPS, _LEAST, _MOST = 2_000_000, 40, 2000  # ops that are simulated for numbers, and tries at least and at most
 _BETTER = 1 - 1e-9
+NEAR = 1.1  # times the best step, within which a schedule gets numbers of its own
+INF = float("inf")
 
 Numbers = tuple[int, ...]  # microbatch -> which of the given ones it is
 
@@ -34,6 +38,48 @@ def numbered(
     microbatches. Raises like `order`."""
     if not job.tokens:
         return *seated(job, table, budget), None
+    chosen = _numbered(job, table, budget)
+    for rival in _rivals(job, chosen.found):
+        try:
+            other = _numbered(rival, table, budget)
+        except ZbcError:
+            continue
+        if other.score < chosen.score:
+            chosen = replace(other, found=chosen.found)
+    unnamed = {key: getattr(job.schedule, key) for key in ("kind", "chunks")}
+    named = replace(chosen.job, schedule=chosen.job.schedule.model_copy(update=unnamed))
+    return named, chosen.order, chosen.report
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A numbered job, its order, the share by which that is too large, and the orders to begin with."""
+
+    job: Job
+    order: Ordered
+    report: UnequalReport
+    over: float
+    found: Sequence[Ordered]
+
+    @property
+    def score(self) -> tuple[float, float]:
+        return self.over, self.report.ms
+
+
+def _rivals(job: Job, found: Sequence[Ordered]) -> Iterator[Job]:
+    """Yields the job under each schedule whose step is near the best one before microbatches are numbered, for given or
+    equal lengths, the nearest first."""
+    near = dict[tuple[str, int], float]()
+    for order in found:
+        for name, chunks, ms in order.rivals:
+            near[name, chunks] = min(near.get((name, chunks), INF), ms / order.rivals[0][-1])
+    for (name, chunks), share in sorted(near.items(), key=lambda entry: entry[1]):
+        if share <= NEAR and len(near) > 1:
+            yield replace(job, schedule=job.schedule.model_copy(update={"kind": name, "chunks": chunks}))
+
+
+def _numbered(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> _Chosen:
+    """Raises like `order`."""
     found, failed = list[Ordered](), None
     try:
         job, given = seated(job, table, budget)
@@ -45,15 +91,20 @@ def numbered(
     if not found and failed is not None:
         raise failed
     as_given = [one.step_ms(job) for one in found]
-    chosen, best = job, found[as_given.index(min(as_given))]
+    chosen, best = job, min(found, key=lambda order: _score(job, order))
     if job.schedule.renumber:
-        every = [_numbered(job, one) for one in found]
-        numbers, best = min(every, key=lambda pair: pair[1].step_ms(job))
+        every = [_renumbered(job, one) for one in found]
+        numbers, best = min(every, key=lambda pair: _score(job, pair[1]))
         chosen = job.with_tokens([job.tokens[k] for k in numbers])
         if numbers != tuple(range(len(numbers))):
             best = _again(chosen, best, table, budget)
     even_ms = as_given[-1] if alike is not None else None
-    return chosen, best, UnequalReport(chosen.tokens, job.tokens, best.step_ms(chosen), as_given[0], even_ms)
+    report = UnequalReport(chosen.tokens, job.tokens, best.step_ms(chosen), as_given[0], even_ms)
+    return _Chosen(chosen, best, report, over_of(chosen, best), found)
+
+
+def _score(job: Job, order: Ordered) -> tuple[float, float]:
+    return over_of(job, order), order.step_ms(job)
 
 
 def _again(job: Job, best: Ordered, table: Sequence[estimate.Layer], budget: float | None) -> Ordered:
@@ -62,7 +113,8 @@ def _again(job: Job, best: Ordered, table: Sequence[estimate.Layer], budget: flo
         _, found = seated(job, table, budget)
     except ZbcError:
         return best
-    return found if _fits(job, found) and found.step_ms(job) < best.step_ms(job) * _BETTER else best
+    over, ms = _score(job, found)
+    return found if (over, ms / _BETTER) < _score(job, best) else best
 
 
 def _alike(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> Ordered | None:
@@ -84,13 +136,13 @@ def _fits(job: Job, found: Ordered) -> bool:
     return not over_of(job, found) and (most is None or max(rank.units for rank in found.memory) <= most + 1e-6)
 
 
-def _numbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
+def _renumbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
     """The numbers that give an order its shortest step that fits, found by local search."""
     fits, made = _fits(job, found), {tuple(range(len(job.tokens))): found}
 
     def ms_of(other: Numbers, least: float) -> float | None:
         costs = found.costs.renumbered(other)
-        quick = (found.compute if found.program.alone else found.complete).priced(costs).step_ms(job.objective)
+        quick = found.judged.priced(costs).step_ms(job.objective)
         if quick >= least:
             return None
         one = replace(found, costs=costs)

@@ -141,7 +141,12 @@ class Best:
             raise ZbcError("E303", "schedule: no schedule can be made for this job")
         order = self._too_large[1] if self.ordered is None and self._too_large is not None else self.ordered
         assert order is not None
-        order = order.told(tried=self.looks, all_tried=self.all_looked)
+        steps = dict[tuple[str, int], float]()
+        for (case, *_), (_, step) in self._known.items():
+            key = case.card.name, case.v
+            steps[key] = min(step, steps.get(key, INF))
+        rivals = sorted(((*key, step) for key, step in steps.items() if step < INF), key=lambda rival: rival[-1])
+        order = order.told(tried=self.looks, all_tried=self.all_looked, rivals=tuple(rivals))
         if AUTO not in self.job.memory.chosen() or not any(case.moves for case, *_ in self._known):
             return order
         placement = order.program.placement
