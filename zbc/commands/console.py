@@ -154,15 +154,16 @@ def indented(block: RenderableType, by: int = LABEL) -> RenderableType:
 def progress(title: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr, on a terminal only; yields a function that advances it by `amount` (default 1).
 
-    Without a total it only shows activity.
+    Without a total it shows activity and the time so far.
     """
     console = stderr()
     if quiet or not console.is_terminal:
         yield lambda amount=1: None
         return
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    with Progress(console=console, transient=True) as bar:
+    lasting = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()] if total is None else []
+    with Progress(*lasting, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda amount=1: bar.advance(task, amount)
 

@@ -73,7 +73,7 @@ def plan(
     if dump_ir is not None:
         refuse_unwritable_file(dump_ir / "00.txt")
     say_if_compiling(loaded, quiet=silent)
-    with progress("planning", None, quiet=silent):
+    with progress(_activity(loaded), None, quiet=silent):
         compiled = compile_job(loaded, budget=budget)
     with progress("comparing with other schedules", None, quiet=silent):
         beside = others(compiled, until) if json or not quiet else Others(None, None)
@@ -127,6 +127,14 @@ def _missing(job: Job) -> list[str]:
     paths = [("path", job.data.path), ("validation_path", job.data.validation_path)]
     each = [(key, path) for key, value in paths for path in ([value] if isinstance(value, str) else value or [])]
     return [f"data.{key}: {path} is not there, and a run needs it" for key, path in each if not os.path.exists(path)]
+
+
+def _activity(job: Job) -> str:
+    """What planning does, for a terminal that waits."""
+    from zbc.compiler.schedules import AUTO
+
+    kind = (job.schedule.kind or "").lower()
+    return "planning every schedule that the job allows" if kind == AUTO else f"planning {kind}".rstrip()
 
 
 def _gain(manifest: Manifest) -> dict[str, Any]:

@@ -42,15 +42,26 @@ def check_host(job: Job, program: Program, costs: Costs) -> None:
 
 def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:
     """The share by which the fullest rank exceeds its limit; 0 or less if all fit."""
-    shares = [-1.0]
+    return max(_shares(job, memory, costs)) - 1
+
+
+def fullest(job: Job, memory: Sequence[RankMemory], costs: Costs) -> int:
+    """The rank that exceeds its limit most."""
+    shares = _shares(job, memory, costs)
+    return shares.index(max(shares))
+
+
+def _shares(job: Job, memory: Sequence[RankMemory], costs: Costs) -> list[float]:
+    """How full each rank is, as a share of its tightest limit; 0 without one."""
+    shares = [0.0] * len(memory)
     if job.rooms is not None and costs.bytes is not None:
-        shares.append(max(rank.bytes / room for rank, room in zip(memory, job.rooms, strict=True)) - 1)
+        shares = [rank.bytes / room for rank, room in zip(memory, job.rooms, strict=True)]
     limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     if limit is not None and limit[1] == "x":
-        shares.append(max(rank.units for rank in memory) / (limit[0] * job.parallel.pp) - 1)
+        shares = [max(a, rank.units / (limit[0] * job.parallel.pp)) for a, rank in zip(shares, memory, strict=True)]
     elif limit is not None and costs.bytes is not None:
-        shares.append(max(rank.activations for rank in memory) / limit[0] - 1)
-    return max(shares)
+        shares = [max(a, rank.activations / limit[0]) for a, rank in zip(shares, memory, strict=True)]
+    return shares
 
 
 def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:

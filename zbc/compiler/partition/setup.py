@@ -381,12 +381,17 @@ def limited(job: Job) -> bool:
     return job.schedule.memory_limit is not None or job.hardware.memory_gib is not None
 
 
+def held_in(job: Job, order: Ordered) -> list[RankMemory]:
+    """Memory of each rank as limits count it: on a device with receive buffers."""
+    plain = job.hardware.memory_gib is None and order.plain
+    return peaks(order.program, order.costs, order.compute.timeline) if plain else order.memory
+
+
 def over_of(job: Job, order: Ordered) -> float:
     """The share by which an order exceeds the limits of its job; 0 if it fits."""
     if not limited(job):
         return 0.0
-    plain = job.hardware.memory_gib is None and order.plain  # on a device receive buffers count
-    memory = peaks(order.program, order.costs, order.compute.timeline) if plain else order.memory
+    memory = held_in(job, order)
     try:
         check_memory(job, memory, order.costs)
     except ZbcError:

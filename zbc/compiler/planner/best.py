@@ -9,11 +9,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from zbc import excludes
-from zbc.compiler.check.memory import check_host
+from zbc.compiler.check.memory import check_host, fullest
 from zbc.compiler.cost import copies, estimate
 from zbc.compiler.partition.limits import smallest, unlimited
 from zbc.compiler.partition.moving import places, planned
-from zbc.compiler.partition.setup import Choice, Ordered, Setup, freezing_refused, limited, over_of, start_of
+from zbc.compiler.partition.setup import Choice, Ordered, Setup, freezing_refused, held_in, limited, over_of, start_of
 from zbc.compiler.passes.offload import TooTight
 from zbc.compiler.planner.case import Case
 from zbc.compiler.schedules.searched import own_limit
@@ -38,6 +38,7 @@ class Best:
         self.compiled = False  # whether kernels are loaded for the fast tier, too: it pays before many searches
         self.all_looked = False  # whether nothing else could be better for its schedule
         self.weighed = dict[str, float | None]()  # ms of a step by activation policy; None: does not fit
+        self.fullest = dict[Choice, int]()  # the rank that exceeds a limit most, of the last order that does
         self._known = dict[tuple[Case, Choice, float, bool], tuple[float, float]]()
         self._made = dict[Hashable, tuple[float, float]]()
         self._too_large: tuple[float, Ordered] | None = None
@@ -101,7 +102,10 @@ class Best:
         one = one.told(options=case.job.schedule) if case.job.schedule is not self.job.schedule else one
         if not over and step < self.step * (1 - SAME):
             self.ordered, self.step = one, step
-        elif over and (self._too_large is None or over < self._too_large[0]):
+        if over:
+            choice = Choice.of(one.stages)._replace(recompute=one.recompute)
+            self.fullest[choice] = fullest(case.job, held_in(case.job, one), one.costs)
+        if over and (self._too_large is None or over < self._too_large[0]):
             self._too_large = over, one
         return over, step
 

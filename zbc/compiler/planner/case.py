@@ -262,16 +262,18 @@ class Case:
                 if self.two_pipes and searched:  # a single microbatch uses only one pipe
                     yield Choice(even(memory, Placement(self.placement.pipes[:1])))
 
-    def neighbours(self, choice: Choice) -> list[Choice]:
-        """A layer moved to another stage; another stage that recomputes, with the layers as they are and even again.
+    def neighbours(self, choice: Choice, fullest: int | None = None) -> list[Choice]:
+        """A layer moved to another stage; another stage that recomputes, with the layers as they are and even again;
+        with a `fullest` rank from its stages to others, and of its stages.
 
         Sorted by the work of the busiest rank, least first.
         """
         stages, choices = range(self.stages), list[Choice]()
+        givers = stages if fullest is None else self.placement.stages_of(fullest)
         if self.movable:
-            points = (moved(choice.points, giver, taker) for giver in stages for taker in stages)
+            points = (moved(choice.points, giver, taker) for giver in givers for taker in stages)
             choices += [Choice(near, choice.recompute) for near in points if near is not None]
-        for stage in self.optional:
+        for stage in self.optional if fullest is None else sorted({*self.optional} & {*givers}):
             toggled = choice.recompute ^ {stage}
             choices += [Choice(choice.points, toggled), *([self.even(toggled)] if self.movable else [])]
         loads = {recompute: self.loads(recompute) for recompute in {near.recompute for near in choices}}

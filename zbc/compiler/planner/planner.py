@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from zbc.compiler.cost import estimate
@@ -35,8 +36,10 @@ FULL = 3  # starts of a case whose orders are all evaluated, until some fit
 MANY = 4  # cases beyond which it pays to load compiled kernels
 IMPROVED, SHARES = 2, (0.75, 0.25)  # variants that are moved; shares of the budget for the best looking searched orders
 MOVES, OPS = 400, 2_000_000  # variants for moves at most, and ops in all of them
-SEARCHING, WEAVING = 8, 3  # factors on the ops of a search, and with vocabulary collectives
-LEAST = 400  # looks for the least memory
+SEARCHING, WEAVING, STEPPING = 8, 3, 8  # factors on the ops: of a search, a shared vocabulary, and several steps
+RATE, LOOK, PIPES = 100_000, 100, 5  # ops in a second of the budget, of a look beside, and the factor for two pipes
+MOVED, LEAST_SECONDS = 0.25, 0.25  # share of a budget beside searches, and seconds, for the moves of each variant
+LEAST, LEAST_OPS = 400, 200_000  # looks for the least memory, and ops in all of those at orders made by hand
 PATIENCE, FAR = 6, 0.3  # starts without improvement; share of moves that change recompute if both are open
 
 Score = tuple[float, float]
@@ -75,11 +78,14 @@ def planned(
     best, cases = _looked(job, table, list(cards))
     if best.ordered is None:
         _least_memory(best, cases)
+    spent = 0.0
     if budget is None or budget > SMALL_BUDGET:
+        share = MOVED if any(case.card.searched for case in cases) else 1 / IMPROVED
+        seconds = INF if budget is None else max(budget * share, LEAST_SECONDS)
         for case, choice in best.ranked()[:IMPROVED]:
             if case.free:
-                _improve(best, case, choice)
-    _search(best, budget)
+                spent += _improve(best, case, choice, seconds)
+    _search(best, budget if budget is None else max(budget - spent, budget * (1 - IMPROVED * MOVED)))
     try:
         return best.answer()
     except TooTight as error:
@@ -173,13 +179,19 @@ def _least_memory(best: Best, cases: Sequence[Case]) -> None:
     if best.ordered is None and nearest is not None:
         case, choice = nearest
         if case.free and not (case.card.searched or case.hopeless):
-            _climbed(case, choice, lambda near: best.look(case, near, quick=True), min(LEAST, OPS // case.size))
+            most = min(LEAST, LEAST_OPS // case.size)
+            _climbed(case, choice, lambda near: best.look(case, near, quick=True), most, fullest=best.fullest)
 
 
-def _improve(best: Best, case: Case, choice: Choice) -> None:
-    """Moves layers and recompute, starting from the best looking choice; looks at all choices if they are few."""
+def _improve(best: Best, case: Case, choice: Choice, seconds: float) -> float:
+    """Moves layers and recompute, starting from the best looking choice; looks at all choices if they are few. Returns
+    the seconds that its looks count for in a budget, at most about `seconds`."""
     price = case.size * (SEARCHING if case.card.searched else 1) * (WEAVING if case.job.vocabulary else 1)
-    most = max(2, min(MOVES, OPS // price))
+    price *= STEPPING if case.job.steady else 1
+    took = (LOOK + price * (PIPES if case.card.searched and case.two_pipes else 1)) / RATE
+    most, before = int(min(max(2, min(MOVES, OPS // price)), seconds / took)), best.looks
+    if not most:
+        return 0.0
     best.compiled = True
     every = case.below(best.step, most)
     if every is None:
@@ -188,18 +200,25 @@ def _improve(best: Best, case: Case, choice: Choice) -> None:
         best.look(case, option, quick=True)
     best.all_looked = every is not None and not case.card.searched
     best.look(case, dict(best.ranked())[case])
+    return took * (best.looks - before)
 
 
-def _climbed(case: Case, at: Choice, score: Callable[[Choice], Score], most: int) -> Choice:
+def _climbed(
+    case: Case,
+    at: Choice,
+    score: Callable[[Choice], Score],
+    most: int,
+    fullest: Mapping[Choice, int] = MappingProxyType({}),
+) -> Choice:
     """The best choice found from here: a better neighbour as long as there is one, then again from a few moves away
-    from the best. At most `most` choices are scored."""
+    from the best. At most `most` choices are scored. A `fullest` rank has to give something."""
     scores, rng, idle = {at: score(at)}, Random(0), 0
     best, least = at, scores[at]
     while idle < PATIENCE and len(scores) < most:
         now, better = scores[at], True
         while better and len(scores) < most:
             better = False
-            for near in case.neighbours(at):
+            for near in case.neighbours(at, fullest.get(at)):
                 if near not in scores:
                     scores[near] = score(near)
                     if len(scores) >= most:
