@@ -23,6 +23,7 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.steps import in_a_row, period_of
+from zbc.compiler.whatif.others import baseline
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, repeated
 
@@ -302,3 +303,37 @@ def test_receives_of_a_cycle_are_placed_by_order(p, m, sync):
         assert len(received) == len({(op.kind, op.stage, op.mb % NEXT) for op in received})
     eager = period_of(made.program, made.costs.over("eager"))
     assert made.settled_ms == pytest.approx(eager), "no message waits for its buffer"
+
+
+# ---- choosing -------------------------------------------------------------------------------------------------------
+
+UNEVEN = {"per": "layer", "f": [1.0, 1.4, 0.8, 1.2, 0.9, 1.3, 1.0, 0.7], "b": 1.1, "w": 0.8, "comm": 0.2}
+
+
+CHOSEN = [(kind, sync) for sync in ("two-versions", "asynchronous", "post-validate") for kind in ("1f1b", "gis")]
+
+
+@pytest.mark.parametrize(("kind", "sync"), few([("auto", "two-versions"), *CHOSEN], ("auto", "gis")))
+def test_plans_are_compared_and_bounded_by_the_step_that_is_reported(kind, sync):
+    """With more memory a step is not longer, and 1F1B beside it is what it is by name."""
+    steps = []
+    for limit in ("1.0x", "1.2x", "2.0x", None):
+        asked = {"kind": kind, "pp": 4, "m": 8, "optimizer": {"sync": sync}, "costs": UNEVEN}
+        asked["schedule"] = {"memory_limit": limit}
+        compiled = compile_job(job(**asked), suggest=False, budget=0.0)
+        named = compile_job(job(**asked | {"kind": "1f1b"}), suggest=False, budget=0.0)
+        assert compiled.step_ms == compiled.settled_ms >= compiled.report.lower_bound_ms("span") * (1 - 1e-9)
+        assert baseline(compiled.job).ms == pytest.approx(named.settled_ms, rel=1e-9)
+        steps.append(compiled.step_ms)
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(steps)), steps
+
+
+def test_without_a_flush_an_objective_changes_nothing():
+    plans = [
+        compile_job(
+            job(kind="auto", pp=2, m=4, optimizer={"sync": "two-versions"}, schedule={"objective": objective}),
+            budget=0.0,
+        )
+        for objective in (None, "makespan", "period")
+    ]
+    assert len({(plan.schedule, plan.step_ms, plan.layers) for plan in plans}) == 1

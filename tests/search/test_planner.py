@@ -7,6 +7,7 @@ import pytest
 
 from tests.jobs import job
 from tests.tiers import few
+from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.order import glance, order
@@ -178,3 +179,25 @@ def test_auto_weaves_early_forwards_into_groups_where_that_hides_exchanges(what)
     (woven,) = planner.woven(job(kind="auto", **{**changes, **WOVEN["sums"]}), find("interleaved-1f1b"))
     assert not [*planner.woven(woven, find("interleaved-1f1b"))]  # it leaves nothing open
     assert not [*planner.woven(job(kind="auto", **{**changes, **WOVEN["sums"]}), find("dualpipe"))]
+
+
+@pytest.mark.parametrize("limit", ["0.8x", "1.2x", "1.6x"])
+def test_what_fits_with_a_shared_vocabulary_fits_as_it_is_planned(limit):
+    """Its collectives move backwards, so that a rank holds more than in the order before them."""
+    fits = 0
+    for kind in ("1f1b", "zb-h1", "gis", "dualpipe-v", "interleaved-1f1b"):
+        made = job(
+            kind=kind, pp=2, m=4, model=LLAMA, parallel={"vocabulary": "shared"}, schedule={"memory_limit": limit}
+        )
+        found = glance(made, estimate.layers(made))
+        if found is not None:
+            check_memory(made, found.memory, found.costs)
+            fits += 1
+    assert (fits > 0) == (limit != "0.8x")
+
+
+def test_moves_count_in_a_budget():
+    """A look at two pipes takes some 40 ms."""
+    asked = job(kind="chimera-zb", pp=4, m=8, layers=14, model=LLAMA, hardware={"device": "cuda"})
+    tried = [compile_job(asked, suggest=False, budget=budget).report.cut.tried for budget in (0.0, 0.1)]
+    assert tried[0] < tried[1] <= tried[0] + 20

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from tests.choices import compared, drawn
 from tests.jobs import job
 from tests.lowered import lower
 from tests.refusals import refused
@@ -357,3 +358,19 @@ def test_two_pipes_are_never_worse_with_more_budget_where_the_objective_is_not_w
             steps.append(Context(lower(program, "before-step", given), given).step_ms(objective))
         worse += [seed for less, more in pairwise(steps) if more > less * (1 + 1e-9)]
     assert worse == []
+
+
+JUDGED = [
+    *(("without a flush", seed) for seed in (13, 1, 7, 8, 16)),
+    *(("unequal tokens", seed) for seed in (65, 2, 5)),
+    *(("a shared vocabulary", seed) for seed in (0, 3)),
+    *(("offload", seed) for seed in (1, 2)),
+]
+NAMED = ("1f1b", "zb-h1", "zb-auto", "interleaved-1f1b", "1f1b-v")
+
+
+@pytest.mark.parametrize(("what", "seed"), few(JUDGED, lambda case: case in {*JUDGED[:2], *JUDGED[5:6]}))
+def test_auto_is_behind_no_schedule_by_name_however_a_step_is_timed_and_weighed(what, seed):
+    """Without a flush, with a shared vocabulary, with offload, with unequal microbatches."""
+    found = compared(drawn(what, seed), NAMED)
+    assert found.behind <= 0.001, (found.taken, found.best, found.auto, found.named[found.best])
