@@ -3,7 +3,7 @@ their own: without a flush, with a shared vocabulary, with offload, with unequal
 
     python bench/choosers.py COUNT .. [--first SEED]
 
-COUNT: of jobs, for all classes or for each, in this order.
+COUNT: of jobs, for all classes or for each, in this order; 0 leaves one out.
 
 Prints a line for each job on which `auto` is more than .1% longer than a named schedule, or has no plan where one has,
 and for each class how many jobs were drawn, how many of them `auto` plans, and the CPU seconds of a job.
@@ -42,6 +42,8 @@ def main() -> None:
                 behind.append(result.behind)
                 named = f"{result.best} takes {result.named[result.best]:.3f} ms"
                 record(f"{what} {seed}: auto {result.taken} {result.auto:.3f} ms, {named}: {100 * result.behind:+.2f}%")
+        if not count:
+            continue
         took = (time.process_time() - began) / count
         most = f", by {100 * max(behind):.2f}% at most" if behind else ""
         record(f"{what}: {count} jobs, {planned} planned, auto behind in {len(behind)}{most}; {took:.2f} CPU s each")
