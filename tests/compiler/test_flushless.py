@@ -23,6 +23,7 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.steps import in_a_row, period_of
+from zbc.compiler.whatif.noise import Noise, spread
 from zbc.compiler.whatif.others import baseline
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, repeated
@@ -338,3 +339,16 @@ def test_without_a_flush_an_objective_changes_nothing():
         for objective in (None, "makespan", "period")
     ]
     assert len({(plan.schedule, plan.step_ms, plan.layers) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(("kind", "m", "sync"), [("1f1b", 4, "two-versions"), ("gis", 8, "asynchronous")])
+def test_noise_is_of_steps_without_a_flush(kind, m, sync):
+    """Undisturbed they take the period on average; a slow busiest rank makes each as much longer."""
+    compiled = compile_job(
+        job(kind=kind, pp=4, m=m, optimizer={"sync": sync}, costs=UNEVEN | {"comm": 0.0}), budget=0.0
+    )
+    still = spread(compiled.program, compiled.costs, Noise(trials=30), barrier=False)
+    assert still.predicted == compiled.settled_ms == compiled.report.steady_state_ms
+    assert still.mean == pytest.approx(compiled.settled_ms, rel=1e-6)
+    slow = spread(compiled.program, compiled.costs, Noise(straggler=0.1, trials=40), barrier=False)
+    assert len(slow.steps) == 40 and max(slow.slow) == pytest.approx(1.1 * compiled.settled_ms, rel=1e-6)

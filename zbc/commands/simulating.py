@@ -20,7 +20,7 @@ from zbc.commands.options import (
     Verbose,
     share,
 )
-from zbc.text import aligned, percent, wrap
+from zbc.text import aligned, percent, short, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,9 +77,13 @@ def simulate(
     if json:
         show_json(_as_json(plan, noise, spread))
     elif not quiet:
+        from zbc.compiler.steps import settled
         from zbc.viz.words import title, verdict
 
-        show(title(plan.program), "", labelled("step", *verdict(plan.timeline, bubbles=verbose).split("; ")))
+        step = verdict(plan.timeline, bubbles=verbose).split("; ")
+        if plan.program.flushless:
+            step = [f"{short(settled(plan.program, plan.costs))} ms with its optimizer, without a flush"]
+        show(title(plan.program), "", labelled("step", *step))
         if spread is None:
             show(labelled("noise", "none; --jitter 5% or --straggler 10% says how far it spreads the step"))
         else:

@@ -454,6 +454,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
         summary,
         barrier_ms=barrier,
         ahead_ms=without,
+        steady_state_ms=ahead if program.flushless else summary.steady_state_ms,
         limits=limits,
         compile_seconds=took,
         freezing=freezing,

@@ -33,17 +33,17 @@ def in_a_row(program: Program, costs: Costs, steps: int) -> Timeline:
 def period_of(program: Program, costs: Costs) -> float:
     """ms of a step without a flush in steady state: the mean over a period after which steps repeat, or over the last
     steps if they do not repeat soon."""
-    bodies = list[list[float]]()
+    ends = list[list[float]]()
     for steps in _TRIED:
-        bodies = _bodies(program, in_a_row(program, costs, steps))
-        for count in range(1, (len(bodies) - 2) // 2):
-            apart = _apart(bodies, count)
+        ends = bodies(program, in_a_row(program, costs, steps))
+        for count in range(1, (len(ends) - 2) // 2):
+            apart = _apart(ends, count)
             if apart is not None:
                 return apart / count
-    return _mean(bodies)
+    return _mean(ends)
 
 
-def _bodies(program: Program, timeline: Timeline) -> list[list[float]]:
+def bodies(program: Program, timeline: Timeline) -> list[list[float]]:
     """Ends of the timed ops of all ranks, step by step; without the last two steps, in which no ops of a next step are
     interleaved."""
     graph, found = timeline.graph, list[list[float]]()
@@ -51,8 +51,8 @@ def _bodies(program: Program, timeline: Timeline) -> list[list[float]]:
         mine = [op for op in ops if op.kind.row.lane is Lane.COMPUTE]
         ends = [timeline.end[i] for i in graph.mine(rank) if graph.ops[i].kind.row.lane is Lane.COMPUTE]
         first = sum(op.mb >= NEXT for op in mine)  # ops of a rank before its first body
-        bodies = [ends[i : i + len(mine)] for i in range(first, len(ends) - 2 * len(mine), len(mine))]
-        found = [a + b for a, b in zip(found, bodies, strict=True)] if found else bodies
+        steps = [ends[i : i + len(mine)] for i in range(first, len(ends) - 2 * len(mine), len(mine))]
+        found = [a + b for a, b in zip(found, steps, strict=True)] if found else steps
     return found
 
 

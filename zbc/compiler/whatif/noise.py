@@ -15,17 +15,19 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from statistics import fmean, median
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph, build
 from zbc.compiler.sim.simulate import Timeline, lengths, replay, steady_state
-from zbc.compiler.steps import SETTLES
+from zbc.compiler.steps import SETTLES, bodies, period_of
 from zbc.compiler.whatif.why import Path, path_of
 from zbc.errors import ZbcError
-from zbc.ir import Program
+from zbc.ir import Program, repeated
 
 TRIALS = 200
+_ROW = 10  # steps without a flush that are simulated in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,14 @@ class Spread:
 
 def spread(program: Program, costs: Costs, noise: Noise, *, barrier: bool = True) -> Spread:
     """Steps of a compute-only or complete program under noise, the same ones for the same seed."""
-    graph = build(program)
-    ranks = len(graph.first) - 1
-    predicted = _makespan(replay(graph, costs, lengths(graph, costs))) if barrier else steady_state(graph, costs)
+    graph, ranks = build(program), len(program.ranks)
+    if program.flushless:
+        predicted, noisy = period_of(program, costs), _cycles(program, costs, noise)
+    else:
+        predicted = _makespan(replay(graph, costs, lengths(graph, costs))) if barrier else steady_state(graph, costs)
+        noisy = _steps(graph, costs, noise, barrier=barrier)
     steps, paths, slow = [], [], []
-    for rank, step, path in _steps(graph, costs, noise, barrier=barrier):
+    for rank, step, path in noisy:
         steps.append(step)
         paths.append(path)
         slow.append(rank)
@@ -141,6 +146,24 @@ def _steps(graph: Graph, costs: Costs, noise: Noise, *, barrier: bool) -> Iterat
             yield slow, max(ends) - before, path_of(timeline, last, min(map(timeline.first_start, range(ranks))))
         if not barrier:
             free, before = ends, max(ends)
+
+
+def _cycles(program: Program, costs: Costs, noise: Noise) -> Iterator[tuple[int, float, Path]]:
+    """As `_steps`, without a flush: of every _ROW consecutive steps, with their critical path."""
+    graph = build(repeated(program, SETTLES + _ROW + 2))  # the last two have no ops of a next one among theirs
+    length, ranks = lengths(graph, costs), range(len(program.ranks))
+    for slow in ranks if noise.straggler else (-1,):
+        count = len(range(slow, noise.trials, len(ranks))) if noise.straggler else noise.trials
+        for first in range(0, count, _ROW):
+            rng, noisy = random.Random(f"{noise.seed} {slow} {first}"), list(length)
+            _draw(rng, noisy, (i for nodes in graph.computing for i in nodes), noise.jitter)
+            for i in graph.computing[slow] if slow >= 0 else ():
+                noisy[i] *= 1 + noise.straggler
+            _draw(rng, noisy, graph.messages, noise.jitter)
+            timeline = replay(graph, costs, noisy)
+            path = path_of(timeline, max(ranks, key=timeline.closes), 0.0)
+            ends = [max(body) for body in bodies(program, timeline)][SETTLES - 1 :]
+            yield from ((slow, after - before, path) for before, after in islice(pairwise(ends), count - first))
 
 
 def _draw(rng: random.Random, times: list[float], nodes: Iterable[int], jitter: float) -> None:
