@@ -362,7 +362,7 @@ def test_two_pipes_are_never_worse_with_more_budget_where_the_objective_is_not_w
 
 JUDGED = [
     *(("without a flush", seed) for seed in (13, 1, 7, 8, 16)),
-    *(("unequal tokens", seed) for seed in (65, 2, 5)),
+    *(("unequal tokens", seed) for seed in (65, 2, 7211)),
     *(("a shared vocabulary", seed) for seed in (0, 3)),
     *(("offload", seed) for seed in (1, 2)),
 ]

@@ -71,8 +71,8 @@ def _rivals(job: Job, found: Sequence[Ordered]) -> Iterator[Job]:
     equal lengths, the nearest first."""
     near = dict[tuple[str, int], float]()
     for order in found:
-        for name, chunks, ms in order.rivals:
-            near[name, chunks] = min(near.get((name, chunks), INF), ms / order.rivals[0][-1])
+        for name, chunks, share in order.rivals:
+            near[name, chunks] = min(near.get((name, chunks), INF), share)
     for (name, chunks), share in sorted(near.items(), key=lambda entry: entry[1]):
         if share <= NEAR and len(near) > 1:
             yield replace(job, schedule=job.schedule.model_copy(update={"kind": name, "chunks": chunks}))

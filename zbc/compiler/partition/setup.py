@@ -76,7 +76,7 @@ class Ordered:
     options: Schedule | None = None  # the options it was made with, if "auto" chose more than a schedule
     weighed: tuple[tuple[str, float | None], ...] = ()  # policies by name, with ms of a step; None: does not fit
     copy_share: float | None = None  # ms of a copy over F + B + W, if copies were weighed
-    rivals: tuple[tuple[str, int, float], ...] = ()  # schedules with chunks and ms of a step, fitting or not
+    rivals: tuple[tuple[str, int, float], ...] = ()  # schedules, chunks, step over the best that fits
     tried: int = 1  # number of simulated partitions
     all_tried: bool = False  # whether no other one could be better for this schedule
 

@@ -149,7 +149,10 @@ class Best:
         for (case, *_), (_, step) in self._known.items():
             key = case.card.name, case.v
             steps[key] = min(step, steps.get(key, INF))
-        rivals = sorted(((*key, step) for key, step in steps.items() if step < INF), key=lambda rival: rival[-1])
+        least = self.step if self.step < INF else min(steps.values(), default=INF)
+        rivals = sorted(
+            ((*key, step / (least or 1.0)) for key, step in steps.items() if step < INF), key=lambda rival: rival[-1]
+        )
         order = order.told(tried=self.looks, all_tried=self.all_looked, rivals=tuple(rivals))
         if AUTO not in self.job.memory.chosen() or not any(case.moves for case, *_ in self._known):
             return order
