@@ -19,7 +19,7 @@ from zbc.compiler.check.asked import missing_problems
 from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.memory import RECOMPUTE, check_host, check_memory, fullest, hint_of, ways
+from zbc.compiler.check.memory import RECOMPUTE, check_host, check_memory, fullest_device, hint_of, ways
 from zbc.compiler.check.orders import order_problems
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
@@ -508,7 +508,7 @@ def _with_alternatives(error: ZbcError, compiled: Compiled, budget: float | None
     last = error.errors[-1]
     hint = last.hint
     if last.code == "E301" and compiled.job.rooms is not None:
-        worst = compiled.memory[fullest(compiled.job.rooms, compiled.memory)]
+        worst = compiled.memory[fullest_device(compiled.job.rooms, compiled.memory)]
         helping = (way for way in ways(compiled.job, worst) if _helps(compiled, way))
         hint = hint_of(compiled.job, worst, [*islice(helping, 2)])
         if not until.over(compiled.report.compile_seconds):

@@ -68,7 +68,7 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
     rooms = job.rooms
     if rooms is None or costs.bytes is None:
         return
-    rank = fullest(rooms, memory)
+    rank = fullest_device(rooms, memory)
     worst, limit = memory[rank], job.hardware.of(rank).least_gib or 0.0
     if worst.bytes <= rooms[rank]:
         return
@@ -88,8 +88,8 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
     yield ZbcError("E301", text, where=where, details=parts, hint=hint_of(job, worst, ways(job, worst)))
 
 
-def fullest(rooms: Sequence[float], memory: Sequence[RankMemory]) -> int:
-    """The rank that needs most of its room."""
+def fullest_device(rooms: Sequence[float], memory: Sequence[RankMemory]) -> int:
+    """The rank that needs most of its device, whatever other limit it has."""
     return max(range(len(memory)), key=lambda r: memory[r].bytes / rooms[r])
 
 
