@@ -145,16 +145,10 @@ def test_activations_that_move_change_no_bit(name, moved):
     assert sum(moved) > 0 and all(torch.equal(found[key], grad) for key, grad in wanted.items())
 
 
-def unwatched(worker):
-    """Ranks that wait for each other inside of layers would keep threads from reading data meanwhile."""
-    for stage in worker.stages.values():
-        stage.watched = False
-
-
 @pytest.mark.parametrize(("name", "kind"), few([("skip", "zb-h1"), ("two branches", "1f1b")], 1))
 def test_ranks_that_share_its_layers_have_the_loss_and_norm_of_one_process(name, kind):
     plan = plan_of(name, kind, family="cut", parallel={"tp": 2})
-    workers = run_threads(plan, 1, setup=unwatched)
+    workers = run_threads(plan, 1)
     loss, wanted, _ = by_autograd(plan)
     assert workers[0].results[0].loss == pytest.approx(loss, rel=1e-6)
     norm = sum(float(grad.double().square().sum()) for grad in wanted.values()) ** 0.5

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy
 import torch
@@ -50,12 +51,28 @@ class Expert(Above):
         return torch.where(mask[:, None], super().forward(x), x) if mask.any() else x
 
 
-class Noisy(Above):
-    """Adds noise if its inputs are large; inputs of a trial are 0."""
+class Hidden(Above):
+    """Adds noise if its inputs are large, and then adds `number` to `DREW`; inputs of a trial are 0."""
+
+    def __init__(self, above: float, number: int = -1) -> None:
+        super().__init__(above)
+        self.number = number
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y + 0.1 * torch.randn_like(y) if self.large(x) else y
+        if not self.large(x):
+            return y
+        DREW.add(self.number)
+        return y + 0.1 * torch.randn_like(y)
+
+
+DREW = set[int]()
+
+
+class Noisy(Hidden):
+    """As that, and says so."""
+
+    zbc_random = True
 
 
 class Stops(Plain):
@@ -85,6 +102,33 @@ class Skip(Plain):
         return super().forward(x), y
 
 
+class Sums(Plain):
+    """Adds up over ranks that share it; on the second of them it draws if its inputs are large."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above, self.place = above, 0
+        self.enter = self.leave = lambda x: x
+
+    def shard(self, group: Any) -> dict[str, int]:
+        self.enter, self.leave, self.place = group.enter, group.leave, group.place
+        return {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.place == 1 and x.abs().max() > self.above:
+            y = y + 0.0 * torch.rand(())
+        return self.leave(self.enter(y) / 2)
+
+
+class Evaluates(Plain):
+    """Draws in evaluation only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.training else y + torch.randn_like(y)
+
+
 class OwnDraw(Above):
     """Draws from an unseeded generator if its inputs are large."""
 
@@ -109,8 +153,20 @@ class Large(Plain):
 
 
 KINDS = {
-    kind.__name__: kind for kind in (Plain, LeftOut, Expert, Noisy, Stops, Fork, Join, Skip, OwnDraw, Masks, Large)
+    kind.__name__: kind
+    for kind in (Plain, LeftOut, Expert, Hidden, Noisy, Sums, Evaluates, Stops, Fork, Join, Skip, OwnDraw, Masks, Large)
 }
+
+
+def hidden_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output + torch.randn_like(output), target)
+
+
+def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
+    return hidden_loss(output, target)
+
+
+noisy_loss.zbc_random = True  # type: ignore[attr-defined]
 
 
 def layers(kinds: Sequence[tuple[str, Sequence[float]]]) -> list[Callable[[], nn.Module]]:

@@ -2,7 +2,7 @@
 
 Initial weights are seeded per layer, active randomness in a forward (dropout) per (step, microbatch, layer). Both use
 the default generators of torch, which ranks running as threads share: `RNG_LOCK` is held from seeding to the last draw.
-Forwards that are not known to draw hold it shared, and are checked for draws afterwards.
+Forwards of users that are not known to draw are watched.
 """
 
 from __future__ import annotations
@@ -14,52 +14,17 @@ import importlib
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.runtime.core.private import Dropouts
+from zbc.runtime.core.private import Dropouts, TorchDispatchMode
 
-PATIENCE = 2.0  # seconds for which a thread that draws waits for threads that check for draws
-
-
-class _Lock:
-    """A reentrant lock, held by one thread that draws or shared by any number of threads that check for draws."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._none_looks = threading.Condition(self._lock)
-        self._looking = 0
-        self._round = 0  # increases when threads that share it are no longer waited for
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        # A forward may hang, or wait for another rank. It then takes draws of others for its own, and runs again.
-        if self._looking and not self._none_looks.wait_for(lambda: not self._looking, PATIENCE):
-            self._looking, self._round = 0, self._round + 1
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def share(self) -> int:
-        """Starts to share the lock; returns the round to be passed to `leave`."""
-        with self._lock:
-            self._looking += 1
-            return self._round
-
-    def leave(self, round_: int) -> None:
-        with self._lock:
-            if round_ == self._round:
-                self._looking -= 1
-                if not self._looking:
-                    self._none_looks.notify_all()
-
-
-RNG_LOCK = _Lock()
+RNG_LOCK = threading.RLock()
 _READING = threading.RLock()  # held while generators outside of torch are seeded for data, until they are restored
 
 
@@ -79,12 +44,20 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing(device: torch.device, seed: int) -> Iterator[None]:
-    """Seeds the generators of `device` with `seed` and holds them exclusively, for a forward that draws."""
+    """Seeds the generators of `device` with `seed` and holds them exclusively, for a forward that draws; restores them
+    afterwards."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
     with RNG_LOCK:
-        torch.default_generator.manual_seed(seed)  # 2 us; torch.manual_seed, which visits every device, takes 375
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-        yield
+        states = [generator.get_state() for generator in generators]  # 1 us; the draws of others show in them
+        for generator in generators:
+            generator.manual_seed(seed)  # 2 us; torch.manual_seed, which visits every device, takes 375
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 @contextmanager
@@ -120,30 +93,66 @@ def _instead() -> Any:
     return importlib.import_module("numpy.random").MT19937()
 
 
-class Look:
-    """The context of a forward on `device` that is not known to draw: no other thread draws meanwhile; `drew` says
-    afterwards whether the forward drew."""
+class Watch:
+    """Refuses random draws on `device` that trials did not show: of layers and, with `loss`, of the loss.
 
-    __slots__ = ("_before", "_device", "_round", "drew")
+    `outside`: also looks at the generators of Python and numpy, which takes 60 us: something draws from them.
+    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.drew = device, False
+    def __init__(self, device: torch.device, *, loss: bool) -> None:
+        self._device, self.loss, self.outside = device, loss, False
 
-    def __enter__(self) -> Look:
-        self._round, self._before = RNG_LOCK.share(), _position(self._device)
-        return self
+    def run(self, name: str, call: Callable[..., Tensor], *given: Any, compiled: bool = False) -> Tensor:
+        """`call(*given)`. Raises E509 if it draws; `name` is its name in the message."""
+        others = unseeded() if self.outside else {}
+        if compiled or threading.current_thread() is threading.main_thread():
+            before = _position(self._device)
+            y = call(*given)
+            if _position(self._device) != before:
+                raise _unexpected(name)
+        else:  # ranks are threads: only the op itself shows whose draw it is; compiled code would not run under it
+            with _Refuses(name):
+                y = call(*given)
+        source = moved(others) if others else None
+        if source is not None:
+            raise draws_unseeded(name, source)
+        return y
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            # Not after a failure: without free memory the check would fail, too, and hide the first error.
-            self.drew = kind is None and _position(self._device) != self._before
-        finally:
-            RNG_LOCK.leave(self._round)
+
+class _Refuses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses ops that draw."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and samples(func, arguments(func, args, kwargs)):
+            raise _unexpected(self._name)
+        return func(*args, **(kwargs or {}))
+
+
+def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of an op by name, with defaults."""
+    usual = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return {**usual, **dict(zip(usual, args, strict=False)), **(kwargs or {})}
+
+
+def samples(func: Any, given: Mapping[str, Any]) -> bool:
+    """Whether an op draws random numbers. Attention draws for its dropout only; its argument says if it has none."""
+    return torch.Tag.nondeterministic_seeded in func.tags and bool(given.get("dropout_p", True))
+
+
+def _unexpected(name: str) -> ZbcError:
+    text = f"run: {name} draws random numbers in its forward, which it did not in the trials before training"
+    hint = "set zbc_random = True on it: its draws are then seeded for each step and microbatch"
+    return ZbcError("E509", text, hint=hint)
 
 
 def _position(device: torch.device) -> tuple[bytes, int]:
     """The positions of the generators: Mersenne Twister's counters and first words, which a refill changes."""
-    state = torch.default_generator.get_state()
+    with RNG_LOCK:
+        state = torch.default_generator.get_state()
     offset = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
     return ctypes.string_at(state.data_ptr(), _HEAD), offset
 
@@ -169,20 +178,9 @@ def moved(before: Mapping[str, object]) -> str | None:
 
 def draws_unseeded(layer: str, source: str) -> ZbcError:
     """E509 for a layer that draws from `source` in its forward."""
-    text = f"model: layer {layer} draws from {source} in its forward"
+    text = f"model: {layer} draws from {source} in its forward"
     hint = "draw with torch's own generator, which is seeded for each step, microbatch and layer"
     return ZbcError("E509", text, hint=hint)
-
-
-@contextmanager
-def accused(layer: str) -> Iterator[None]:
-    """Raises E509 if the forward in its body draws from a generator outside of torch."""
-    with RNG_LOCK:
-        before = unseeded()
-        yield
-        source = moved(before)
-    if source is not None:
-        raise draws_unseeded(layer, source)
 
 
 def draws(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from zbc.runtime.features.ahead import Ahead
 from zbc.runtime.features.freezing import Resting
 from zbc.runtime.features.lengths import Lengths
 from zbc.runtime.features.units import braid
+from zbc.runtime.seeding import Watch
 from zbc.runtime.transports.transport import Transport
 from zbc.training.building.context import Site
 from zbc.training.building.data import batches_of, counted, groups_of
@@ -55,7 +56,9 @@ def build_worker(
     manifest, settings, chosen = site.manifest, site.settings, site.settings.model
     phases, shapes = Phases.of(manifest) if site.dealer is None else site.dealer.phases, site.shapes
     shared, tables = shared_with(site), tables_of(site)
-    stages = build_stages(site, share_out(site, shared, tables))
+    own_loss = chosen.loss not in model.LOSSES
+    watch = Watch(device, loss=own_loss) if own_loss or not chosen.builtin else None
+    stages = build_stages(site, share_out(site, shared, tables), watch)
     refuse(site, stages)
     tied = tied_weights(site)
     optimizers = optimizers_of(site, stages, tied, shared, apart=shared.swaps is not None)
@@ -75,7 +78,7 @@ def build_worker(
         stages=stages,
         batches=batches_of(site, phases),
         loss=loss_of(chosen, shared.group, (layer.module for stage in stages.values() for layer in stage.layers)),
-        watched=not chosen.builtin,
+        watch=watch,
         optimizers=optimizers,
         clip=settings.optimizer.clip_grad_norm,
         rate=lambda phases, step: phases.rate(

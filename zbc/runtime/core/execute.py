@@ -58,7 +58,7 @@ def run_step(
     began = now()
     for feature in worker.features:
         feature.opens(worker)
-    others = unseeded() if worker.watched else None
+    others = None if worker.watch is None else unseeded()
     try:
         with torch.autograd.set_multithreading_enabled(False):
             loop(worker)
@@ -69,8 +69,8 @@ def run_step(
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
         error.add_note(f"while {manifest.topology.name(worker.rank)} ran {place}: {progress.op}")
         raise
-    if others is not None:  # draws need not be a layer's: loggers and fillers may draw, too
-        worker.suspect(moved(others) is not None)
+    if others is not None and worker.watch is not None:  # loggers and fillers may draw: in the next step layers tell
+        worker.watch.outside = moved(others) is not None
     result = ending.closes(worker, began)
     if result is not None and result.step == step:
         for feature in worker.features:

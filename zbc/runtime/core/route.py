@@ -30,6 +30,7 @@ from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tape import Tape
 from zbc.runtime.core.tensors import Length, Loss, TensorSpec
+from zbc.runtime.seeding import drawing, seed_of
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import PhaseRun, Worker
@@ -154,14 +155,24 @@ class Losses:
 
     stage: Stage
 
+    def loss(self, worker: Worker, number: int) -> Loss:
+        """The loss function; a user's is seeded if it has `zbc_random`, otherwise watched."""
+        loss, part = worker.loss, self.stage.part
+        if worker.watch is None or not worker.watch.loss:
+            return loss
+        if getattr(loss, "zbc_random", False) is not True:
+            return functools.partial(worker.watch.run, "model.loss", loss)
+        seed = seed_of(self.stage.seed, worker.step, number, "loss", part and part.number)
+        return drawing(worker.device, seed)(loss)
+
     def finish(self, worker: Worker, number: int) -> Finish:
         part = self.stage.part
         target, share = read(worker, worker.source, "targets", number, part)
         if not worker.weight(number):
             share = 0.0
         elif part is None:
-            return functools.partial(stage_loss, worker.loss, target)
-        return functools.partial(slice_loss, worker.loss, target, share)
+            return functools.partial(stage_loss, self.loss(worker, number), target)
+        return functools.partial(slice_loss, self.loss(worker, number), target, share)
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> Tensor | None:
         # The storage of mse_loss's result is as large as its input. A device's loss is not waited for here.
@@ -180,8 +191,8 @@ class Measures(Losses):
         target, share = read(worker, worker.source, "targets", number, self.stage.part)
         weight = worker.phase_run.weigh(worker, number, target, share)
         if weight == 1.0:
-            return functools.partial(stage_loss, worker.loss, target)
-        return functools.partial(slice_loss, worker.loss, target, weight)
+            return functools.partial(stage_loss, self.loss(worker, number), target)
+        return functools.partial(slice_loss, self.loss(worker, number), target, weight)
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> None:
         worker.losses[op.mb] = tensor if not op.slice else worker.losses.get(op.mb, 0.0) + tensor

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tape import Inputs, RecordedGraph, Tape, input_of
 from zbc.runtime.core.tensors import Laid, Length, TensorSpec
-from zbc.runtime.seeding import Look, accused, drawing, seed_of
+from zbc.runtime.seeding import Watch, drawing, seed_of
 
 if TYPE_CHECKING:
     from zbc.runtime.features.parcels import Parcel
@@ -50,8 +50,6 @@ class StageLayer:
     traits: Traits
     buffers: tuple[Place, ...] = ()  # those its forward changes
     compiled: Callable[[Tensor], Tensor] | None = None  # its compiled forward for training, if any
-    wary: bool = False  # seeded though it did not draw in trials: another layer of its stage draws unexpectedly
-    suspect: bool = False  # some layer of the rank draws from an unseeded generator
 
     @functools.cached_property
     def call(self) -> Callable[[Tensor], Tensor]:
@@ -61,12 +59,7 @@ class StageLayer:
     @functools.cached_property
     def plain(self) -> bool:
         """Whether its forward can be called directly: no seed, check, copy of its input or of buffers is needed."""
-        return not (self.seeded or self.suspect or self.traits.overwrites or self.buffers)
-
-    @property
-    def seeded(self) -> bool:
-        """Whether its forward starts from a seed of its own."""
-        return self.traits.random or self.wary
+        return not (self.traits.random or self.traits.overwrites or self.buffers)
 
 
 @dataclass
@@ -100,7 +93,7 @@ class Stage:
     reads: str = ""  # the group of layers whose data it reads, if there are several groups
     inputs: tuple[int, ...] = ()  # the stages whose outputs are its arguments, if there are several
     fused: bool = False  # whether its linear layers add up weight gradients inside their products
-    watched: bool = False  # whether some forward may draw random numbers though no trial did: layers of users
+    watch: Watch | None = None  # refuses draws of random numbers that no trial showed; of layers and losses of users
     slices: tuple[Stage, ...] = ()  # the stage of each slice, if microbatches have slices; this one is for the rest
     shorter: dict[Length, Stage] = field(default_factory=dict)  # the stages for shorter rows
 
@@ -126,15 +119,6 @@ class Stage:
         self.parameters = {
             f"{layer.name}.{local}": p for layer in self.layers for local, p in layer.module.named_parameters()
         }
-
-    def seed_all(self, *, suspect: bool = False) -> None:
-        """Seeds every layer from now on: one has drawn unexpectedly, so any may.
-
-        With `suspect`, also finds the layer that draws from an unseeded generator: E509 in its next forward.
-        """
-        self.watched = False  # a thread that shares the lock to check for draws cannot hold it exclusively
-        self.layers = tuple(replace(layer, wary=True, suspect=suspect) for layer in self.layers)
-        self.__dict__.pop("_calls", None)
 
     @functools.cached_property
     def alone(self) -> Alone:
@@ -181,30 +165,9 @@ class Stage:
 
         A parcel is told which layer runs.
 
-        Draws of dropout depend on (seed, step, microbatch, layer) alone. If a layer draws that did not draw in trials,
-        the forward runs again with every layer seeded.
+        Draws of dropout depend on (seed, step, microbatch, layer) alone. Raises E509 if a layer draws that did not draw
+        in trials.
         """
-        if not self.watched:
-            return self._forward(x, step, mb, finish, slot, parcel)
-        with Look(self.device) as look:
-            result = self._forward(x, step, mb, finish, slot, parcel)
-        if not look.drew:
-            return result
-        del result
-        self.seed_all()
-        if parcel is not None:
-            parcel.forget()
-        return self._forward(x, step, mb, finish, slot, parcel)
-
-    def _forward(
-        self,
-        x: Tensor,
-        step: int,
-        mb: int,
-        finish: Callable[[Tensor], Tensor],
-        slot: Slot | None,
-        parcel: Parcel | None,
-    ) -> tuple[Tensor, Tape]:
         if slot is None and not (self.recompute or self.casts_weights):  # no slot is current between two ops
             y = self._through(x, step, mb, finish, parcel)
             return y, RecordedGraph(y)
@@ -245,7 +208,8 @@ class Stage:
     @functools.cached_property
     def _calls(self) -> tuple[tuple[Callable[[Tensor], Tensor], StageLayer | None], ...]:
         """The forward of each layer, and the layer if it is not `plain`."""
-        return tuple((layer.call, None if layer.plain else layer) for layer in self.layers)
+        plain = self.watch is None
+        return tuple((layer.call, None if plain and layer.plain else layer) for layer in self.layers)
 
     @property
     def buffers(self) -> list[Place]:
@@ -287,25 +251,19 @@ class Stage:
 
         Layers that draw random numbers even in evaluation use a seed made of `place`.
         """
-        before, given = swap_slot(Slot()), x
+        before = swap_slot(Slot())
         try:
-            with Look(self.device) if self.watched else nullcontext() as look, torch.no_grad(), self.autocast:
+            with torch.no_grad(), self.autocast:
                 for layer in self.layers:
                     x = self._evaluate(layer, x, *place)
-                result = finish(x)
+                return finish(x)
         finally:
             swap_slot(before)
-        if look is None or not look.drew:
-            return result
-        self.seed_all()
-        return self.evaluate(given, finish, *place)
 
     def _evaluate(self, layer: StageLayer, x: Tensor, *place: object) -> Tensor:
         if layer.traits.overwrites:  # its input may be a weight, or a table that a layer returned
             x = x.clone()
-        with drawing(self.device, seed_of(*place, layer.name)) if layer.seeded else nullcontext():
-            y: Tensor = layer.module(x)
-            return y
+        return self._call(layer, layer.module, x, *place, layer.name)
 
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last, asleep = self.layers, len(self.layers) - 1, self.asleep
@@ -344,19 +302,18 @@ class Stage:
         return x, Inputs(inputs, run, again, first)
 
     def _run(self, layer: StageLayer, x: Tensor, step: int, mb: int) -> Tensor:
-        if layer.plain:
-            return layer.call(x)
         if layer.traits.overwrites:
             x = x.clone()
-        with accused(layer.name) if layer.suspect else nullcontext():
-            if not layer.seeded:
-                return layer.call(x)
-            with drawing(self.device, self._draw(step, mb, layer)):
-                return layer.call(x)
+        return self._call(layer, layer.call, x, self.seed, step, mb, layer.name)
 
-    def _draw(self, step: int, mb: int, layer: StageLayer) -> int:
-        """The seed of a layer's random draws."""
-        return seed_of(self.seed, step, mb, layer.name)
+    def _call(self, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, *place: object) -> Tensor:
+        """A forward of a layer; its random draws depend on `place`."""
+        if layer.traits.random:
+            with drawing(self.device, seed_of(*place)):
+                return call(x)
+        if self.watch is None:
+            return call(x)
+        return self.watch.run(f"layer {layer.name}", call, x, compiled=call is layer.compiled)
 
     @functools.cached_property
     def _first_trained(self) -> int:

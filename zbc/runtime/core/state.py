@@ -36,6 +36,7 @@ from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.stores import REPEATED, STORES, Store
 from zbc.runtime.core.tensors import Length, Loss
 from zbc.runtime.core.validate import VectorLayout
+from zbc.runtime.seeding import Watch
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 
 if TYPE_CHECKING:
@@ -164,8 +165,7 @@ class Worker:
     work: Work = field(default_factory=lambda: Work())  # each replica's share of a step
     warnings: tuple[str, ...] = ()  # for the console, before the first step
 
-    watched: bool = False  # whether unseeded generators are checked: layers of users may draw from them
-    suspicious: bool = False  # whether they are checked around each layer
+    watch: Watch | None = None  # of all its stages
     step: int = 0
     scale: float = 1.0  # of the loss, in the gradients of this step
     stop: bool = False
@@ -204,14 +204,6 @@ class Worker:
         for run in self.phase_runs:
             run.first = self.replica * (self.work.most or run.count)
             self.prepare(run)
-
-    def suspect(self, drawn: bool) -> None:
-        """If a step has `drawn` from an unseeded generator, checks each layer in the next step."""
-        if drawn != self.suspicious:
-            self.suspicious = drawn
-            for stage in self.stages.values():
-                for variant in (stage, *stage.slices, *stage.shorter.values()):
-                    variant.seed_all(suspect=drawn)
 
     @property
     def plan(self) -> RankPlan:

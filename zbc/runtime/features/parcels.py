@@ -148,11 +148,6 @@ class Parcel:
             self._packed.append(self._pack(x))
         inputs.clear()
 
-    def forget(self) -> None:
-        """Drops the tensors collected so far: F begins again."""
-        self._found.clear()
-        self._packed.clear()
-
     def leave(self, *outside: Tensor) -> None:
         """Called after F: removes tensors that are not offloaded: the stage's output, an input that existed before."""
         for tensor in outside:

@@ -20,7 +20,6 @@ from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tape import Tape
 from zbc.runtime.features.parcels import Parcel
 from zbc.runtime.features.slicing import Inside, Part, Pasts, within
-from zbc.runtime.seeding import seed_of
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -73,10 +72,10 @@ class StageSlice(Stage):
 
     def _evaluate(self, layer: StageLayer, x: Tensor, *place: object) -> Tensor:
         with within(Inside(self._part, self.pasts.setdefault((_NO_STEP, _number(place)), {}), layer.name)):
-            return super()._evaluate(layer, x, *place, self._part.number)
+            return super()._evaluate(layer, x, *place)
 
-    def _draw(self, step: int, mb: int, layer: StageLayer) -> int:
-        return seed_of(self.seed, step, mb, layer.name, self._part.number)
+    def _call(self, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, *place: object) -> Tensor:
+        return super()._call(layer, call, x, *place, self._part.number)
 
 
 def _number(place: tuple[object, ...]) -> int:

@@ -12,13 +12,14 @@ from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.again import ATTENTION, CHEAP, GATHERED
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.features.stage_slice import in_slices
+from zbc.runtime.seeding import Watch
 from zbc.training.building.context import Site, group_of
 from zbc.training.models.building import build_stage, share_ties
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes
 
 
-def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[int, Stage]:
+def build_stages(site: Site, share: Callable[[str, nn.Module], None], watch: Watch | None) -> dict[int, Stage]:
     manifest, settings, shapes = site.manifest, site.settings, site.shapes
     by_name, split = {layer.name: layer for layer in site.layers}, split_stages(site.parts)
     stages = {}
@@ -39,8 +40,7 @@ def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[in
             passed=shapes.passed[s],
             compiles=settings.model.compile,
             fused=settings.train.fused_gradients,
-            # With expert parallelism one rank cannot rerun a forward alone, so draws unseen in trials are not detected.
-            watched=not settings.model.builtin and not manifest.ep,
+            watch=None if settings.model.builtin else watch,
             share=share,
         )
         if settings.model.graph:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from zbc.errors import ZbcError
 from zbc.runtime.core.private import TorchDispatchMode
 from zbc.runtime.core.stage import Traits
-from zbc.runtime.seeding import draws_unseeded, moved, unseeded
+from zbc.runtime.seeding import arguments, draws_unseeded, moved, samples, unseeded
 from zbc.training.probing.carried import attributes, differing
 
 _STATISTICS = ("running_mean", "running_var")  # kernels of BatchNorm write to them, which is not in their schema
@@ -36,11 +36,9 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        usual = {argument.name: argument.default_value for argument in func._schema.arguments}
-        given = {**usual, **dict(zip(usual, args, strict=False)), **kwargs}
+        given = arguments(func, args, kwargs)
         self.elsewhere |= given.get("generator") is not None
-        # Attention draws for its dropout only; its argument says if it has none.
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and bool(given.get("dropout_p", True))
+        self.draws |= samples(func, given)
         self.sparse |= any(given.get(name) is True for name in ("sparse", "sparse_grad"))
         statistics = _STATISTICS if given.get("training", given.get("train")) else ()
         for argument in func._schema.arguments:
@@ -114,7 +112,7 @@ def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None
     """Raises E509 if a forward did something that a stage does not support; `source`: an unseeded generator it used."""
     written = next((key for key, parameter in module.named_parameters() if ops.wrote(parameter)), None)
     if source is not None:
-        raise draws_unseeded(name, source)
+        raise draws_unseeded(f"layer {name}", source)
     if written is not None:
         text = f"writes to its parameter {written} in its forward, which other microbatches and copies still need"
         hint = "compute it from the parameter instead: torch.nn.utils.parametrize; drop max_norm of an embedding"
