@@ -2,13 +2,19 @@
 
 import threading
 from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import losses_of, run_threads
+from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.cuda import StreamHub
+from zbc.runtime.features.vocabulary import Output
+from zbc.runtime.features.vocabulary_state import Meeting
+from zbc.runtime.transports.chains import StreamChains
 
 _here = threading.local()
 
@@ -110,3 +116,29 @@ def test_sums_that_wait_for_nobody_are_seen(streams, monkeypatch):
     hub = Watched(2)
     run_threads(make_plan(make_program("1f1b", 2, 4)), 1, hub=hub)
     assert {"message", "offer"} <= set(hub.missed)
+
+
+def test_a_side_stream_that_has_not_run_keeps_what_meet_reads(monkeypatch):
+    """The host drops the terms of the gradient as MEET starts: the rank's next tensor would take their bytes."""
+    side = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None)
+    here, recorded = [SimpleNamespace()], set()
+
+    @contextmanager
+    def on(stream):
+        here.append(stream)
+        yield
+        here.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: here[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    told = Output(torch.nn.Parameter(torch.randn(16, 8)), 0).tell(
+        torch.randn(2, 4, 8), torch.randint(16, (2, 4)), torch.ones(()), 1.0, early=True
+    )
+    read = told.row, told.spread
+    met = Meeting(told, told.mine[None].clone(), TensorSpec((2, 4, 8), torch.float32), True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.add((id(tensor), id(stream))))
+    work = SimpleNamespace(wait=lambda: True)
+    StreamChains(torch.device("cuda", 0)).start(lambda: work, met.make, lambda made: work)
+    assert told.row is None and {(id(tensor), id(side)) for tensor in read} <= recorded

@@ -70,6 +70,8 @@ class Told:
         if spread is None or row is None:
             raise TypeError("S has left no terms of the gradient")
         self.spread = self.row = None
+        for tensor in (spread, row) if row.is_cuda else ():  # made on the rank's stream, read here on a side stream
+            tensor.record_stream(torch.cuda.current_stream())
         return spread.mul_(self.scale(log)[:, None]).sub_(row).mul_(self.factor[:, None])
 
 
