@@ -25,6 +25,7 @@ from zbc.runtime.features.slicing import Inside, Part, within
 from zbc.runtime.transports.transport import Transport
 from zbc.training.data.data import KINDS, Samples, Tokens, build_dataset, build_samples, input_spec, place
 from zbc.training.data.fixed import Fixed
+from zbc.training.data.pairs import Words
 from zbc.training.data.split import Steps, count_of_step
 from zbc.training.data.unequal import ByTokens, Dealer, Padded, build_documents, dealer_of
 from zbc.training.models import adapters, model, pretrained
@@ -250,6 +251,7 @@ def steps_of(settings: Settings, manifest: Manifest, *, as_given: bool = False) 
         length=chosen.seq_len if chosen.builtin else None,
         ignores=chosen.loss == "cross_entropy",
         tokens=() if as_given else lengths_of(settings, manifest),
+        words=Words.of(chosen),
     )
 
 

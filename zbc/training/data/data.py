@@ -25,7 +25,7 @@ from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
-from zbc.training.data.pairs import UnfitError, pair_of
+from zbc.training.data.pairs import ANY, UnfitError, Words, pair_of
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.tokens import TokenWindows
 
@@ -104,11 +104,11 @@ class Pairs:
     With `both`, for a rank that reads inputs and targets, a target is cached when its input is read.
     """
 
-    def __init__(self, dataset: Any, name: str, seed: int, *, both: bool = False) -> None:
+    def __init__(self, dataset: Any, name: str, seed: int, *, both: bool = False, words: Words = ANY) -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             text = f"data: {name} returned {type(dataset).__name__}, which has no length or cannot be indexed"
             raise ZbcError("E502", text, hint="return a map-style dataset: __len__ and __getitem__(index)")
-        self._dataset, self._name, self._seed, self._both = dataset, name, seed, both
+        self._dataset, self._name, self._seed, self._both, self.words = dataset, name, seed, both, words
         self._targets: dict[int, Tensor] = {}  # of samples whose input was read, by their number
 
     def __len__(self) -> int:
@@ -149,14 +149,15 @@ class Pairs:
         return b"".join(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
     def _stacked(self, indices: Sequence[int], which: int, found: list[Tensor]) -> Tensor:
-        """Stacks tensors of samples. Raises E505 if they have several shapes."""
+        """Stacks tensors of samples. Raises E505 if they have several shapes, or ids that the model does not have."""
         other = next((k for k, tensor in enumerate(found) if tensor.shape != found[0].shape), None)
         if other is not None:
             what, shapes = ("input", "target")[which], [list(found[k].shape) for k in (other, 0)]
             numbers = [indices[k] % len(self) for k in (other, 0)]
             text = f"data: the {what} of sample {numbers[0]} of {self._name} has shape {shapes[0]}, that of sample"
             raise ZbcError("E505", f"{text} {numbers[1]} {shapes[1]}", hint="pad or cut samples to one shape")
-        return torch.stack(found)
+        name = f"of {self._name}"
+        return self.words.checked(torch.stack(found), which, lambda row: f"sample {indices[row] % len(self)} {name}")
 
     def pairs(self, numbers: Sequence[int], group: str | None = "") -> list[tuple[Tensor, Tensor]]:
         """Samples as pairs; if they have several inputs, that of `group`, or any if `group` is None."""
@@ -394,7 +395,7 @@ def build_dataset(data: spec.Data, seed: int) -> Any:
 def all_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
     """All samples, for training and validation."""
     if data.kind not in KINDS:
-        return Pairs(build_dataset(data, seed), data.kind, seed, both=both)
+        return Pairs(build_dataset(data, seed), data.kind, seed, both=both, words=Words.of(model))
     seq_len = _token_length(data, model)
     if data.kind == "synthetic":
         if model.vocab is None:

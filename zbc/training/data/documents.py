@@ -126,6 +126,8 @@ class PairDocuments(Documents):
             if found.dim() == 0 or len(found) != wanted:
                 text = f"data: the {what} of sample {index} of {self._name} has shape {list(found.shape)}"
                 raise ZbcError("E117", f"{text}, its length is {wanted}", hint="let both have one row for each token")
+        for which, found in enumerate((x, y)):
+            self._pairs.words.checked(found, which, lambda row: f"sample {index} of {self._name}")
         return x, y
 
 

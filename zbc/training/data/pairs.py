@@ -9,14 +9,17 @@ A mapping for x has an input for each group of layers (`model.graph`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zbc.errors import ZbcError
+from zbc.job import spec
 from zbc.runtime.features.words import IGNORED
 
+HINT = "set model.vocab to that of the tokenizer and plan again; -100 marks targets that do not count"
 _NAMES = (("input", "target"), ("inputs", "targets"), ("x", "y"))
 _TOKENS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 _ELSE = frozenset({"token_type_ids", "special_tokens_mask", "length"})  # keys that tokenizers add
@@ -24,6 +27,38 @@ _ELSE = frozenset({"token_type_ids", "special_tokens_mask", "length"})  # keys t
 
 class UnfitError(Exception):
     """The reason why a sample is not a pair."""
+
+
+class Words(NamedTuple):
+    """The ids that a user's samples may have: 0 to `vocab` in inputs, and with `targets` in targets that count."""
+
+    vocab: int | None = None  # None: any ids
+    targets: bool = False
+
+    @classmethod
+    def of(cls, model: spec.Model) -> Words:
+        """Those of a built-in model: where ranks share its words, or in a loss by chunks, no kernel would notice."""
+        return cls(model.vocab if model.builtin else None, model.loss == "cross_entropy")
+
+    def checked(self, whole: Tensor, which: int, name: Callable[[int], str]) -> Tensor:
+        """Returns inputs (`which` = 0) or targets (1), (rows, ..), called `name(row)`. Raises E505 for other ids."""
+        floats = whole.is_floating_point() or whole.is_complex() or whole.dtype == torch.bool
+        if self.vocab is None or floats or not whole.numel() or (which and not self.targets):
+            return whole
+        low, high = (int(end) for end in whole.long().aminmax())
+        if low >= 0 and high < self.vocab:
+            return whole
+        wrong = (whole < 0) | (whole >= self.vocab)
+        if which:
+            wrong &= whole != IGNORED
+        if wrong.any():
+            row = int(wrong.nonzero()[0][0]) if whole.dim() else 0
+            what, text = ("input", "target")[which], f"{int(whole[wrong][0])}, model.vocab is {self.vocab}"
+            raise ZbcError("E505", f"data: the {what} of {name(row)} has the id {text}", hint=HINT)
+        return whole
+
+
+ANY = Words()
 
 
 def pair_of(sample: Any) -> tuple[Any, Tensor]:

@@ -22,7 +22,7 @@ from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features.words import IGNORED
 from zbc.training.data.data import Batches, Pairs, Tokens, in_epochs
-from zbc.training.data.pairs import UnfitError, pair_of
+from zbc.training.data.pairs import ANY, UnfitError, Words, pair_of
 
 _KEPT = 3  # cached steps
 Groups = Callable[[int], Sequence[Sequence[int]]]
@@ -56,8 +56,9 @@ class Steps(Pairs):
         length: int | None,
         ignores: bool,
         tokens: Sequence[int] = (),
+        words: Words = ANY,
     ) -> None:
-        super().__init__(dataset, name, seed)
+        super().__init__(dataset, name, seed, words=words)
         self.size, self._microbatches, self._length, self._ignores = size, count, length, ignores
         self._tokens = tokens
         self._known = dict[int, list[Microbatch]]()
@@ -135,6 +136,9 @@ class Steps(Pairs):
         if self._length is not None and most > self._length:
             text = f"{where} has rows of {most} tokens, model.seq_len is {self._length}"
             raise ZbcError("E505", text, hint="cut them, or set model.seq_len to the longest")
+        for which, tensors in enumerate((inputs.values(), [target])):
+            for tensor in tensors:
+                self.words.checked(tensor, which, lambda row: f"{where[6:]} row {row},")
         if self._ignores and not (target != IGNORED).any():
             weight = 0.0
         tokens = None if self._length is None else next(iter(inputs.values())).shape[1]

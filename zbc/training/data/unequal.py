@@ -27,6 +27,7 @@ from zbc.runtime.features.packing import Rows
 from zbc.runtime.features.words import IGNORED
 from zbc.training.data.data import KINDS, Batches, Pairs, Tokens, build_dataset, in_epochs, kept_of, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
+from zbc.training.data.pairs import Words
 
 LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a step
 KEPT = 3  # cached steps
@@ -73,7 +74,7 @@ def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     longest = model.seq_len or 1
     if data.kind not in KINDS:
         dataset = build_dataset(data, seed)
-        return PairDocuments(Pairs(dataset, data.kind, seed), dataset, data.kind, longest)
+        return PairDocuments(Pairs(dataset, data.kind, seed, words=Words.of(model)), dataset, data.kind, longest)
     if data.kind == "tokens":
         paths = [data.path] if isinstance(data.path, str) else data.path or []
         return TokenDocuments(paths, data.dtype, longest, model.vocab)
