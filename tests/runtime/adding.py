@@ -25,6 +25,12 @@ class Balanced(nn.Module):
         value = self.value(x)
         if self.how == "add":
             return zbc.add_loss(y, value)
+        if self.how == "hook" and y.requires_grad:
+            y.register_hook(lambda grad: grad + self.weight)
+        if self.how == "inside" and value.requires_grad:
+            value.backward(retain_graph=True)
+        if self.how in ("hook", "inside"):
+            return y
         return _Own.apply(y, value, zbc.loss_scale() if self.how == "scaled" else 1.0)
 
 
@@ -41,6 +47,10 @@ class _Own(torch.autograd.Function):
 
 def layers(how: str = "add", places: tuple[int, ...] = (0, 2, 3), count: int = 4) -> list[nn.Module]:
     return [lambda i=i: Balanced(how if i in places else "none").double() for i in range(count)]
+
+
+def mixed(hows: tuple[str, ...]) -> list[nn.Module]:
+    return [lambda how=how: Balanced(how).double() for how in hows]
 
 
 class Rows:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import zbc
 from tests.runtime.adding import SAMPLES, Rows, layers
-from tests.runtime.small_plans import descend, make_plan, make_program, parameters
+from tests.runtime.small_plans import descend, make_plan, make_program, make_worker, parameters
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -103,8 +103,28 @@ def test_evaluation_adds_nothing():
     assert plain[0].results[0].added > 0 and not evaluated[0].entries()
 
 
-@pytest.mark.parametrize(("how", "found"), [("add", ()), ("scaled", ()), ("own", ("layers.2",)), ("none", ())])
-def test_doctor_names_the_layer_that_counts_once_per_microbatch(how, found):
+@pytest.mark.parametrize("examples", few([12, 200], (12,)))
+def test_layers_that_add_gradients_of_their_own_are_named_before_training(examples):
+    """Those which would count once per microbatch, if there are several."""
+    hows = st.lists(st.sampled_from(["add", "scaled", "own", "none", "hook", "inside"]), min_size=4, max_size=4)
+
+    @settings(max_examples=examples, deadline=None)
+    @given(hows, st.sampled_from([1, 2, 4]))
+    def run(hows, m):
+        model = {"family": "tests.runtime.adding:mixed", "layers": 4, "loss": "mse", "args": {"hows": hows}}
+        plan = make_plan(make_program("1f1b", 2, m), model=model, data={"kind": "tests.runtime.adding:Rows"})
+        names = [f"layers.{n}" for n, how in enumerate(hows) if how in ("own", "hook", "inside")]
+        first, last = (make_worker(plan, rank).warnings for rank in (0, 1))
+        assert not first and len(last) == (m > 1 and bool(names))
+        assert all(f"gradients of {', '.join(names)} do not" in text and "zbc.add_loss" in text for text in last)
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("how", "found"), [("add", ()), ("scaled", ()), ("own", ("layers.0", "layers.2")), ("none", ())]
+)
+def test_doctor_names_the_layers_that_count_once_per_microbatch(how, found):
     checked = check_up(plan_of(("zb-h1", 2, 1, "before-step"), how, (0, 2)))
     assert checked.unscaled == found and checked.fine
 

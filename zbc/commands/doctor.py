@@ -106,9 +106,9 @@ def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
         lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
     show(labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right"))
     if found.unscaled:
-        note = "what it puts into the backward itself counts once for each microbatch"
-        hint = "zbc.add_loss(x, value) and zbc.loss_scale() count it once a step: docs/models.md"
-        show(labelled("warning", f"gradients of {', '.join(found.unscaled)} do not double with the loss:", note, hint))
+        from zbc.training.probing.contract import unscaled
+
+        show(labelled("warning", *unscaled(found.unscaled)))
 
 
 def _differs(found: Checkup) -> ZbcError:

@@ -32,6 +32,7 @@ from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model
 from zbc.training.models.adapters import Frozen
+from zbc.training.probing.contract import unscaled
 from zbc.training.probing.shapes import Shapes
 
 
@@ -89,6 +90,9 @@ def build_worker(
     if site.some_targets is not None and shapes.ends is None:
         told = no_mean(chosen.loss, worker.loss, shapes.output, site.some_targets)
         worker.warnings = () if told is None else (told,)
+    adds = [name for name, traits in shapes.traits.items() if traits.adds]
+    if adds and site.last and (manifest.topology.batch > 1 or chosen.dtype == "float16"):
+        worker.warnings += (" ".join(unscaled(adds)),)
     counts = None
     if isinstance(site.samples, Steps):
         worker.loss = site.samples.cut(worker.loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -39,6 +39,7 @@ class Traits:
     whole: bool = False
     carries: tuple[str, ...] = ()  # attributes inside the layer that its output depends on
     mixes: tuple[str, ...] = ()  # attributes that hold tensors that a backward needs
+    adds: bool = False  # its backward adds gradients that do not scale with the loss
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,6 @@ class StageLayer:
     def call(self) -> Callable[[Tensor], Tensor]:
         """Its forward in training."""
         return self.module if self.compiled is None else self.compiled
-
-    @functools.cached_property
-    def plain(self) -> bool:
-        """Whether its forward can be called directly: no seed, check, copy of its input or of buffers is needed."""
-        return not (self.traits.random or self.traits.overwrites or self.buffers)
 
 
 @dataclass
@@ -189,37 +185,18 @@ class Stage:
     def _through(
         self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor], parcel: Parcel | None
     ) -> Tensor:
-        calls: Iterable[tuple[Callable[[Tensor], Tensor], StageLayer | None]] = self._calls
-        if parcel is not None:
-            calls = parcel.naming(calls, self.names)
-        try:
-            for call, layer in calls:
-                if layer is None:
-                    x = call(x)
-                    continue
-                if layer.buffers:
-                    renew(layer.buffers)
-                x = self._run(layer, x, step, mb)
-        except IN_A_RANK as error:
-            _name(error, next(failed for failed in self.layers if failed.call is call), x)
-            raise
+        for layer in self.layers:
+            if parcel is not None:
+                parcel.layer = layer.name
+            if layer.buffers:
+                renew(layer.buffers)
+            x = self._run(layer, layer.call, x, self.seed, step, mb)
         return finish(x)
-
-    @functools.cached_property
-    def _calls(self) -> tuple[tuple[Callable[[Tensor], Tensor], StageLayer | None], ...]:
-        """The forward of each layer, and the layer if it is not `plain`."""
-        plain = self.watch is None
-        return tuple((layer.call, None if plain and layer.plain else layer) for layer in self.layers)
 
     @property
     def buffers(self) -> list[Place]:
         """The buffers that forwards change."""
         return [place for layer in self.layers for place in layer.buffers]
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names of its layers."""
-        return tuple(layer.name for layer in self.layers)
 
     @functools.cached_property
     def empty_input(self) -> Callable[[], Tensor]:
@@ -255,15 +232,10 @@ class Stage:
         try:
             with torch.no_grad(), self.autocast:
                 for layer in self.layers:
-                    x = self._evaluate(layer, x, *place)
+                    x = self._run(layer, layer.module, x, *place)
                 return finish(x)
         finally:
             swap_slot(before)
-
-    def _evaluate(self, layer: StageLayer, x: Tensor, *place: object) -> Tensor:
-        if layer.traits.overwrites:  # its input may be a weight, or a table that a layer returned
-            x = x.clone()
-        return self._call(layer, layer.module, x, *place, layer.name)
 
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last, asleep = self.layers, len(self.layers) - 1, self.asleep
@@ -278,11 +250,7 @@ class Stage:
                 adding_to(adding),
                 decisions[index].again(),
             ):  # in backward as well, when it runs again
-                try:
-                    y = self._run(layers[index], x, step, mb)
-                except IN_A_RANK as error:
-                    _name(error, layers[index], x)
-                    raise
+                y = self._run(layers[index], layers[index].call, x, self.seed, step, mb)
                 return finish(y) if index == last else y
 
         def again(index: int) -> AbstractContextManager[None]:
@@ -301,19 +269,21 @@ class Stage:
                 x = run(index, input_of(index, x, first)).detach()
         return x, Inputs(inputs, run, again, first)
 
-    def _run(self, layer: StageLayer, x: Tensor, step: int, mb: int) -> Tensor:
-        if layer.traits.overwrites:
-            x = x.clone()
-        return self._call(layer, layer.call, x, self.seed, step, mb, layer.name)
-
-    def _call(self, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, *place: object) -> Tensor:
-        """A forward of a layer; its random draws depend on `place`."""
-        if layer.traits.random:
-            with drawing(self.device, seed_of(*place)):
+    def _run(self, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, *place: object) -> Tensor:
+        """`call`, a forward of a layer; its random draws depend on `place` and its name."""
+        try:
+            if layer.traits.overwrites:  # its input may be a weight, or a table that a layer returned
+                x = x.clone()
+            if layer.traits.random:
+                with drawing(self.device, seed_of(*place, layer.name)):
+                    return call(x)
+            if self.watch is None:
                 return call(x)
-        if self.watch is None:
-            return call(x)
-        return self.watch.run(f"layer {layer.name}", call, x, compiled=call is layer.compiled)
+            return self.watch.run(f"layer {layer.name}", call, x, compiled=call is layer.compiled)
+        except IN_A_RANK as error:
+            if not isinstance(error, ZbcError):  # these name it
+                error.add_note(f"in layer {layer.name}, for {TensorSpec.of(x)}")
+            raise
 
     @functools.cached_property
     def _first_trained(self) -> int:
@@ -330,12 +300,6 @@ class Stage:
         if autocast and y.shape == gives.shape and y.dtype.is_floating_point and gives.dtype.is_floating_point:
             return y.to(gives.dtype)
         raise mismatch(f"output of stage {self.index}", y, gives)
-
-
-def _name(error: BaseException, layer: StageLayer, x: Tensor) -> None:
-    """Notes on an error the layer that raised it and its input; errors of zbc name them already."""
-    if not isinstance(error, ZbcError):
-        error.add_note(f"in layer {layer.name}, for {TensorSpec.of(x)}")
 
 
 def mismatch(what: str, found: Tensor, wanted: TensorSpec) -> ZbcError:

@@ -80,7 +80,7 @@ class Ahead(Ending):
         messages = [(op.kind, run.routes[op].brought) for _, op, _ in again]
         posted = [message for kind, message in messages if kind.is_recv and message is not None]
         used = {message for kind, message in messages if kind.computes}
-        buffers = tuple(place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers)
+        buffers = tuple(place for stage in worker.stages.values() for place in stage.buffers)
         return cls(again, [message for message in posted if message not in used], buffers)
 
     def opens(self, worker: Worker, step: int) -> None:

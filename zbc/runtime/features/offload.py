@@ -68,7 +68,7 @@ class Moves(Keeps):
         if stage.recompute and stage.layers:
             y, tape = stage.forward(x.requires_grad_() if flows else x, worker.step, number, finish, slot)
             assert isinstance(tape, Inputs)
-            parcel.adopt(tape.inputs, stage.names, flows=flows)
+            parcel.adopt(tape.inputs, [layer.name for layer in stage.layers], flows=flows)
         else:
             with parcel.hooks():
                 entered = parcel.enter(x, self._anchor) if flows else x

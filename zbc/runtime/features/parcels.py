@@ -16,7 +16,7 @@ The hooks disable autograd's own check for tensors that change after they are sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -133,12 +133,6 @@ class Parcel:
         """The stage's input as a tensor that is not a leaf, so that it can be offloaded."""
         entered: Tensor = _Enter.apply(anchor, x, self)  # type: ignore[no-untyped-call]
         return entered
-
-    def naming(self, calls: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
-        """Yields the same calls; records the name of the current layer, for errors."""
-        for call, name in zip(calls, names, strict=True):
-            self.layer = name
-            yield call
 
     def adopt(self, inputs: list[Tensor], names: Iterable[str], *, flows: bool) -> None:
         """Moves the inputs of the layers from their list into the parcel, until they are reloaded."""

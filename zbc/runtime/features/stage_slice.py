@@ -24,15 +24,15 @@ from zbc.runtime.features.slicing import Inside, Part, Pasts, within
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
 
-_NO_STEP = -1  # the step of an evaluation
+Place = tuple[Any, ...]  # the seed or "evaluation", the step, the number of the microbatch
 
 
 @dataclass
 class StageSlice(Stage):
-    """A stage for one slice; all slices of a stage share `pasts`, keyed by step and number of the microbatch."""
+    """A stage for one slice; all slices of a stage share `pasts`."""
 
     whole: Stage | None = None
-    pasts: dict[tuple[int, int], Pasts] = field(default_factory=dict)
+    pasts: dict[Place, Pasts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.whole is None or self.part is None:
@@ -44,10 +44,6 @@ class StageSlice(Stage):
     def alone(self) -> Alone:
         return self._whole.alone
 
-    @functools.cached_property
-    def _calls(self) -> tuple[tuple[Callable[[Tensor], Tensor], StageLayer | None], ...]:
-        return tuple((layer.call, layer) for layer in self.layers)
-
     def forward(
         self,
         x: Tensor,
@@ -58,31 +54,17 @@ class StageSlice(Stage):
         parcel: Parcel | None = None,
     ) -> tuple[Tensor, Tape]:
         y, tape = super().forward(x, step, mb, finish, slot, parcel)
-        return y, _Last(tape, self.pasts, (step, mb)) if self._part.number == 0 else tape
+        return y, _Last(tape, self.pasts, (self.seed, step, mb)) if self._part.number == 0 else tape
 
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
         y = super().evaluate(x, finish, *place)
         if self._part.last:
-            self.pasts.pop((_NO_STEP, _number(place)), None)
+            self.pasts.pop(place, None)
         return y
 
-    def _run(self, layer: StageLayer, x: Tensor, step: int, mb: int) -> Tensor:
-        with within(Inside(self._part, self.pasts.setdefault((step, mb), {}), layer.name)):
-            return super()._run(layer, x, step, mb)
-
-    def _evaluate(self, layer: StageLayer, x: Tensor, *place: object) -> Tensor:
-        with within(Inside(self._part, self.pasts.setdefault((_NO_STEP, _number(place)), {}), layer.name)):
-            return super()._evaluate(layer, x, *place)
-
-    def _call(self, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, *place: object) -> Tensor:
-        return super()._call(layer, call, x, *place, self._part.number)
-
-
-def _number(place: tuple[object, ...]) -> int:
-    """The microbatch, the last element of an evaluation's `place`."""
-    number = place[-1]
-    assert isinstance(number, int)
-    return number
+    def _run(self, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, *place: object) -> Tensor:
+        with within(Inside(self._part, self.pasts.setdefault(place, {}), layer.name)):
+            return super()._run(layer, call, x, *place, self._part.number)
 
 
 class _Last:
@@ -90,7 +72,7 @@ class _Last:
 
     __slots__ = ("_at", "_pasts", "_tape")
 
-    def __init__(self, tape: Tape, pasts: dict[tuple[int, int], Pasts], at: tuple[int, int]) -> None:
+    def __init__(self, tape: Tape, pasts: dict[Place, Pasts], at: Place) -> None:
         self._tape, self._pasts, self._at = tape, pasts, at
 
     def backward(self, grad: Tensor | None) -> None:
@@ -101,7 +83,7 @@ class _Last:
 def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> None:
     """Makes the stages of a stage's slices; `shapes` are the `takes`, `gives`, `laid`, `came` and `goes` of each."""
     shared = {attribute.name: getattr(stage, attribute.name) for attribute in fields(Stage) if attribute.init}
-    pasts = dict[tuple[int, int], Pasts]()
+    pasts = dict[Place, Pasts]()
     stage.slices = tuple(
         StageSlice(**{**shared, **own, "part": part}, whole=stage, pasts=pasts)
         for part, own in zip(parts, shapes, strict=True)
@@ -116,11 +98,11 @@ class SlicePasts(Feature):
             pasts.clear()
 
     def leftovers(self, worker: Worker) -> list[str]:
-        numbers = sorted({mb for pasts in self._of(worker) for step, mb in pasts if step <= worker.step})
+        numbers = sorted({mb for pasts in self._of(worker) for _, step, mb in pasts if step <= worker.step})
         return [f"keys and values of microbatch {number} were never freed" for number in numbers]
 
     @staticmethod
-    def _of(worker: Worker) -> list[dict[tuple[int, int], Pasts]]:
+    def _of(worker: Worker) -> list[dict[Place, Pasts]]:
         firsts = (first for stage in worker.stages.values() for first in stage.slices[:1])
         return [first.pasts for first in firsts if isinstance(first, StageSlice)]
 

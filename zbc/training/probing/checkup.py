@@ -107,7 +107,6 @@ def check_up(plan: StoredPlan) -> Checkup:
         result = run_step(worker, 0)
         mine = {name: p.grad for optimizer in worker.optimizers.values() for name, p in optimizer.parameters.items()}
         loss, plain = plain_gradients(single)
-        _, twice = plain_gradients(single, times=2.0)
     rounding = ROUNDING * max(map(largest, plain.values()), default=0.0)
     least = rounding * (settings.model.compile or manifest.slices > 1)  # otherwise both have the same rounding
     found = tuple(
@@ -115,30 +114,12 @@ def check_up(plan: StoredPlan) -> Checkup:
         for name, grad in plain.items()
     )
     stages, mean = _ways(single, settings), math.nan if result is None else result.loss
-    tolerance = TOLERANCE[settings.model.dtype]
-    return Checkup(stages, mean, loss, found, tolerance, _unscaled(single, settings, plain, twice, tolerance, rounding))
-
-
-def _unscaled(
-    plan: StoredPlan,
-    settings: Settings,
-    plain: Mapping[str, Tensor | None],
-    twice: Mapping[str, Tensor | None],
-    tolerance: float,
-    least: float,
-) -> tuple[str, ...]:
-    """The last layer of each chain from which gradients do not double with the loss although they were correct.
-
-    A gradient added by a layer propagates to the layers before it.
-    """
-    wrong = {
-        name.rpartition(".")[0]
-        for name, grad in plain.items()
-        if grad is not None and grad.isfinite().all() and not apart(2.0 * grad, twice[name], least) <= tolerance
-    }
-    layers = [layer for names in plan.manifest.layers for layer in names]
-    found = [layer for layer in layers if any(f"{name}.".startswith(f"{layer}.") for name in wrong)]
-    return tuple(found if settings.model.graph else found[-1:])
+    tolerance, layers = (
+        TOLERANCE[settings.model.dtype],
+        (one for s in sorted(worker.stages) for one in worker.stages[s].layers),
+    )
+    unscaled = tuple(layer.name for layer in layers if layer.traits.adds)
+    return Checkup(stages, mean, loss, found, tolerance, unscaled)
 
 
 @contextmanager
@@ -202,11 +183,8 @@ def _single(plan: StoredPlan, slices: int) -> StoredPlan:
     return StoredPlan(single, program)
 
 
-def plain_gradients(
-    plan: StoredPlan, device: torch.device = CPU, *, times: float = 1.0
-) -> tuple[float, dict[str, Tensor | None]]:
-    """Mean loss of all microbatches of step 0 and gradients of `times` that loss, by plain autograd of the unmodified
-    model."""
+def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float, dict[str, Tensor | None]]:
+    """Mean loss of all microbatches of step 0 and its gradients, by plain autograd of the unmodified model."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     seed, lowered, count = settings.train.seed, settings.lowered, manifest.microbatches
     modules = {name: module.to(device) for name, module in plain_modules(settings).items()}
@@ -234,7 +212,7 @@ def plain_gradients(
         if not weight:
             continue  # no target counts
         target = batches.targets(0, mb).to(device)
-        adding = adding_to(Adding(times / count))
+        adding = adding_to(Adding(1.0 / count))
         with adding, nullcontext() if low is None else torch.autocast(device.type, low):
             made = dict[str, Any]()
             for name, module in modules.items():
@@ -247,7 +225,7 @@ def plain_gradients(
                     made[name] = x
             loss = criterion(x, target) * (weight * count / sum(weights))
         if loss.requires_grad:
-            (times * loss / count).backward()  # type: ignore[no-untyped-call]
+            (loss / count).backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total / count, {name: p.grad for name, p in parameters.items()}
 

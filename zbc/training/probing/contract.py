@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,13 @@ from zbc.runtime.core.slot import Slot, using
 
 ROUNDING = 1e-6  # reported for a difference that is only rounding
 OUTPUT = "its output"
+
+
+def unscaled(layers: Sequence[str]) -> tuple[str, str, str]:
+    """A warning of layers that add gradients of their own, its reason and a way out."""
+    what = f"gradients of {', '.join(layers)} do not double with the loss:"
+    hint = "zbc.add_loss(x, value) and zbc.loss_scale() count it once a step: docs/models.md"
+    return what, "what the backward adds itself counts once for each microbatch;", hint
 
 
 def there_and_back(

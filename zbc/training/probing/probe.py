@@ -5,22 +5,30 @@ overwrites   it writes into its input, which an earlier layer or a message may s
 remembers    it changes buffers of its modules, as BatchNorm does: see remembered.py
 whole        its backward is not split, all of it is in B: it calls autograd itself
 carries      it changes plain attributes of its modules in every forward: see carried.py
+adds         its backward adds gradients of its own, which a zero gradient of its output shows
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from zbc.errors import ZbcError
+from zbc.job.userobject import FAILURES
+from zbc.runtime.core.bundle import example_for, taken_apart
 from zbc.runtime.core.private import TorchDispatchMode
 from zbc.runtime.core.stage import Traits
-from zbc.runtime.seeding import arguments, draws_unseeded, moved, samples, unseeded
+from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.features.added import Adding, adding_to
+from zbc.runtime.seeding import arguments, draws_unseeded, moved, samples, seeded, unseeded
 from zbc.training.probing.carried import attributes, differing
+from zbc.training.probing.contract import OUTPUT, largest, there_and_back
 
 _STATISTICS = ("running_mean", "running_var")  # kernels of BatchNorm write to them, which is not in their schema
 
@@ -62,16 +70,17 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class _Differentiates(TorchFunctionMode):
-    """Records calls of autograd."""
+    """Records calls of autograd, and of hooks on tensors."""
 
     _CALLS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = False
+        self.seen = self.hooks = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= func in self._CALLS
+        self.hooks |= func is Tensor.register_hook
         return func(*args, **(kwargs or {}))
 
 
@@ -99,7 +108,8 @@ def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tupl
     after = dict(module.named_buffers())
     changed = tuple(key for key, old in buffers.items() if after.get(key) is not old or ops.wrote(old))
     carries = differing(before, attributes(module))
-    traits = Traits(ops.draws, ops.wrote(given), changed, differentiates.seen, carries)
+    adds = differentiates.seen or differentiates.hooks or _own_backward(module, y)  # perhaps; see `adds`
+    traits = Traits(ops.draws, ops.wrote(given), changed, differentiates.seen, carries, adds=adds)
     return y, traits, tuple(key for key in after if key not in buffers)
 
 
@@ -126,15 +136,34 @@ def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None
 
 def reaches(y: Tensor, x: Tensor) -> bool:
     """Whether a backward from `y` reaches the leaf `x`."""
-    seen, left = set[Any](), [y.grad_fn]
-    if y is x:
-        return True
+    return y is x or any(getattr(node, "variable", None) is x for node in _graph([y]))
+
+
+def _own_backward(module: nn.Module, y: object) -> bool:
+    """Whether the backward of a layer's result runs hooks of parameters or autograd functions of a user."""
+    nodes = (type(node) for node in _graph(taken_apart(y)[0]) if isinstance(node, BackwardCFunction))
+    own = any(not vars(kind)["_forward_cls"].__module__.startswith("zbc.") for kind in nodes)
+    return own or any(p._backward_hooks for p in module.parameters())
+
+
+def _graph(tensors: Sequence[Tensor]) -> Iterator[Any]:
+    """The nodes of a backward from these tensors."""
+    seen, left = set[Any]([None]), list[Any](tensor.grad_fn for tensor in tensors)
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        if getattr(node, "variable", None) is x:
-            return True
-        seen.add(node)
-        left += [before for before, _ in node.next_functions]
-    return False
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += [before for before, _ in node.next_functions]
+
+
+def adds(module: nn.Module, takes: TensorSpec) -> bool:
+    """Whether a backward with a zero gradient of the output, in a loss that weighs nothing, gives gradients: `module`
+    adds them itself, once per microbatch. It runs on the CPU; False if it cannot run there."""
+    try:
+        with seeded(3), adding_to(Adding(0.0)):
+            x = example_for(module, takes).requires_grad_(takes.numbers)
+            found = there_and_back(module, module, x, torch.zeros_like)
+    except FAILURES:
+        return False
+    return any(largest(grad) > 0 for name, grad in found.items() if name != OUTPUT)

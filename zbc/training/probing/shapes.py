@@ -32,7 +32,7 @@ from zbc.runtime.seeding import seeded
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan, Owners, hollow
 from zbc.training.probing.carried import carried
-from zbc.training.probing.probe import observe, reaches, union
+from zbc.training.probing.probe import adds, observe, reaches, union
 
 _CONSTANTS = (type(None), bool, int, float, str)  # allowed between tensors
 _TRIALS = 8  # forwards of a layer that returns several tensors, some of which might require a gradient
@@ -149,13 +149,16 @@ def derive(
             found = _output(look, module, autocast, lowered)
             if found.traits.carries or found.made:
                 found = found.judged(*carried(look.adapted(with_values(plan, lowered), found.gives), taken.spec))
+            if found.traits.adds:
+                own = look.adapted(with_values(plan, lowered), found.gives)
+                found = found._replace(traits=replace(found.traits, adds=adds(own, taken.spec)))
             known[place] = found._replace(sizes=inner, types=types)
         seen[plan.name] = known[place]
         gives = known[place].gives
         packed[plan.name] = comes, gives and gives._replace(ends=plan is plans[-1])
     _check_ties(plans, {f"{name}.{local}": size for name, layer in seen.items() for local, size in layer.sizes.items()})
     inside = [(plan, local, seen[plan.name]) for plan in plans for local in seen[plan.name].sizes]
-    own = [(f"{plan.name}.{local}", local, layer) for plan, local, layer in inside if local not in plan.ties]
+    every = [(f"{plan.name}.{local}", local, layer) for plan, local, layer in inside if local not in plan.ties]
     ways, stages = _ways(after, seen), _stages(manifest, after, before, seen, packed)
     outputs: list[TensorSpec | None] = [
         _agreed(stage, stages[stage].made.spec, planned, free_dtype=autocast is not None, rows=rows)
@@ -168,9 +171,9 @@ def derive(
         outputs=(*outputs, None),
         flows=tuple(any(seen[name].trains for name in ends.sources) if ends.sources else wanted for ends in stages),
         passed=tuple(ways[ends.last] if ends.last else through for ends in stages),
-        parameters=tuple(sorted(name for name, _, _ in own)),
-        sizes=tuple(layer.sizes[local] for _, local, layer in sorted(own, key=lambda each: each[0])),
-        gradients={name: layer.types[local] for name, local, layer in own if local in layer.types},
+        parameters=tuple(sorted(name for name, _, _ in every)),
+        sizes=tuple(layer.sizes[local] for _, local, layer in sorted(every, key=lambda each: each[0])),
+        gradients={name: layer.types[local] for name, local, layer in every if local in layer.types},
         traits={name: found.traits for name, found in seen.items()},
         laid=tuple(ends.laid for ends in stages),
         layouts=tuple(ends.layout for ends in stages),
