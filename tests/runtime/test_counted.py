@@ -12,14 +12,13 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.building.context import Settings
 from zbc.training.data.counted import no_mean
 from zbc.training.models import model
 
 HERE = "tests.runtime.padded_data"
 LOSSES = {"cross_entropy": (model.cross_entropy, -100), f"{HERE}:own": (own, -100), f"{HERE}:zeros": (zeros, 0)}
-OUT = TensorSpec((2, LENGTH, WORDS), torch.float64)
+OUT = torch.randn((4, LENGTH, WORDS), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 WAYS = [("1f1b", 4, 1, "before-step"), ("zb-v", 2, 2, "before-step"), ("dualpipe", 2, 1, "before-step"),
         ("zb-h1", 2, 2, "post-validate"), ("1f1b", 1, 2, "before-step"), ("1f1b", 2, 2, "two-versions")]  # fmt: skip
 
@@ -120,6 +119,16 @@ def test_a_loss_that_is_no_mean_is_told_of():
     assert no_mean("zeros", zeros, OUT, targets) is None
     assert "schedule.microbatches" in no_mean("total", total, OUT, targets)
     assert "attribute count" in no_mean("silent", silent, OUT, targets), "it does not say that zeros do not count"
+
+
+@pytest.mark.parametrize("what", ["tensor", "tuple", "list", "dict", "nested", "registered"])
+def test_it_is_told_of_whatever_the_last_layer_returns(what):
+    for loss, told in (("mean_of", 0), ("sum_of", 1)):
+        model = {"family": f"{HERE}:several", "layers": 2, "loss": f"{HERE}:{loss}", "args": {"what": what}}
+        data = {"kind": f"{HERE}:Padded", "args": {"counts": [4] * 8}}
+        plan = make_plan(make_program("1f1b", 2, 2), model=model, data=data, size=2)
+        assert [len(make_worker(plan, rank).warnings) for rank in (0, 1)] == [0, told]
+        assert losses_of(run_threads(plan, 1))
 
 
 def test_each_rank_keeps_the_targets_of_its_own_replica_and_no_longer_than_they_wait():

@@ -87,8 +87,8 @@ def build_worker(
         ),
         features=Features(feature for feature in features if feature is not None),
     )
-    if site.some_targets is not None and shapes.ends is None:
-        told = no_mean(chosen.loss, worker.loss, shapes.output, site.some_targets)
+    if site.some_targets is not None:
+        told = no_mean(chosen.loss, worker.loss, site.made_up(len(site.some_targets)), site.some_targets)
         worker.warnings = () if told is None else (told,)
     adds = [name for name, traits in shapes.traits.items() if traits.adds]
     if adds and site.last and (manifest.topology.batch > 1 or chosen.dtype == "float16"):

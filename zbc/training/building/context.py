@@ -22,6 +22,7 @@ from zbc.runtime.core.state import Work
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.context_parallel import rows_in, rows_of
 from zbc.runtime.features.slicing import Inside, Part, within
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.transport import Transport
 from zbc.training.data.data import KINDS, Samples, Tokens, build_dataset, build_samples, input_spec, place
 from zbc.training.data.fixed import Fixed
@@ -160,6 +161,15 @@ class Site:
         if not self.last or self.settings.model.loss in model.LOSSES or isinstance(self.samples, Steps | None):
             return None
         return self.samples.targets(range(min(len(self.samples), 8)))
+
+    def made_up(self, rows: int) -> Any:
+        """An output of the last layer with random numbers, for so many samples."""
+        ends, size = self.shapes.ends, (self.manifest.microbatch_size,)
+        specs = [self.shapes.output] if ends is None else [part.laid.spec for part in ends.parts]
+        shapes = [(rows, *spec.shape[1:]) if spec.shape[:1] == size else spec.shape for spec in specs]
+        with seeded(seed_of("made up")):
+            made = tuple(spec._replace(shape=shape).drawn() for spec, shape in zip(specs, shapes, strict=True))
+        return made[0] if ends is None else made if ends.form is None else ends.form.around(made)
 
     @cached_property
     def slices(self) -> list[Part]:

@@ -18,8 +18,9 @@ from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.phases import Phases
+from zbc.runtime.core.bundle import taken_apart
 from zbc.runtime.core.state import BatchSource
-from zbc.runtime.core.tensors import Loss, TensorSpec
+from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features.words import IGNORED
 from zbc.runtime.seeding import seed_of, seeded
 
@@ -51,22 +52,27 @@ def counting(target: Tensor) -> float:
     return int((target != IGNORED).sum())
 
 
-def no_mean(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> str | None:
+def no_mean(name: str, loss: Loss, output: Any, targets: Tensor) -> str | None:
     """A warning if a loss is not a mean over the targets that count: its value for all samples is not the weighted mean
-    of its values for both halves. `targets` are some real ones.
+    of its values for both halves. `targets` are some real ones, `output` is a made-up one of the last layer for them.
 
     The training then depends on the number of microbatches of a step, as intended for losses that compare samples.
     """
     counts, half = count_of(loss, name, targets) or (lambda target: float(target.numel())), len(targets) // 2
-    if not half or not output.dtype.is_floating_point:
+    tensors, form = taken_apart(output)
+    if not half or not any(tensor.is_floating_point() for tensor in tensors):
         return None
-    cuts = (slice(None), slice(half), slice(half, None))
-    with seeded(seed_of("mean")), torch.no_grad():
-        made = torch.randn((len(targets), *output.shape[1:]), dtype=output.dtype)
-        try:
-            (all_, whole), *halves = ((counts(targets[cut]), float(loss(made[cut], targets[cut]))) for cut in cuts)
-        except IN_A_RANK:
-            return None  # perhaps only for outputs that the model never gives; training would raise it
+
+    def told(cut: slice) -> tuple[float, float]:
+        made = [tensor[cut] if tensor.shape[:1] == (len(targets),) else tensor for tensor in tensors]
+        whole: Any = tuple(made) if form is None else form.around(made)
+        return counts(targets[cut]), float(loss(whole, targets[cut]))
+
+    try:
+        with seeded(seed_of("mean")), torch.no_grad():
+            (all_, whole), *halves = map(told, (slice(None), slice(half), slice(half, None)))
+    except IN_A_RANK:
+        return None  # perhaps only for outputs that the model never gives; training would raise it
     mean = sum(weight * value for weight, value in halves if weight) / (all_ or 1.0)
     if not math.isfinite(whole) or math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6):
         return None
