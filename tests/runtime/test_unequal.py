@@ -246,6 +246,45 @@ def test_a_dataset_of_a_user_with_lengths_is_dealt_and_packed():
     as_one_process(plan, documents=PairDocuments(Pairs(Texts(), "texts", 0), Texts(), "texts", 16))
 
 
+def leaves_out_zeros(output, target):
+    return functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=0)
+
+
+leaves_out_zeros.count = lambda target: (target != 0).sum()
+
+
+def fails_on_padding(output, target):
+    return leaves_out_zeros(output, target)
+
+
+@pytest.mark.parametrize("balance", ["length", "tokens"])
+def test_padding_has_a_target_that_the_loss_of_a_user_leaves_out(balance):
+    """As in docs/training.md: this one takes no -100."""
+    model, data = {"loss": f"{__name__}:leaves_out_zeros"}, {"kind": TEXTS, "args": {"vocab": 4}, "balance": balance}
+    plan = (
+        unequal(model=GPT | model, data=data)
+        if balance == "length"
+        else make_plan(make_program("1f1b", 2, 2), model=GPT | model, data=data, tokens=(16, 9))
+    )
+    texts, settings = Texts(vocab=4), Settings.of(plan.manifest)
+    workers = run_threads(plan, 1)
+    layers = [layer.build(settings.train.seed) for layer in models.layers(settings.model, settings.train.seed)]
+    total, count = 0.0, 0
+    for x, y in (texts[number % len(texts)] for number in workers[0].work.step(0).samples):
+        h = x[None]
+        for layer in layers:
+            h = layer(h)
+        count += int((y != 0).sum())
+        total += functional.cross_entropy(h[0], y, reduction="sum", ignore_index=0).item()
+    assert workers[0].results[0].loss == pytest.approx(total / count, rel=1e-6)
+
+
+def test_a_loss_that_fails_on_padding_is_refused_in_words():
+    model, data = {"loss": f"{__name__}:fails_on_padding"}, {"kind": TEXTS, "balance": "length"}
+    with refused("E513", match="fails on rows with targets of -100"):
+        run_threads(unequal(model=GPT | model, data=data), 1)
+
+
 def test_kept_samples_are_evaluated_alone_in_their_rows():
     data = {"kind": TEXTS, "balance": "length", "validation": 0.25}
     plan = unequal(data=data, train={"eval_every": 1, "eval_batches": 1000})

@@ -46,7 +46,7 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
         if users and site.manifest.balance is not None:
             try_packed(site, stages.values())
         if site.some_targets is not None:
-            try_padding(name, loss, site.shapes.output, site.some_targets)
+            try_padding(name, loss, site.shapes.output, site.some_targets, site.dealer.documents.padding)
     if settings.model.matmul == "fp8":
         text = 'run: model.matmul = "fp8" is for plans alone: nothing here multiplies in it yet'
         raise ZbcError("E110", text, hint='plan again with model.matmul = "dtype"')

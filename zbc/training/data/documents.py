@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
+from zbc.runtime.features.words import IGNORED
 from zbc.runtime.seeding import seed_of
 from zbc.training.data.data import Pairs
 from zbc.training.data.tokens import TokenFile
@@ -24,6 +25,7 @@ class Documents(Protocol):
     """A map-style dataset of sequences with lengths known in advance."""
 
     lengths: Tensor  # (samples,) int64
+    padding: int = IGNORED  # the target of padding, which does not count
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -135,7 +137,7 @@ class Some(Documents):
     """The documents `start` to `stop` of `documents`."""
 
     def __init__(self, documents: Documents, start: int, stop: int) -> None:
-        self._documents, self._start = documents, start
+        self._documents, self._start, self.padding = documents, start, documents.padding
         self.lengths = documents.lengths[start:stop]
 
     def digest(self) -> int:

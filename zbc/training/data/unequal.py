@@ -28,6 +28,7 @@ from zbc.runtime.features.words import IGNORED
 from zbc.training.data.data import KINDS, Batches, Pairs, Tokens, build_dataset, in_epochs, kept_of, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 from zbc.training.data.pairs import Words
+from zbc.training.models.model import loss as load_loss
 
 LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a step
 KEPT = 3  # cached steps
@@ -70,7 +71,16 @@ def build_kept(data: spec.Data, model: spec.Model, seed: int) -> Padded | None:
 
 
 def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
-    """All samples, for training and validation."""
+    """All samples, for training and validation; padding has a target that the loss does not count."""
+    found = _documents(data, model, seed)
+    count = getattr(load_loss(model.loss), "count", None)
+    if count is not None and len(found):
+        like = found.pair(0)[1]
+        found.padding = next((n for n in (IGNORED, 0, -1) if not count(torch.full_like(like, n))), IGNORED)
+    return found
+
+
+def _documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     longest = model.seq_len or 1
     if data.kind not in KINDS:
         dataset = build_dataset(data, seed)
@@ -339,7 +349,7 @@ def filled(documents: Documents, rows: Sequence[Sequence[int]], room: int, which
     parts = [[documents.pair(i)[which] for i in row] for row in rows]
     like = next((sample for row in parts for sample in row), None)
     like = documents.pair(0)[which] if like is None else like
-    found = like.new_full((len(rows), room, *like.shape[1:]), (0, IGNORED)[which])
+    found = like.new_full((len(rows), room, *like.shape[1:]), (0, documents.padding)[which])
     for target, row in zip(found, parts, strict=True):
         if row:
             joined = torch.cat(row)

@@ -28,7 +28,6 @@ from zbc.runtime.core.tensors import Loss, TensorSpec
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.packing import packed
 from zbc.runtime.features.slicing import Inside, Part, Pasts, share_of, within
-from zbc.runtime.features.words import IGNORED
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
 from zbc.training.building.context import Site
@@ -278,14 +277,19 @@ def try_loss(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> None
         raise ZbcError("E513", text, hint=f"{_MEAN}, each token's part its own, {ONE_SLICE}")
 
 
-def try_padding(name: str, loss: Loss, output: TensorSpec, target: Tensor) -> None:
-    """Raises E513 for a loss in which targets of padding count; `target` (rows, tokens, ...) is a real one."""
+def try_padding(name: str, loss: Loss, output: TensorSpec, target: Tensor, padding: int) -> None:
+    """Raises E513 for a loss in which targets of `padding` count; `target` (rows, tokens, ...) is a real one."""
     target = target.clone()
     half = max(1, target.shape[1] // 2)
-    target[:, half:] = IGNORED
+    target[:, half:] = padding
     with seeded(seed_of("rows")):
         made = torch.randn((len(target), target.shape[1], *output.shape[2:]), dtype=output.dtype)
-    whole, part = stage_loss(loss, target, made), stage_loss(loss, target[:, :half], made[:, :half])
+    try:
+        whole, part = stage_loss(loss, target, made), stage_loss(loss, target[:, :half], made[:, :half])
+    except FAILURES as error:
+        text = f"model: {name} fails on rows with targets of {padding}, which stand for padding"
+        hint = f"let it ignore {padding}, or give it an attribute count that does not count the target that it ignores"
+        raise ZbcError("E513", text, hint=hint, details=frames.raised(error)) from error
     if not ((whole.isnan() and part.isnan()) or apart(whole, part) <= 1e-3):
         text = f"model: {name} is {whole.item():.6g} with padding behind the samples, {part.item():.6g} without"
         raise ZbcError("E513", text, hint=f'{_MEAN}, or set data.balance = "none"')
