@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -264,11 +265,30 @@ def test_of_layers_that_ranks_share_the_part_of_one_is_measured(sequence):
     size, z = table[1].size, found["block"].bytes
     assert (z.kept_b + z.input, z.kept_w, z.more_f, z.more_b) == (size.act_b, size.act_w, size.more_f, size.more_b)
     assert z.input == z.output == size.entry == 2 * 24 * 48 * 4 / (2 if sequence else 1)
+    assert z.optimizer == pytest.approx(8 * found["block"].parameters, rel=0.02)
     watch = Stopwatch(build_rig(described, CPU), CPU)
     for _ in range(times.WARM_UP + 1):
         watch.round()
     assert {kind for kind, name in watch.samples if name == "f"} == {"embed", "block", "head", IDLE}
     watch.close()
+
+
+def test_steps_of_a_rank_without_others_are_finite(monkeypatch):
+    """Terms that it does not have are 0, not what their memory held."""
+    monkeypatch.setattr(torch, "empty_like", lambda like: torch.full_like(like, math.nan))
+    described = job(data=NOISE, parallel={"tp": 2, "tp_sequence": True})
+    worker = build_rig(described, CPU).worker(CPU)
+    assert math.isfinite(run_step(worker, 0).grad_norm)
+
+
+def test_optimizer_state_is_weighed_where_gradients_overflow():
+    """Such a step is skipped, and a skipped one makes no state."""
+    found = weigh(build_rig(job(data=NOISE, model={"loss": f"{__name__}:infinite"}), CPU), CPU)
+    assert all(one.bytes.optimizer == pytest.approx(8 * one.parameters, rel=0.1) for one in found.values())
+
+
+def infinite(output, target):
+    return output.mean() * math.inf
 
 
 SHORT = {"seq_len": 8, "hidden": 96, "vocab": 2000}

@@ -82,11 +82,13 @@ class Idle(nn.Module):
 
 
 class Apart(HubTransport):
-    """The transport of a tensor parallel rank without the other ranks: all-reduces change nothing."""
+    """The transport of a tensor parallel rank without the other ranks, whose terms of sums are 0."""
 
     def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
         if offer.what == "gather":
             offer.target.copy_(offer.source.expand_as(offer.target))
+        elif offer.what == "scatter":
+            offer.target.copy_(offer.source[ranks.index(self.rank)])
         return Started(self._hub, self.rank, Round(ranks, over=True), (offer.source, offer.target))
 
 

@@ -101,11 +101,15 @@ def _first(worker: Worker, scale: Scale, step: int) -> dict[Op, _Change]:
 
 
 def _gradients(worker: Worker) -> dict[int, int]:
-    """A dict that will have the bytes of each stage's gradients, once a step has run."""
+    """A dict that will have the bytes of each stage's gradients, once a step has run. Makes them 0 from then on: the
+    optimizer has no state after steps that are skipped."""
     found: dict[int, int] = {}
 
     def look(worker: Worker, op: Op) -> None:
         found.update({stage: _held(worker, stage)["gradients"] for stage in worker.stages})
+        for gradient in (p.grad for stage in worker.stages.values() for p in stage.parameters.values()):
+            if gradient is not None:
+                gradient.zero_()
 
     at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind.is_barrier)
     worker.script.insert(at, (look, worker.script[at][1], "look"))
