@@ -316,7 +316,7 @@ def tags(rank, plan):
         Message(*ends, mb, pipe, part)
         for edge in m.to_placement().edges
         for ends in (edge, edge[::-1])
-        for mb in range(m.microbatches)
+        for mb in range(2 * m.microbatches)  # without a flush those of two steps are in flight
         for pipe in range(len(m.placement[0]))
         for part in range(m.slices)
     ]
@@ -324,11 +324,11 @@ def tags(rank, plan):
     return len(every), len(set(found)), min(found), max(found)
 
 
-def test_every_message_of_a_step_has_a_tag_of_its_own(pool):
+def test_every_message_in_flight_has_a_tag_of_its_own(pool):
     plan = make_plan(make_program("1f1b", 4, 4))
     update = {"slices": 3, "microbatches": 5, "placement": [[0, 3], [1, 2], [2, 1], [3, 0]]}
     plan = type(plan)(plan.manifest.model_copy(update=update), plan.program)
-    count = 2 * 3 * 5 * 2 * 3
+    count = 2 * 3 * 2 * 5 * 2 * 3
     assert pool.run(tags, plan) == [(count, count, 0, 2 * count - 2)] * 4  # odd: forwards that run again
 
 

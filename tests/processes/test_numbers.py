@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 from tests.processes.plans import metrics, run_here, write_plan
 from zbc.compiler.restepping import Restepper
@@ -11,6 +13,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.trace.recording import read
 from zbc.training.data.unequal import dealer_of
 
+ROOT = str(Path(__file__).parents[2])
 TOKENS = [32, 24, 16, 12, 8, 4]
 TABLES = {
     "parallel": {"pp": 2, "dp": 2},
@@ -56,11 +59,25 @@ def test_a_run_whose_process_for_numbers_ends_goes_on_with_those_of_the_plan(tmp
     def each(line):
         if line.startswith("step") and not told:
             told.append([pid for pid in children_named("zbc.compiler.restepping")])
+            told.append(os.getpgid(told[0][0]))
             os.kill(told[0][0], signal.SIGKILL)
 
     lines = run_here(plan, 4, tmp_path / "run", each)
-    assert len(told[0]) == 1 and len(losses(tmp_path / "run")) == 30
+    assert len(told[0]) == 1 and told[1] == told[0][0], "it gets no signals of a terminal"
+    assert len(losses(tmp_path / "run")) == 30
     assert sum("have the plan's numbers: the process that finds others has ended" in line for line in lines) == 1
+
+
+def test_that_process_ends_without_a_word_when_its_run_has_ended(tmp_path):
+    """Whether it waits for a step or computes one: nobody reads what it answers."""
+    command = [sys.executable, "-m", "zbc.compiler.restepping", str(write_plan(tmp_path, "plan", **TABLES))]
+    for asked in ("", f"{TOKENS}\n"):
+        child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env={**os.environ, "PYTHONPATH": ROOT})
+        child.stdout.close()
+        child.stdin.write(asked)
+        child.stdin.close()
+        assert (child.stderr.read(), child.wait()) == ("", 0)
+        child.stderr.close()
 
 
 def children_named(module):

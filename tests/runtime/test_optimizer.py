@@ -11,7 +11,7 @@ from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.job import spec
 from zbc.plan import dealing
-from zbc.runtime.core.optimizer import Masters
+from zbc.runtime.core.optimizer import Masters, torch_optimizer
 
 KINDS = {"adamw": {"kind": "adamw", "lr": 0.01}, "adam": {"kind": "adam", "lr": 0.01}}
 KINDS |= {"sgd": {"kind": "sgd", "lr": 0.1}, "momentum": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}
@@ -100,6 +100,18 @@ def test_a_tentative_step_that_does_not_stand_leaves_no_trace(kind, lowered):
         plain.drop()
         tentative.drop()
         assert equal(read(ahead), read(sync)) and equal(held(tentative), held(plain))
+
+
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, True), (torch.complex64, None)])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD"])
+def test_fused_kernels_are_not_for_complex_weights(kind, dtype, fused, monkeypatch):
+    """They refuse them in their first step on a GPU; one among others keeps all from it."""
+    told = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.optim, kind, lambda groups, **how: told.append(how["fused"]))
+    named = {"a": nn.Parameter(torch.zeros(3)), "b": nn.Parameter(torch.zeros(3, dtype=dtype))}
+    torch_optimizer(spec.Optimizer.model_validate({"kind": kind.lower()}), named)
+    assert told == [fused]
 
 
 def test_low_precision_weights_sum_their_gradients_in_float32():

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zbc.compiler import recall
@@ -71,10 +72,10 @@ class Restepper:
 def main() -> None:
     os.nice(_NICE)
     restepper = Restepper(StoredPlan.read(Path(sys.argv[1])))
-    for line in sys.stdin:
-        numbers, _, _ = restepper.of(json.loads(line))
-        sys.stdout.write(f"{json.dumps(numbers)}\n")
-        sys.stdout.flush()
+    with suppress(BrokenPipeError):  # the run has ended; a buffer would complain once more
+        for line in sys.stdin:
+            numbers, _, _ = restepper.of(json.loads(line))
+            os.write(sys.stdout.fileno(), f"{json.dumps(numbers)}\n".encode())
 
 
 if __name__ == "__main__":

@@ -341,12 +341,12 @@ def torch_optimizer(
 ) -> torch.optim.Optimizer | None:
     """`torch.optim` AdamW, Adam or SGD, or Muon, over the parameters that train; None if none does.
 
-    On cuda it uses the fused kernels: one launch for all parameters instead of several per parameter.
+    On cuda it uses the fused kernels, if no number is complex: one launch for all parameters instead of several each.
     """
     trained = {name: p for name, p in named.items() if p.requires_grad}
     if not trained:
         return None
-    fused = True if all(p.is_cuda for p in trained.values()) else None
+    fused = True if all(p.is_cuda and not p.is_complex() for p in trained.values()) else None
     decay = options.weight_decay
     groups: Any = grouped(options, trained) if options.groups else list(trained.values())
     if options.kind == "sgd":

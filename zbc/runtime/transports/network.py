@@ -388,13 +388,14 @@ class Network:
             raise ZbcError("E703", text, where=f"rank {self.rank}") from None
 
     def _tag(self, message: Letter) -> int:
-        """A unique number for each message of a step; 0 on NCCL, which has no tags."""
+        """A unique number for each message in flight, whatever number its microbatch has: the next step's have larger
+        ones. 0 on NCCL, which has no tags."""
         if self._nccl or isinstance(message, Signal):
             return 0
         again = isinstance(message, Again)
         carried = message.message if isinstance(message, Again) else message
         manifest, (_, _, mb, pipe, part) = self._manifest, carried
-        index = (2 * self._edges[carried.edge] + carried.forward) * manifest.microbatches + mb
+        index = 2 * (mb * len(self._edges) + self._edges[carried.edge]) + carried.forward
         return 2 * ((index * len(manifest.placement[0]) + pipe) * manifest.slices + part) + again
 
     def _lost(self, message: Letter, peer: int, sending: bool, error: BaseException) -> ZbcError:

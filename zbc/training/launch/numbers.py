@@ -57,7 +57,9 @@ class _Asking:
         self._board, self._dealer, self._steps, self._tell = board, dealer, steps, tell
         self._ended, self._next, self._asked = False, steps.start, SimpleQueue[tuple[int, list[int]] | None]()
         command = [sys.executable, "-m", "zbc.compiler.restepping", str(plan)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # Apart from the run's signals: it ends with its input, which the end of this process closes.
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, process_group=0)
         self._thread = threading.Thread(target=self._work, name="numbers", daemon=True)
         self._thread.start()
 
