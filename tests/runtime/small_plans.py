@@ -25,7 +25,7 @@ from zbc.plan.phases import Phases
 from zbc.runtime.core.bundle import Alongside
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.vocabulary_state import Vocabulary
-from zbc.runtime.seeding import drawing, seed_of
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings
 from zbc.training.data.counted import count_of
@@ -246,7 +246,7 @@ def reference(
             x, target = batches.inputs(step, mb), batches.targets(step, mb)
             with nullcontext() if low is None else torch.autocast("cpu", low):
                 for name, module in layers:
-                    with drawing(CPU, seed_of(seed, step, mb, name)):
+                    with seeded(seed_of(seed, step, mb, name)):
                         x = _next(module, x)
                 loss = criterion(x.value if isinstance(x, Alongside) else x, target)
             losses.append(loss.item() * weights_of[mb])

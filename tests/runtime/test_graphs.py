@@ -17,7 +17,7 @@ from zbc.compiler.compile import compile_job
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core import route
-from zbc.runtime.seeding import drawing, seed_of
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.building.context import Settings, layer_plans
 from zbc.training.data.data import Batches, build_samples, build_validation
 from zbc.training.models import compiled
@@ -82,7 +82,7 @@ def forward(model, modules, read, *seeds):
     for group, reads in model.graph.items():
         x = [ends[one] for one in reads] or [read(group)]
         for i in range(model.groups[group]):
-            with drawing(torch.device("cpu"), seed_of(*seeds, f"{group}.{i}")):
+            with seeded(seed_of(*seeds, f"{group}.{i}")):
                 x = [modules[f"{group}.{i}"](*x)]
         ends[group] = x[0]
     return x[0]

@@ -27,8 +27,8 @@ from zbc.runtime.seeding import seed_of
 from zbc.training.building.context import Settings
 from zbc.training.data.data import build_dataset
 from zbc.training.data.documents import RandomDocuments
-from zbc.training.data.fixed import Fixed
 from zbc.training.data.permutation import Permutation
+from zbc.training.data.unequal import Fixed
 from zbc.training.models import model as models
 
 TOKENS = [32, 4, 16, 2, 32, 8, 24, 4]

@@ -89,7 +89,7 @@ def test_a_rank_of_its_own_refuses_it_too():
 
 def test_a_seeded_draw_of_another_thread_is_not_a_draw_of_a_layer():
     def seeded(x):
-        with seeding.drawing(CPU, 1):
+        with seeding.seeded(1):
             return torch.rand_like(x)
 
     def layer(x):

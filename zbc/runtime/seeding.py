@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.runtime.core.private import Dropouts, TorchDispatchMode
 
-RNG_LOCK = threading.RLock()
+RNG_LOCK, _CPU = threading.RLock(), torch.device("cpu")
 _READING = threading.RLock()  # held while generators outside of torch are seeded for data, until they are restored
 
 
@@ -35,17 +35,8 @@ def seed_of(*parts: object) -> int:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds torch's CPU generator with `seed`, holds it exclusively in the body, and restores its state afterwards."""
-    with RNG_LOCK, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def drawing(device: torch.device, seed: int) -> Iterator[None]:
-    """Seeds the generators of `device` with `seed` and holds them exclusively, for a forward that draws; restores them
-    afterwards."""
+def seeded(seed: int, device: torch.device = _CPU) -> Iterator[None]:
+    """Seeds the generators of `device` with `seed`, holds them exclusively in the body, restores them afterwards."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])

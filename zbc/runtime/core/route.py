@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,15 +25,15 @@ from zbc.ir import Key, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.ops import At, Scope
 from zbc.runtime.core.bundle import shown, taken_apart
-from zbc.runtime.core.reading import read
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tape import Tape
-from zbc.runtime.core.tensors import Length, Loss, TensorSpec
-from zbc.runtime.seeding import drawing, seed_of
+from zbc.runtime.core.tensors import Length, Loss, TensorSpec, to_device
+from zbc.runtime.features.slicing import Part, share_of
+from zbc.runtime.seeding import seed_of, seeded
 
 if TYPE_CHECKING:
-    from zbc.runtime.core.state import PhaseRun, Worker
+    from zbc.runtime.core.state import BatchSource, PhaseRun, Worker
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -113,6 +113,37 @@ class Several:
         return self.join([source.take(worker, number) for source in self.sources])
 
 
+def read(
+    worker: Worker,
+    batches: BatchSource | None,
+    kind: Literal["inputs", "targets"],
+    number: int,
+    part: Part | None,
+    group: str = "",
+) -> tuple[Tensor, float]:
+    """The inputs or targets of a microbatch, or of a slice of it, on the rank's device; and the slice's share in the
+    loss. `group` selects the inputs of a group of layers if there are several. Each microbatch is looked up once, for
+    all its slices. Raises E505 for sequences of another length."""
+    if batches is None:
+        raise ZbcError("E703", "run: this rank reads no data, and its plan asks for some")
+    look_up = batches.inputs if kind == "inputs" else batches.targets
+    if part is None:
+        x = batches.inputs(worker.step, number, group) if group else look_up(worker.step, number)
+        return x if worker.on_host else to_device(x, worker.device), 1.0
+    at = (kind, worker.step, number)
+    whole = worker.reading.pop(at, None)
+    if whole is None:
+        whole = look_up(worker.step, number)
+        if whole.dim() > 1 and whole.shape[1] != part.length:
+            text = f"run: {kind} have {whole.shape[1]} tokens, the slices of the plan are cut from {part.length}"
+            hint = "samples of one length, for evaluation too: model.seq_len; or schedule.slices = 1"
+            raise ZbcError("E505", text, hint=hint)
+    if not part.last:
+        worker.reading[at] = whole
+    share = share_of(whole, part) if kind == "targets" else 1.0
+    return to_device(part.of(whole).contiguous(), worker.device), share
+
+
 def total(found: list[Tensor]) -> Tensor:
     """The sum of an output's gradients from all its readers, in their order, on which the sum of three depends."""
     return functools.reduce(torch.add, found)
@@ -163,7 +194,7 @@ class Losses:
         if getattr(loss, "zbc_random", False) is not True:
             return functools.partial(worker.watch.run, "model.loss", loss)
         seed = seed_of(self.stage.seed, worker.step, number, "loss", part and part.number)
-        return drawing(worker.device, seed)(loss)
+        return seeded(seed, worker.device)(loss)
 
     def finish(self, worker: Worker, number: int) -> Finish:
         part = self.stage.part

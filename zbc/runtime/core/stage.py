@@ -21,7 +21,7 @@ from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tape import Inputs, RecordedGraph, Tape, input_of
 from zbc.runtime.core.tensors import Laid, Length, TensorSpec
-from zbc.runtime.seeding import Watch, drawing, seed_of
+from zbc.runtime.seeding import Watch, seed_of, seeded
 
 if TYPE_CHECKING:
     from zbc.runtime.features.parcels import Parcel
@@ -275,7 +275,7 @@ class Stage:
             if layer.traits.overwrites:  # its input may be a weight, or a table that a layer returned
                 x = x.clone()
             if layer.traits.random:
-                with drawing(self.device, seed_of(*place, layer.name)):
+                with seeded(seed_of(*place, layer.name), self.device):
                     return call(x)
             if self.watch is None:
                 return call(x)

@@ -460,13 +460,6 @@ class Sharded(OptimizerOver):
         return self._flat is not None and self._flat.holds(tensor)
 
     @property
-    def freeable(self) -> int:
-        """Bytes that FREE would free now."""
-        low = [cast.low for cast in self._low.values()]
-        there = sum(tensor.untyped_storage().nbytes() for tensor in low if tensor is not None)
-        return 0 if self._flat is None else self._flat.bytes + there
-
-    @property
     def kept(self) -> list[Tensor]:
         """This rank's shards of the weights, if weights are freed, and its window."""
         own: list[Tensor] = [*self._own.values()] if self._frees else []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Message, Op
-from zbc.runtime.core.reading import read
+from zbc.runtime.core.route import read
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.vocabulary_state import Meeting, Met, Unit, Vocabulary

@@ -25,10 +25,9 @@ from zbc.runtime.features.slicing import Inside, Part, within
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.transport import Transport
 from zbc.training.data.data import KINDS, Samples, Tokens, build_dataset, build_samples, input_spec, place
-from zbc.training.data.fixed import Fixed
 from zbc.training.data.pairs import Words
 from zbc.training.data.split import Steps, count_of_step
-from zbc.training.data.unequal import ByTokens, Dealer, Padded, build_documents, dealer_of
+from zbc.training.data.unequal import ByTokens, Dealer, Fixed, Padded, build_documents, dealer_of
 from zbc.training.models import adapters, model, pretrained
 from zbc.training.models.shared_words import table_sizes, trunk
 from zbc.training.probing.shapes import Shapes, derive

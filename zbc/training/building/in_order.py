@@ -18,7 +18,7 @@ from zbc.runtime.core.state import BatchSource, Work
 from zbc.runtime.features.packing import Rows
 from zbc.topology import At
 from zbc.training.building.context import Settings, steps_of, tokens_of
-from zbc.training.data.data import Batches, Samples, all_samples, place
+from zbc.training.data.data import Batches, SampleRange, Samples, all_samples, place
 from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.data.unequal import Padded, all_documents
 
@@ -33,24 +33,11 @@ class InOrder(NamedTuple):
     work: Work
 
 
-class _Repeated:
-    """Samples, with the first ones repeated after the last, `count` in all."""
+class _Repeated(SampleRange):
+    """The first ones are repeated after the last."""
 
-    def __init__(self, samples: Samples, count: int) -> None:
-        self._samples, self._count = samples, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        numbers = [i % len(self._samples) for i in indices]
-        return self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers)
-
-    def targets(self, indices: Sequence[int]) -> Tensor:
-        return self._samples.targets([i % len(self._samples) for i in indices])
-
-    def digest(self) -> int:
-        return self._samples.digest()
+    def _numbers(self, indices: Sequence[int]) -> list[int]:
+        return [i % len(self._samples) for i in indices]
 
 
 class _Batches(Batches):
@@ -93,7 +80,7 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
         tokens, lowered = tokens_of(manifest, chosen, at), settings.lowered
         given = _Steps(samples, seed=0, count=count, lowered=lowered, where=settings.where, tokens=tokens)
         return InOrder(given, total, _of_steps(samples, size), Work())
-    padded = _Repeated(samples, -(-total // per_batch) * per_batch)
+    padded = _Repeated(samples, 0, -(-total // per_batch) * per_batch)
     batches = _Batches(
         padded,
         seed=0,

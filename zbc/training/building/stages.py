@@ -40,9 +40,9 @@ def build_stages(site: Site, share: Callable[[str, nn.Module], None], watch: Wat
             passed=shapes.passed[s],
             compiles=settings.model.compile,
             fused=settings.train.fused_gradients,
-            watch=None if settings.model.builtin else watch,
             share=share,
         )
+        stages[s].watch = None if settings.model.builtin else watch
         if settings.model.graph:
             stages[s].reads = group_of(settings.model, manifest.layers[s][0])
             stages[s].inputs = _arguments(settings.model, manifest, s)

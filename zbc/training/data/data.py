@@ -235,12 +235,29 @@ class Tokens(NamedTuple):
         return whole[:, self.at(whole.shape[1])]
 
 
-class Batches(BatchSource):
-    """The microbatches of every step. Floating-point inputs are cast to `lowered`, if that is given.
+class RankBatches(BatchSource):
+    """Microbatches of which a rank has its `tokens`, if not all; real inputs are cast to `lowered`, if any."""
+
+    def __init__(self, lowered: torch.dtype | None, tokens: Tokens | None) -> None:
+        self._lowered, self._tokens = lowered, tokens
+
+    def given(self, x: Tensor) -> Tensor:
+        """This rank's part of an input."""
+        x = self.own(x)
+        return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
+
+    def targets(self, step: int, mb: int) -> Tensor:
+        return self.own(self.whole(step, mb))
+
+    def own(self, whole: Tensor) -> Tensor:
+        return whole if self._tokens is None else self._tokens.of(whole)
+
+
+class Batches(RankBatches):
+    """The microbatches of every step.
 
     `phases` has the positions of steps; by default all have `microbatches`, otherwise that is the maximum of a step.
-    `tokens`: this rank's tokens of each sequence, if not all. `lengths`: those of the rows of each microbatch of a
-    replica, to which sequences are cut.
+    `lengths`: those of the rows of each microbatch of a replica, to which sequences are cut.
     Raises E504, at `where`, if there are not enough samples for one step.
     """
 
@@ -264,7 +281,8 @@ class Batches(BatchSource):
             hint = "give more data, shorter sequences, or fewer or smaller microbatches"
             raise ZbcError("E504", text, where=where, hint=hint)
         self.phases = phases or Phases.even(needed)
-        self._lowered, self._tokens, self._lengths = lowered, tokens, lengths
+        super().__init__(lowered, tokens)
+        self._lengths = lengths
         self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
         self._begun = self.phases, 0, self.phases.position(0)
@@ -280,23 +298,13 @@ class Batches(BatchSource):
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU; `group` selects the input of a group of layers."""
         numbers = self._numbers(step, mb)
-        x = self.own(self._cut(mb, self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers)))
-        return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
-
-    def targets(self, step: int, mb: int) -> Tensor:
-        """Its target, on the CPU."""
-        return self.own(self.whole(step, mb))
+        return self.given(self._cut(mb, self._samples.inputs(numbers, *([group] if group else []))))
 
     def whole(self, step: int, mb: int) -> Tensor:
-        """Its targets with the tokens of all ranks."""
         return self._cut(mb, self._samples.targets(self._numbers(step, mb)))
 
     def _cut(self, mb: int, whole: Tensor) -> Tensor:
         return whole[:, : self._lengths[mb % len(self._lengths)]] if self._lengths else whole
-
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's tokens of a tensor with all of them."""
-        return whole if self._tokens is None else self._tokens.of(whole)
 
     def digest(self) -> int:
         return self._samples.digest()

@@ -18,10 +18,9 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.plan.manifest import Manifest
 from zbc.runtime.core.bundle import taken_apart
-from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features.words import IGNORED
-from zbc.training.data.data import Batches, Pairs, Tokens, in_epochs
+from zbc.training.data.data import Batches, Pairs, RankBatches, Tokens, in_epochs
 from zbc.training.data.pairs import ANY, UnfitError, Words, pair_of
 
 _KEPT = 3  # cached steps
@@ -185,7 +184,7 @@ def count_of_step(manifest: Manifest) -> int:
     return int(planned) or manifest.topology.batch
 
 
-class SplitBatches(BatchSource):
+class SplitBatches(RankBatches):
     """Microbatches of steps; the order of an epoch's steps is that of samples."""
 
     groups: Groups | None = None  # the microbatches of a step with a common mean, if not all
@@ -202,7 +201,8 @@ class SplitBatches(BatchSource):
         tell: int = 1,
     ) -> None:
         """`tokens`: this rank's tokens of each sequence, if `tell` ranks share them."""
-        self._steps, self._count, self._lowered, self._tokens, self._tell = steps, count, lowered, tokens, tell
+        super().__init__(lowered, tokens)
+        self._steps, self._count, self._tell = steps, count, tell
         self._order = Batches(steps, seed=seed, microbatches=1, size=1, where=where)
 
     @property
@@ -217,18 +217,11 @@ class SplitBatches(BatchSource):
         """Does nothing: a step is an item, whatever its samples."""
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
-        x = self.own(self._steps.input(self._number(step), mb, group))
-        return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
-
-    def targets(self, step: int, mb: int) -> Tensor:
-        return self.own(self.whole(step, mb))
+        return self.given(self._steps.input(self._number(step), mb, group))
 
     def whole(self, step: int, mb: int) -> Tensor:
         found = self._steps.step(self._number(step))
         return found[mb % len(found)].target  # a profile runs more of them
-
-    def own(self, whole: Tensor) -> Tensor:
-        return whole if self._tokens is None else self._tokens.of(whole)
 
     def weight(self, step: int, mb: int) -> float:
         """1 on average over the microbatches of the step, or of a group of them, and over the ranks that share one."""

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
-from zbc.training.data.textfiles import line_at, not_text, text_files, unreadable
+from zbc.training.data.corpus import line_at, not_text, text_files, unreadable
 from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
 
 PIECE = 2**22  # bytes of text at a time

@@ -21,11 +21,11 @@ from zbc.job import spec
 from zbc.plan.balancing import Microbatch, Shape, deal, deal_by_tokens, dealt_evenly, next_fit, samples_of_step
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
-from zbc.runtime.core.state import BatchSource, Work
+from zbc.runtime.core.state import Work
 from zbc.runtime.core.tensors import Length
 from zbc.runtime.features.packing import Rows
 from zbc.runtime.features.words import IGNORED
-from zbc.training.data.data import KINDS, Batches, Pairs, Tokens, build_dataset, in_epochs, kept_of, place
+from zbc.training.data.data import KINDS, Batches, Pairs, RankBatches, Tokens, build_dataset, in_epochs, kept_of, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 from zbc.training.data.pairs import Words
 from zbc.training.models.model import loss as load_loss
@@ -305,11 +305,33 @@ def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
     return ZbcError("E117", text, hint=f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches")
 
 
-class PackedBatches(BatchSource):
+class Fixed(Work):
+    """`lengths`: tokens of the rows of each microbatch of a replica, of `whole` at most; `rows`: rows with one of these
+    numbers, over all replicas; `every`: microbatches whose mean is one loss."""
+
+    def __init__(self, lengths: Sequence[int], whole: int, rows: int, every: int) -> None:
+        self._lengths = [Length(tokens, whole) for tokens in lengths]
+        self._sum, means = rows * sum(lengths), list[float]()
+        for start in range(0, len(lengths), every):
+            means += [sum(lengths[start : start + every]) / every] * every
+        self._weights = [tokens / mean for tokens, mean in zip(lengths, means, strict=False)]
+
+    def length(self, step: int, number: int) -> Length:
+        return self._lengths[number % len(self._lengths)]
+
+    def tokens(self, step: int) -> int:
+        return self._sum
+
+    def weight(self, step: int, number: int) -> float:
+        return self._weights[number % len(self._weights)]
+
+
+class PackedBatches(RankBatches):
     """A `BatchSource` of microbatches with packed rows; the rest of a row is padding."""
 
     def __init__(self, dealer: Dealer, lowered: torch.dtype | None = None, tokens: Tokens | None = None) -> None:
-        self._dealer, self._lowered, self._tokens = dealer, lowered, tokens
+        super().__init__(lowered, tokens)
+        self._dealer = dealer
 
     @property
     def count(self) -> int:
@@ -325,18 +347,10 @@ class PackedBatches(BatchSource):
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
-        x = self.own(self._filled(step, mb, 0))
-        return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
-
-    def targets(self, step: int, mb: int) -> Tensor:
-        """Its targets; those of padding do not count."""
-        return self.own(self.whole(step, mb))
+        return self.given(self._filled(step, mb, 0))
 
     def whole(self, step: int, mb: int) -> Tensor:
         return self._filled(step, mb, 1)
-
-    def own(self, whole: Tensor) -> Tensor:
-        return whole if self._tokens is None else self._tokens.of(whole)
 
     def _filled(self, step: int, mb: int, which: int) -> Tensor:
         shape, rows, length = self._dealer.shape, self._dealer.of(step, mb), self._dealer.length(step, mb)

@@ -15,7 +15,7 @@ from zbc.runtime.core.remembered import places
 from zbc.runtime.core.split import SPLIT, Patch, SplitLinear, split_backward
 from zbc.runtime.core.stage import Stage, StageLayer, Traits
 from zbc.runtime.core.tensors import Laid, TensorSpec
-from zbc.runtime.seeding import Watch, draws
+from zbc.runtime.seeding import draws
 from zbc.training.models.adapters import LoraLinear
 from zbc.training.models.model import LayerPlan
 
@@ -37,7 +37,6 @@ def build_stage(
     flows: bool,
     passed: bool,
     compiles: bool = False,
-    watch: Watch | None = None,
     fused: bool = False,
     laid: Laid | None = None,
     came: Packing | None = None,
@@ -47,9 +46,8 @@ def build_stage(
     """Builds a stage's layers with their initial weights and moves them to `device`.
 
     `splits`: the plan has separate B and W for this stage; without it layers stay unpatched, with torch's own cost.
-    `compiles`: layers that can be compiled are, when they first run. `watch`: refuses random draws that trials did
-    not show. `fused`: linear layers accumulate weight gradients inside their products.
-    `share` reduces a layer to this rank's shard.
+    `compiles`: layers that can be compiled are, when they first run. `fused`: linear layers accumulate weight gradients
+    inside their products. `share` reduces a layer to this rank's shard.
     """
     layers, patches, low = list[StageLayer](), list[Patch](), AUTOCAST.get(dtype)
     for plan in plans:
@@ -71,7 +69,7 @@ def build_stage(
     casts += [inner.frozen for layer in layers for inner in layer.module.modules() if isinstance(inner, LoraLinear)]
     how = (recompute, spares, flows, passed)
     stage = Stage(index, tuple(layers), takes, gives, seed, device, autocast, *how, casts, laid, came, goes)
-    stage.watch, stage.fused = watch, fused
+    stage.fused = fused
     return stage
 
 

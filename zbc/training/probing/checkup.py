@@ -27,7 +27,7 @@ from zbc.runtime.core.precision import AUTOCAST, lower_precision
 from zbc.runtime.core.state import BatchSource, Worker
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.scaling import Scale, Scaling
-from zbc.runtime.seeding import drawing, seed_of
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
 from zbc.training.building.context import Settings, group_of, layer_plans, samples_of, steps_of
@@ -220,7 +220,7 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
                     given = made[after[name][0]] if len(after[name]) == 1 else tuple(made[src] for src in after[name])
                 else:
                     given = batches.inputs(0, mb, group_of(settings.model, name)).to(device)
-                with drawing(device, seed_of(seed, 0, mb, name)):
+                with seeded(seed_of(seed, 0, mb, name), device):
                     x = call(module, given, names_of(module.forward), last=name == last)
                     made[name] = x
             loss = criterion(x, target) * (weight * count / sum(weights))

@@ -18,7 +18,7 @@ from zbc.runtime.core.remembered import left_alone
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import TensorSpec
-from zbc.runtime.seeding import drawing, seed_of, seeded
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models.compiled import first_line, not_compiled
 from zbc.training.probing.contract import OUTPUT, apart, largest, there_and_back
 
@@ -79,7 +79,7 @@ def _run(
 
     def forward(leaf: Tensor) -> Tensor:
         seed = seed_of(stage.seed, "compile", layer.name)
-        with left_alone(layer.buffers), stage.autocast, drawing(stage.device, seed):
+        with left_alone(layer.buffers), stage.autocast, seeded(seed, stage.device):
             return call(leaf.clone() if layer.traits.overwrites else leaf)
 
     def grad(y: Tensor) -> Tensor:
