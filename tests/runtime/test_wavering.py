@@ -160,6 +160,15 @@ def test_ranks_that_share_layers_as_threads_neither_hang_nor_draw_unseen(above):
         run_threads(plan, 2)
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_layers_that_draw_and_sum_do_not_hang_as_threads(activations):
+    """One lets the other draw while it waits for it; both draw as one process does."""
+    kinds = [("SumsNoise", [100.0])] * 4
+    shared, alone = (plan_of(kinds, p=2, tp=tp, activations=activations) for tp in (2, 1))
+    found, expected = run_threads(shared, 3), reference(alone, 3)
+    assert losses_of(found) == pytest.approx(expected.losses, rel=1e-6)
+
+
 def test_a_loss_that_draws_says_so_too():
     """Else it is refused; its draws are the same whatever the order."""
     model = {**user("", layers=4, kinds=[("Plain", [])] * 4), "family": "tests.runtime.wavering:layers"}

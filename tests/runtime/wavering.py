@@ -107,18 +107,28 @@ class Sums(Plain):
 
     def __init__(self, above: float) -> None:
         super().__init__()
-        self.above, self.place = above, 0
+        self.above, self.place, self.ranks = above, 0, 1
         self.enter = self.leave = lambda x: x
 
     def shard(self, group: Any) -> dict[str, int]:
-        self.enter, self.leave, self.place = group.enter, group.leave, group.place
+        self.enter, self.leave, self.place, self.ranks = group.enter, group.leave, group.place, group.size
         return {}
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         if self.place == 1 and x.abs().max() > self.above:
             y = y + 0.0 * torch.rand(())
-        return self.leave(self.enter(y) / 2)
+        return self.leave(self.enter(y) / self.ranks)
+
+
+class SumsNoise(Sums):
+    """Draws before and after its sum."""
+
+    zbc_random = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x * (1 + 0.1 * torch.rand_like(x)))
+        return y + 0.1 * torch.randn_like(y)
 
 
 class Evaluates(Plain):
@@ -154,7 +164,23 @@ class Large(Plain):
 
 KINDS = {
     kind.__name__: kind
-    for kind in (Plain, LeftOut, Expert, Hidden, Noisy, Sums, Evaluates, Stops, Fork, Join, Skip, OwnDraw, Masks, Large)
+    for kind in (
+        Plain,
+        LeftOut,
+        Expert,
+        Hidden,
+        Noisy,
+        Sums,
+        SumsNoise,
+        Evaluates,
+        Stops,
+        Fork,
+        Join,
+        Skip,
+        OwnDraw,
+        Masks,
+        Large,
+    )
 }
 
 

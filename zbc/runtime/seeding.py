@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.runtime.core.private import Dropouts, TorchDispatchMode
 
-RNG_LOCK, _CPU = threading.RLock(), torch.device("cpu")
+RNG_LOCK: Any = threading.RLock()
+_CPU = torch.device("cpu")
+_HELD: list[list[tuple[torch.Generator, Tensor]]] = []  # by the thread that has the lock: generators, as it met them
 _READING = threading.RLock()  # held while generators outside of torch are seeded for data, until they are restored
 
 
@@ -37,18 +39,41 @@ def seed_of(*parts: object) -> int:
 @contextmanager
 def seeded(seed: int, device: torch.device = _CPU) -> Iterator[None]:
     """Seeds the generators of `device` with `seed`, holds them exclusively in the body, restores them afterwards."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
     with RNG_LOCK:
-        states = [generator.get_state() for generator in generators]  # 1 us; the draws of others show in them
-        for generator in generators:
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        held = [(generator, generator.get_state()) for generator in generators]  # 1 us each
+        _HELD.append(held)
+        for generator, _ in held:
             generator.manual_seed(seed)  # 2 us; torch.manual_seed, which visits every device, takes 375
         try:
             yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
+            _HELD.pop()
+            for generator, state in held:
                 generator.set_state(state)
+
+
+@contextmanager
+def let_go() -> Iterator[None]:
+    """Lets other threads draw while this one waits for them in the body, in an exchange inside of a layer that draws.
+    Its draws go on afterwards from where they were."""
+    if not (RNG_LOCK._is_owned() and _HELD):
+        yield
+        return
+    held, own = _HELD[:], [(generator, generator.get_state()) for generator, _ in _HELD[0]]
+    for generator, state in held[0]:
+        generator.set_state(state)
+    _HELD.clear()
+    depth = RNG_LOCK._release_save()  # as threading.Condition
+    try:
+        yield
+    finally:
+        RNG_LOCK._acquire_restore(depth)
+        _HELD[:] = held
+        for generator, state in own:
+            generator.set_state(state)
 
 
 @contextmanager
@@ -145,10 +170,7 @@ def _position(device: torch.device) -> tuple[bytes, int]:
     with RNG_LOCK:
         state = torch.default_generator.get_state()
     offset = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
-    return ctypes.string_at(state.data_ptr(), _HEAD), offset
-
-
-_HEAD = 128  # bytes of 5056
+    return ctypes.string_at(state.data_ptr(), 128), offset  # of 5056 bytes
 
 
 def unseeded() -> dict[str, object]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
+from zbc.runtime.seeding import let_go
 from zbc.runtime.transports.transport import Letter, Pending, Ranks, Shared, Then
 
 
@@ -150,7 +151,7 @@ class Hub:
 
     def complete(self, rank: int, meeting: Round) -> None:
         """Waits until a collective has completed."""
-        with self._lock:
+        with let_go(), self._lock:
             self._block(rank, lambda: meeting.over, f"a sum over ranks {', '.join(map(str, meeting.ranks))}")
 
     def share(self, rank: int, memory: Tensor, ranks: tuple[int, ...], number: int) -> list[Tensor]:
