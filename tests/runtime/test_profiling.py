@@ -34,8 +34,7 @@ from zbc.training.profiling.alike import chain, describe, kinds
 from zbc.training.profiling.link import fit, share_of
 from zbc.training.profiling.rig import IDLE, build_rig
 from zbc.training.profiling.session import Measurements, Sampling, assemble, effort, unpredicted
-from zbc.training.profiling.statistics import measured, quick
-from zbc.training.profiling.times import Stopwatch
+from zbc.training.profiling.times import Stopwatch, measured, quick
 from zbc.training.profiling.weigh import weigh
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from zbc.job.profile import Copy, LinkProfile, Point, spread
 from zbc.plan.directory import Manifest, assemble
 from zbc.runtime.transports.network import Network
 from zbc.training.devices import settled
-from zbc.training.profiling.statistics import quick
+from zbc.training.profiling.times import quick
 
 _BUSY = 0.002  # seconds that the sender computes
 _LATE = 0.004  # seconds after which a message has surely arrived

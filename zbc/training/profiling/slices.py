@@ -17,7 +17,7 @@ from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.state import Worker
 from zbc.training.devices import Laps
 from zbc.training.profiling.rig import Rig
-from zbc.training.profiling.statistics import quick
+from zbc.training.profiling.times import quick
 
 BLOCK = "block"  # the kind of the layers that slices are measured of
 COUNTS = (1, 2, 4, 8)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 
 from zbc.ir import Op
+from zbc.job.profile import Measured, spread
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import Masters, build_optimizer
 from zbc.runtime.core.state import Worker
@@ -113,3 +115,16 @@ class Stopwatch:
 
     def _measure(self, stage: int, name: str, call: Callable[[], object]) -> None:
         self._laps.take(call, self._took[stage, name])
+
+
+def measured(values: Sequence[float], less: float = 0.0) -> Measured:
+    """The median of `values` minus `less`; never below 0."""
+    middle = median(values)
+    rest = max(0.0, middle - less)
+    return Measured(ms=rest, spread=spread(values) * middle / rest if rest > 0.05 * middle else 0.0)
+
+
+def quick(values: Sequence[float]) -> float:
+    """The first decile of `values`: the time of a short call without interruptions by other threads."""
+    found = sorted(values)
+    return found[len(found) // 10] if found else 0.0

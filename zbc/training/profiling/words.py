@@ -14,7 +14,7 @@ from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.words import combine
 from zbc.training.devices import Laps
 from zbc.training.profiling.rig import Rig
-from zbc.training.profiling.statistics import quick
+from zbc.training.profiling.times import quick
 
 ROUNDS = 9  # after two that warm up
 WARM_UP = 2
