@@ -110,13 +110,11 @@ def _instead() -> Any:
 
 
 class Watch:
-    """Refuses random draws on `device` that trials did not show: of layers and, with `loss`, of the loss.
-
-    `outside`: also looks at the generators of Python and numpy, which takes 60 us: something draws from them.
-    """
+    """Refuses random draws on `device` that trials did not show: of layers and, with `loss`, of the loss."""
 
     def __init__(self, device: torch.device, *, loss: bool) -> None:
-        self._device, self.loss, self.outside = device, loss, False
+        self._device, self.loss = device, loss
+        self.outside = False  # something draws from Python or numpy: looks at these generators, too, in 60 us
 
     def run(self, name: str, call: Callable[..., Tensor], *given: Any, compiled: bool = False) -> Tensor:
         """`call(*given)`. Raises E509 if it draws; `name` is its name in the message."""
@@ -129,8 +127,7 @@ class Watch:
         else:  # ranks are threads: only the op itself shows whose draw it is; compiled code would not run under it
             with _Refuses(name):
                 y = call(*given)
-        source = moved(others) if others else None
-        if source is not None:
+        if others and (source := moved(others)) is not None:
             raise draws_unseeded(name, source)
         return y
 

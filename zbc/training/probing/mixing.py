@@ -124,25 +124,22 @@ def _made_noisy(module: nn.Module) -> nn.Module:
 def _try(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> None:
     """Tries a short sequence, or one as long as in training if the layers accept no other."""
     length, names = parts[-1].length, modules[-1][0]
-    try:
-        found, wanted = _both(modules, takes, _cut(min(TOKENS, length)))
-    except ZbcError:
-        raise
-    except FAILURES:
+    for tried in (_cut(min(TOKENS, length)), parts):
         try:
-            found, wanted = _both(modules, takes, parts)
+            found, wanted = _both(modules, takes, tried)
+            break
         except ZbcError:
             raise
         except FAILURES as error:
-            text = f"model: layer {names} cannot run in slices of a sequence of {length} tokens"
-            raise ZbcError("E512", text, hint=_HINT, details=frames.raised(error)) from error
+            if tried is parts:
+                text = f"model: layer {names} cannot run in slices of a sequence of {length} tokens"
+                raise ZbcError("E512", text, hint=_HINT, details=frames.raised(error)) from error
     for (what, sliced), (_, other) in zip(found, wanted, strict=True):
         if sliced.shape != other.shape:
             text = f"{what}: of shape {list(sliced.shape)} in slices, {list(other.shape)} as a whole"
             raise ZbcError("E512", f"model: layer {text}", hint=_HINT)
-        far = apart(other, sliced)
-        if not far <= TOLERANCE.get(other.dtype, 5e-2):
-            near = TOLERANCE.get(other.dtype, 5e-2)
+        far, near = apart(other, sliced), TOLERANCE.get(other.dtype, 5e-2)
+        if not far <= near:
             rows = (n for n, (a, b) in enumerate(zip(sliced, other, strict=True)) if not apart(b, a) <= near)
             row = next(rows, 0)
             text = f"model: layer {what} (they differ by {far:.2g} of the largest, from token {row} on)"
