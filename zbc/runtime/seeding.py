@@ -113,16 +113,17 @@ class Watch:
     """Refuses random draws on `device` that trials did not show: of layers and, with `loss`, of the loss."""
 
     def __init__(self, device: torch.device, *, loss: bool) -> None:
-        self._device, self.loss = device, loss
+        self._cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+        self.loss = loss
         self.outside = False  # something draws from Python or numpy: looks at these generators, too, in 60 us
 
     def run(self, name: str, call: Callable[..., Tensor], *given: Any, compiled: bool = False) -> Tensor:
         """`call(*given)`. Raises E509 if it draws; `name` is its name in the message."""
         others = unseeded() if self.outside else {}
         if compiled or threading.current_thread() is threading.main_thread():
-            before = _position(self._device)
+            before = self._position()
             y = call(*given)
-            if _position(self._device) != before:
+            if self._position() != before:
                 raise _unexpected(name)
         else:  # ranks are threads: only the op itself shows whose draw it is; compiled code would not run under it
             with _Refuses(name):
@@ -130,6 +131,12 @@ class Watch:
         if others and (source := moved(others)) is not None:
             raise draws_unseeded(name, source)
         return y
+
+    def _position(self) -> tuple[bytes, int]:
+        """The positions of the generators: Mersenne Twister's counters and first words, which a refill changes."""
+        with RNG_LOCK:
+            state = torch.default_generator.get_state()
+        return ctypes.string_at(state.data_ptr(), 128), 0 if self._cuda is None else self._cuda.get_offset()
 
 
 class _Refuses(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -160,14 +167,6 @@ def _unexpected(name: str) -> ZbcError:
     text = f"run: {name} draws random numbers in its forward, which it did not in the trials before training"
     hint = "set zbc_random = True on it: its draws are then seeded for each step and microbatch"
     return ZbcError("E509", text, hint=hint)
-
-
-def _position(device: torch.device) -> tuple[bytes, int]:
-    """The positions of the generators: Mersenne Twister's counters and first words, which a refill changes."""
-    with RNG_LOCK:
-        state = torch.default_generator.get_state()
-    offset = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
-    return ctypes.string_at(state.data_ptr(), 128), offset  # of 5056 bytes
 
 
 def unseeded() -> dict[str, object]:
