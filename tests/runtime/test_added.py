@@ -103,7 +103,7 @@ def test_evaluation_adds_nothing():
     assert plain[0].results[0].added > 0 and not evaluated[0].entries()
 
 
-@pytest.mark.parametrize("examples", few([12, 200], (12,)))
+@pytest.mark.parametrize("examples", few([12, 60], (12,)))
 def test_layers_that_add_gradients_of_their_own_are_named_before_training(examples):
     """Those which would count once per microbatch, if there are several."""
     hows = st.lists(st.sampled_from(["add", "scaled", "own", "none", "hook", "inside"]), min_size=4, max_size=4)
