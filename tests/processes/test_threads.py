@@ -58,6 +58,32 @@ def test_a_layer_that_raises_ends_all_ranks_and_is_named(tmp_path):
     until(no_rank_is_left)
 
 
+WAITING = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+from zbc.cli import main
+from zbc.errors import ZbcError
+from zbc.training.launch import threads
+
+def rank(run, number):
+    if number:
+        run.ends.put((number, ZbcError("E509", "model: refused")))
+    else:
+        threads.Place(0, 2, threads.HOST, run.port, threads.PREFIX).board().hear("nobody says this", timedelta(60))
+
+threads._rank, threads._LEAVE_S = rank, 0.2
+main(["run", sys.argv[1], "--local", "2", "--threads"])
+"""
+
+
+def test_a_refusal_beside_ranks_that_wait_in_the_store_ends_with_its_code(tmp_path):
+    plan = write_plan(tmp_path, parallel={"pp": 2})
+    command = [sys.executable, "-c", WAITING, str(plan)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (ended.returncode, "E509" in ended.stderr, "terminate" in ended.stderr) == (6, True, False)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the watchdog's ends so
 def test_a_rank_that_hangs_is_found(tmp_path):
     plan = write_troubled_plan(tmp_path, "hang", good=5, train={"watchdog_s": 2.0})

@@ -39,6 +39,7 @@ class _Run:
     options: RunOptions
     device: torch.device
     hub: Hub
+    store: object  # lives as long as a thread that waits in it, which would else abort the process as it ends
     port: int
     screen: Screen
     stops: list[StopFlag]
@@ -53,7 +54,7 @@ def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> None
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     store, port = host_store()
     hub = (StreamHub if device.type == "cuda" else Hub)(world, inside=manifest.topology.inside)
-    run = _Run(options, device, hub, port, screen, [StopFlag() for _ in range(world)])
+    run = _Run(options, device, hub, store, port, screen, [StopFlag() for _ in range(world)])
     threads = [
         threading.Thread(target=_rank, args=(run, rank), name=f"rank {rank}", daemon=True) for rank in range(world)
     ]
@@ -71,7 +72,6 @@ def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> None
             stopped = stopped or said
         for thread in threads:
             thread.join()
-    del store
     if stopped is not None:
         raise KeyboardInterrupt
 
