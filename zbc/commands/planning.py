@@ -130,7 +130,7 @@ def _missing(job: Job) -> list[str]:
 
 
 def _activity(job: Job) -> str:
-    """What planning does, for a terminal that waits."""
+    """The activity of planning, for a terminal that waits."""
     from zbc.compiler.schedules import AUTO
 
     kind = (job.schedule.kind or "").lower()
