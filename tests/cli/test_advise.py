@@ -10,7 +10,9 @@ from tests.jobs import write_job
 from tests.refusals import refused
 from zbc.commands import advising
 from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.whatif import advise as core
+from zbc.compiler.whatif.compare import Asked, combinations, compare
 from zbc.job import toml, world
 
 LLAMA = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
@@ -127,6 +129,24 @@ def test_the_job_of_a_row_leaves_layers_and_recompute_to_each_schedule(advice):
     if tables["parallel"]["pp"] > 1:
         planned = [compile_job(load_job(path, [f"schedule.kind={kind}"]), budget=0.0) for kind in ("1f1b", "zb-v")]
         assert {plan.program.placement.stages // plan.program.placement.ranks for plan in planned} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu", "gpus", "batch"),
+    [
+        (LLAMA | {"num_hidden_layers": 6}, "l40s", 2, "4"),
+        (LLAMA | {"num_hidden_layers": 6, "vocab_size": 1000}, "l40s", 3, "6"),
+    ],
+)
+def test_no_schedule_is_faster_for_the_job_of_the_first_row(model, config, gpu, gpus, batch):
+    folder = model(config)
+    found = core.advise(document_of(folder, gpus=gpus, gpu=gpu, batch=batch, nodes_of=1))
+    path = folder / "best.toml"
+    path.write_text(advising.job_text(found, 1, folder))
+    rows = compare(Asked(path, budget=0.0), combinations([*SCHEDULES], ()))
+    planned = {row.schedule: row.settled_ms for row in rows if row.error is None}
+    assert found.rows[0].shape.pp > 1 and len(planned) > 10
+    assert planned[found.rows[0].compiled.schedule] <= min(planned.values()) * (1 + core.AHEAD)
 
 
 @pytest.mark.parametrize(("gpus", "batch", "fix"), [(7, "64", 56), (13, "20", 26), (13, "1", 13)])

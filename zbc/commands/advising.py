@@ -116,9 +116,9 @@ def _again(
 
 def _counter(more: Callable[..., None]) -> Callable[[str, float], None]:
     """A callback that shows the stages of `advise` as one bar: estimates, then plans, then whole plans."""
-    from zbc.compiler.whatif.advise import FINISHING, LOOKING, PLANNING
+    from zbc.compiler.whatif.advise import COMPARING, FINISHING, LOOKING, PLANNING
 
-    parts = {LOOKING: (0.0, 0.3), PLANNING: (0.3, 0.4), FINISHING: (0.7, 0.3)}
+    parts = {LOOKING: (0.0, 0.3), PLANNING: (0.3, 0.3), FINISHING: (0.6, 0.1), COMPARING: (0.7, 0.3)}
     at = 0.0
 
     def done(text: str, share: float) -> None:

@@ -11,7 +11,8 @@ small one has no moves, so that with more memory, which lets more variants fit, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from types import MappingProxyType
@@ -99,6 +100,20 @@ def glance(
     return _looked(job, table, list(cards))[0].ordered
 
 
+def fastest_below(job: Job, table: Sequence[estimate.Layer], names: Container[str], step: float) -> str | None:
+    """The fastest of these schedules by looks only, if its step takes less than `step` ms."""
+    best, cases = Best(job, table), list[Case]()
+    best.step, best.compiled = step, True
+    asked = job.schedule.chunks
+    for name, card in SCHEDULES.items():
+        if name in names and card.allows(asked):
+            with suppress(ZbcError):
+                cases += _cases(best, [(card, card.default_chunks if asked is None and card.searched else asked)])
+    for case in sorted(cases, key=_promise):
+        _look(best, case)
+    return None if best.ordered is None else best.ordered.name
+
+
 def _looked(
     job: Job, table: Sequence[estimate.Layer], cards: Sequence[tuple[ScheduleCard, int | None]]
 ) -> tuple[Best, list[Case]]:
@@ -123,7 +138,12 @@ def _cases(best: Best, cards: Sequence[tuple[ScheduleCard, int | None]]) -> Iter
                 if len(cards) == 1:
                     raise
                 best.refuse(error)
-    return iter(sorted(cases, key=lambda case: (not case.card.searched, case.least_step)))
+    return iter(sorted(cases, key=_promise))
+
+
+def _promise(case: Case) -> tuple[bool, float]:
+    """Searched schedules first, those with the least bound before others."""
+    return not case.card.searched, case.least_step
 
 
 def _look(best: Best, case: Case) -> None:
