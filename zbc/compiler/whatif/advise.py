@@ -37,6 +37,7 @@ KINDS = (
 )  # available in other trainers, too; the first row is planned under all others as well
 SHARDS = ("optimizer", "all")  # ZeRO-1; weights and gradients too, as in FSDP
 SHAPES, ROWS, OF_SHAPE = 4, 5, 2  # numbers of planned shapes, of rows, and of rows per shape at most
+LARGE = 300  # forwards of a step beyond which only one policy of recompute is tried under other schedules
 AHEAD = 0.001  # of a step, below which another schedule is no faster
 SPARE = 1.03  # ratio of memory or guesses up to which they count as equal
 
@@ -272,9 +273,13 @@ def _whole(document: toml.Document) -> Iterator[Row]:
 
 
 def _under_all(row: Row) -> Row:
-    """The row, or its job under another schedule if one is faster. A look may see more than the plan of its schedule
-    alone; then the others are looked at again."""
+    """The row, or its job under another schedule if one is faster; of a large step they are looked at with the recompute
+    of the row, if that is the same in all stages. A look may see more than the plan of its schedule alone; then the
+    others are looked at again."""
     job, left = row.compiled.job.under(AUTO), {*SCHEDULES} - {row.compiled.schedule}
+    memory = row.job.memory
+    if job.parallel.pp * job.schedule.microbatches > LARGE and len(memory.chosen()) == 1:
+        job = replace(job, memory=memory.model_copy(update={"activations": next(iter(memory.chosen()))}))
     table, step = estimate.layers(job), row.compiled.step_ms * (1 - AHEAD)
     while (name := fastest_below(job, table, left, step)) is not None:
         faster = [*_whole(_with(row.document, {("schedule", "kind"): name}))]
