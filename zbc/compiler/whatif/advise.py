@@ -273,8 +273,8 @@ def _whole(document: toml.Document) -> Iterator[Row]:
 
 
 def _under_all(row: Row) -> Row:
-    """The row, or its job under another schedule if one is faster; of a large step they are looked at with the recompute
-    of the row, if that is the same in all stages. A look may see more than the plan of its schedule alone; then the
+    """The row, or its job under another schedule if one is faster. Of a large step they are looked at with the row's
+    recompute, if that is the same in all stages. A look may see more than the plan of its schedule alone; then the
     others are looked at again."""
     job, left = row.compiled.job.under(AUTO), {*SCHEDULES} - {row.compiled.schedule}
     memory = row.job.memory
