@@ -116,6 +116,8 @@ def copies(bench: Bench) -> None:
     options = {"pp": 1, "kind": "gpipe", "m": 6, "layers": 4}
     if bench.cuda:
         options |= {"hidden": 4096, "heads": 32, "seq_len": 2048, "size": 1, "dtype": "bfloat16", "vocab": 1024}
+    else:  # tensors that are large enough to move
+        options |= {"hidden": 128, "heads": 4, "seq_len": 128, "size": 2, "vocab": 256}
     kept = bench.case(**options)
     limits = {"schedule": 'memory_limit = "3x"', "hardware": f"host_gbps = {gbps}"}
     moved = bench.case(**options, activations="offload", **limits)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.jobs import tiny_tensors_move
 from tests.refusals import refused
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_tensor_parallel import GPT, evaluated_alike, hold_parts, near, numbers, plan_of
@@ -110,7 +111,8 @@ def test_frozen_layers_and_activations_on_the_host_are_those_of_ranks_with_all_t
         ("offload", {"memory": {"activations": "offload"}, "schedule_more": {"memory_limit": "0.6x"}}),
     ):
         options = {"pp": 2, "model_more": {"layers": 6}, "costs": costs, **how}
-        plans = [plan_of(tmp_path / f"{name} {cp}", "1f1b", more={"cp": cp}, **options) for cp in (1, 2)]
+        with tiny_tensors_move():
+            plans = [plan_of(tmp_path / f"{name} {cp}", "1f1b", more={"cp": cp}, **options) for cp in (1, 2)]
         ops = [[op for op in plan.program.ranks[0] if op.kind.computes or op.kind in COPY] for plan in plans]
         assert ops[0] == ops[1] and any(op.share < WHOLE or op.kind in COPY for op in ops[1])
         whole, shared = (run_threads(plan, 3) for plan in plans)

@@ -218,12 +218,13 @@ def test_what_is_made_between_steps_counts_from_the_next_one_on(tmp_path):
         assert scale.held.optimizer == pytest.approx(predicted.optimizer, rel=0.001)
 
 
+EVEN = {"mode": "uniform"}  # by time one stage would be the embedding alone
 TENTATIVE = {
-    "adamw": {"kind": "1f1b"},
+    "adamw": {"kind": "1f1b", "partition": EVEN},
     "two stages": {"kind": "zb-v", "optimizer": {"kind": "adam"}},
     "momentum": {"kind": "zb-h1", "optimizer": {"kind": "sgd", "momentum": 0.9}},
     "nothing kept": {"kind": "zb-h1", "optimizer": {"kind": "sgd"}},
-    "masters": {"kind": "1f1b", "model": {"dtype": "bfloat16", "parameters": "bfloat16"}},
+    "masters": {"kind": "1f1b", "partition": EVEN, "model": {"dtype": "bfloat16", "parameters": "bfloat16"}},
     "tied": {"kind": "1f1b", "model": {"tie_embeddings": True, "vocab": 900}},
     "shards": {"kind": "1f1b", "parallel": {"dp": 2}, "optimizer": {"zero1": True}},
 }

@@ -115,19 +115,20 @@ def test_steps_that_are_final_later_move_it_once_each(tmp_path, traits, clip):
     assert found[1] != ran(tmp_path / "plain", tables("post-validate", *traits, ema=None, **clip))[1]
 
 
-SAVED = [["shared vocabulary"], ["sharded all"], ["tp", "sharded optimizer"]]
+SAVED = [["shared vocabulary"], ["sharded all"], ["tp"]]
 
 
 @pytest.mark.parametrize("traits", few(SAVED, [SAVED[0]]), ids=" x ".join)
 @pytest.mark.parametrize("raw", few([False, True], [False]))
 def test_saved_folders_have_the_averages_or_the_weights_if_asked(tmp_path, traits, raw):
     """The checkpoint of the last step has both."""
-    asked = tables(*traits, checkpoint__every=4)
+    asked = tables(*traits, checkpoint__every=2)
+    asked["train"]["steps"] = 2
     planned(tmp_path, asked)
     folder, ranks = tmp_path / "hf", 2 * asked["parallel"].get("dp", 1) * asked["parallel"].get("tp", 1)
     lines = run_here(tmp_path / "plan", ranks, tmp_path / "run", threads=True, save_hf=folder, save_raw=raw)
     assert lines[-1] == f"wrote the {'' if raw else 'averages of the '}weights to {folder}"
-    kept, model = tensors(at(tmp_path / "run" / "checkpoints", 4)), Model.model_validate(asked["model"])
+    kept, model = tensors(at(tmp_path / "run" / "checkpoints", 2)), Model.model_validate(asked["model"])
     names = [name.removeprefix("model.") for name in kept if name.startswith("model.")]
     wanted = {name: nn.Parameter(kept[f"model.{name}" if raw else f"optim.{name}.ema"]) for name in names}
     assert_close(all_tensors(folder), hfexport.tensors_of(model, wanted), rtol=0, atol=0)

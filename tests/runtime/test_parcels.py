@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.jobs import job, toml_text
+from tests.jobs import job, tiny_tensors_move, toml_text
 from tests.refusals import refused
 from tests.runtime import user_models
 from tests.runtime.moving import Poisoning, moved
@@ -103,7 +103,8 @@ def test_plans_without_a_barrier_train_as_without_copies(tmp_path):
         costs = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "offload": 0.3}
         how = {"schedule": {"chunks": 4, **limit}, "memory": {"activations": activations}, "costs": costs}
         asked = job(kind="interleaved-1f1b", pp=3, m=4, layers=12, optimizer=CLIPPED, data={"kind": "synthetic"}, **how)
-        compile_job(asked, suggest=False).write(tmp_path / activations)
+        with tiny_tensors_move():
+            compile_job(asked, suggest=False).write(tmp_path / activations)
         results = run_threads(StoredPlan.read(tmp_path / activations), 2)[0].results
         found.append([(one.loss, one.grad_norm, one.redone) for one in results])
     assert found[0] == found[1] and any(redone for _, _, redone in found[0])

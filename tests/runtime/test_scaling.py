@@ -1,5 +1,6 @@
 """float16: losses are scaled, steps skipped and scales changed as torch's own GradScaler does it in one process."""
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -126,7 +127,7 @@ def test_a_resumed_training_goes_on_with_the_scale_bit_by_bit(tmp_path):
     went = run_of(plan_of("zb-h1", **every), 6, tmp_path / "went", at(tmp_path / "begun", 3))
     assert begun + went == whole
     same(at(tmp_path / "went", 6), at(tmp_path / "whole", 6))
-    assert (at(tmp_path / "went", 6) / "index.json").read_text().count("loss_scale") == 1
+    assert json.loads((at(tmp_path / "went", 6) / "index.json").read_text())["loss_scale"] is not None
 
 
 def test_scales_change_as_those_of_torch():

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zbc.commands.console import indented, labelled, table
-from zbc.compiler.cost.machine import assumed_link
 from zbc.host.cores import cores
 from zbc.text import GIB, MIB, aligned, percent, short, size, wrap
 
@@ -381,6 +380,8 @@ def _gap(ms: float, bound: float, *, loose: bool = False, memory: bool = True) -
 
 
 def _costs(compiled: Compiled) -> Iterator[str]:
+    from zbc.compiler.cost.machine import assumed_link
+
     profile, most = compiled.job.profile, max(compiled.report.per_rank, key=lambda rank: rank.messages_ms)
     if most.messages_ms:
         part = percent(most.messages_ms / most.busy_ms)
