@@ -62,7 +62,7 @@ def init(
 ) -> None:
     """Write a first, commented zbc.toml.
 
-    For a Hugging Face model on GPUs it is the first row of `zbc advise`, which takes up to a minute.
+    For a Hugging Face model on GPUs it is the first row of `zbc advise`: seconds, or minutes for the largest.
     """
     path = folder / "zbc.toml"
     if os.path.exists(path):
