@@ -391,9 +391,14 @@ class ProgramTraits:
     scatters: bool = False  # gradients are reduce-scattered after each run of backwards of a stage
     one_sided: bool = False  # weights that are freed, and their gradients, travel without collectives
     ep: int = 0  # expert parallelism: neighbouring replicas that share out the experts of a block; 0: each has all
+    dense: tuple[int, ...] = ()  # the stages without experts, if `ep`
     averages: int = 0  # replicas average weights and sum no gradients: 1, applied a step later; 2, at once
     flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
     duplex: bool = False  # a rank copies to its host and back at once; else it runs one copy at a time
+
+    def has_experts(self, stage: int) -> bool:
+        """Whether a stage has experts that replicas share out."""
+        return self.ep > 0 and stage not in self.dense
 
 
 TRAITS = tuple(one.name for one in fields(ProgramTraits))
@@ -505,7 +510,7 @@ class Program(ProgramTraits):
         """The owners that a rank steps: its stages, their experts with expert parallelism, and its rows of a shared
         vocabulary."""
         stages = self.placement.stages_of(rank)
-        experts = tuple(map(experts_of, stages)) if self.ep else ()
+        experts = map(experts_of, filter(self.has_experts, stages))
         return (*stages, *experts, *([WORDS] if self.vocabulary else []))
 
     def averaged(self, rank: int) -> tuple[int, ...]:
@@ -516,6 +521,8 @@ class Program(ProgramTraits):
     def members(self, op: Op) -> tuple[int, ...]:
         """The ranks of one replica that run a step-level op, ascending; a collective is over them in all replicas."""
         placement = self.placement
+        if op.stage <= EXPERTS and not self.has_experts(home_of(op.stage)):
+            return ()
         if op.kind.rank_wide or op.kind.unit_wide or op.stage == WORDS:
             return tuple(range(placement.ranks))
         stages = self.tying if op.stage == TIED else (home_of(op.stage),)
@@ -531,9 +538,10 @@ class Program(ProgramTraits):
         if op.kind is Kind.AVERAGE:
             return self.copies // (self.ep or 1) if self.averages else 1
         replicas = 1 if op.kind.unit_wide else self.copies if op.kind.is_barrier else self.together
-        copies = replicas // self.ep if op.stage <= EXPERTS else replicas
+        copies = replicas // (self.ep or 1) if op.stage <= EXPERTS else replicas
         alone = self.apart(op) and (op.stage == WORDS or not self.one_sided)
-        return copies * (1 if alone else len(self.members(op)))
+        ranks = self.members(op)
+        return copies * len(ranks[:1] if alone else ranks)
 
     @property
     def together(self) -> int:

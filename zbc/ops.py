@@ -19,7 +19,7 @@ STEP, GATHER ..) are of an owner.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -104,6 +104,11 @@ def experts_of(stage: int) -> int:
 def home_of(owner: int) -> int:
     """The stage of an owner of experts; any other owner itself."""
     return experts_of(owner) if owner <= EXPERTS else owner
+
+
+def owners_among(stage: int, among: Container[int]) -> list[int]:
+    """The owners of a stage's weights that are among these: itself, and that of its experts."""
+    return [owner for owner in (stage, experts_of(stage)) if owner in among]
 
 
 def owner_text(owner: int) -> str:

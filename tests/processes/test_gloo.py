@@ -358,3 +358,6 @@ def test_only_ranks_that_hold_copies_of_something_get_a_group_to_sum_in():
     assert groups(Placement.vshape(2), tied=True, dp=2) == [(0, 2), (1, 3)]
     assert groups(Placement.linear(3), tied=True, dp=2) == [(0, 2, 3, 5), (0, 3), (1, 4), (2, 5)]
     assert groups(Placement.bidirectional([0, 1, 2, 3]), dp=2) == [(0, 3, 4, 7), (1, 2, 5, 6)]
+    stages, experts = [(0, 2, 4, 6), (1, 3, 5, 7)], [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert groups(Placement.linear(2), dp=4, ep=2) == sorted(stages + experts)
+    assert groups(Placement.linear(2), dp=4, ep=2, dense=(0,)) == sorted(stages + experts[1::2])

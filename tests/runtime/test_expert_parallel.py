@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -18,12 +21,16 @@ from tests.runtime.test_experts import tables
 from tests.runtime.weighed import most_held
 from tests.threads import each_parameter, run_threads
 from tests.tiers import few
+from zbc.compiler.check import check_complete
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
-from zbc.ir import Kind
-from zbc.ops import EXPERTS
+from zbc.ir import Kind, Op
+from zbc.job.spec import Model
+from zbc.ops import EXPERTS, experts_of, home_of
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.core.answers import primary
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.training.building import runs
 from zbc.training.models.experts import Experts
@@ -242,6 +249,110 @@ def test_a_rank_has_and_steps_its_own_experts(tmp_path):
     same = [one for one in workers if one.replica % 2 == 0 and one.plan.rank == 0]
     for name, parameter in same[0].stages[0].parameters.items():
         assert torch.equal(parameter, same[1].stages[0].parameters[name]), name
+
+
+def of_experts(ops):
+    return {(op.kind, home_of(op.stage)) for op in ops if op.stage <= EXPERTS}
+
+
+def routed(names, first_dense):
+    """The stages with a block that has experts, by the names of their layers."""
+    return {s for s, own in enumerate(names) if any(n.startswith("layers.") and int(n[7:]) >= first_dense for n in own)}
+
+
+def owned_by_all(patch):
+    """Plans as they were when each stage had an owner of experts."""
+    patch.setattr(Model, "routed", property(lambda model: range(model.layers + 2)))
+
+
+WITH = [
+    *({"parallel": {"shard": shard}} for shard in ("none", "optimizer", "weights", "gradients", "all")),
+    {"parallel": {"shard": "weights", "exchange": "one-sided"}},
+    {"parallel": {"average": {"every": 1}}},
+    {"parallel": {"vocabulary": "shared"}},
+    *({"optimizer": {"sync": sync}} for sync in ("post-validate", "two-versions")),
+    {"optimizer": {"sync": "two-versions"}, "parallel": {"shard": "optimizer"}},
+]
+
+
+@pytest.mark.parametrize("way", few(WITH, lambda way: "vocabulary" not in str(way)), ids=str)
+def test_a_stage_without_experts_has_no_ops_of_any(way):
+    """And is otherwise as with ops of experts that it has not; under each order that is not searched."""
+    tried = 0
+    for kind in (name for name, card in SCHEDULES.items() if not card.searched):
+        rng = Random(f"{kind} {way}")
+        pp, ep = rng.choice([2, 4]), rng.choice([2, 4])
+        stages = SCHEDULES[kind].placement(pp, SCHEDULES[kind].default_chunks).stages
+        inner = [rng.randint(1, 2) for _ in range(stages - 2)]
+        blocks = [rng.randint(0, 2), *inner, rng.randint(0, 1) + (stages == 2)]
+        dense = rng.randrange(sum(blocks))
+        parallel = {"pp": pp, "dp": ep * rng.choice([1, 2]), "ep": ep, **way.get("parallel", {})}
+        model = {"family": "llama", "experts": 4, "expert_hidden": 16, "first_dense": dense, "layers": sum(blocks)}
+        how = {"kind": kind, "m": 4, "model": model, "parallel": parallel, "partition": {"layers_per_stage": blocks}}
+        try:
+            asked = job(**way | how)
+            found = compile_job(asked, budget=0.0, suggest=False)
+        except ZbcError as error:
+            assert error.code.startswith("E1"), error  # what does not go together
+            continue
+        ops, those = [op for _, _, op in found.program], routed(found.layers, dense)
+        steps = {stage for kind, stage in of_experts(ops) if kind in (Kind.STEP, Kind.TENTATIVE)}
+        assert steps == {stage for _, stage in of_experts(ops)} == those
+        with pytest.MonkeyPatch.context() as patch:
+            owned_by_all(patch)
+            every = compile_job(asked, budget=0.0, suggest=False).program
+        assert not every.dense and {*found.program.dense} == {*range(stages)} - those
+        kept = [tuple(op for op in row if op.stage > EXPERTS or home_of(op.stage) in those) for row in every.ranks]
+        assert list(found.program.ranks) == kept
+        tried += len(those) < stages
+    assert tried > 1
+
+
+SOME = {"first_dense": 2, "ffn_hidden": 40}
+ENDS = {"layers_per_stage": [0, 2, 2, 0]}  # of these the third alone has experts
+TWO_VERSIONS = {"sync": "two-versions", "clip_stage_norm": 0.5}
+WITHOUT = [
+    ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 2, 2]}}, {"pp": 3, "dp": 2}),
+    ({"schedule": {"kind": "zb-v"}, "partition": ENDS}, {"dp": 4, "shard": "all"}),
+    ({"schedule": {"kind": "chimera"}}, {"dp": 2, "shard": "all"}),
+    ({"schedule": {"kind": "1f1b"}, "optimizer": TWO_VERSIONS}, {"dp": 4, "shard": "optimizer"}),
+    ({"schedule": {"kind": "zb-h1"}, "optimizer": {"sync": "post-validate"}, "partition": ENDS}, {"pp": 4, "dp": 2}),
+]
+
+
+@pytest.mark.parametrize(("way", "parallel"), few(WITHOUT, 2), ids=str)
+def test_stages_without_experts_train_as_if_nobody_shared_any_out(tmp_path, monkeypatch, way, parallel):
+    """And go on from checkpoints of plans in which each stage had an owner of experts."""
+    way = way | {"model": SOME, "checkpoint": {"every": 2, "asynchronous": False}}
+    made, whole = plan(tmp_path / "some", way, ep=2, **parallel), plan(tmp_path / "all", way, **parallel)
+    workers = run_threads(made, 3, folder=tmp_path / "a")
+    those = routed(made.manifest.layers, 2)
+    for worker in workers:
+        assert {home_of(owner) for owner in worker.optimizers if owner <= EXPERTS} == those & worker.stages.keys()
+    others = run_threads(whole, 3)
+    assert apart(numbers(workers), numbers(others)) <= 1e-6
+    saved = [sorted(name for worker in some for name in primary(worker)) for some in (workers, others)]
+    assert saved[0] == saved[1]
+    owned_by_all(monkeypatch)
+    every = plan(tmp_path / "every", way, ep=2, **parallel)
+    assert numbers(run_threads(every, 3, folder=tmp_path / "b")) == numbers(workers)
+    for one, folder in ((made, "b"), (every, "a")):
+        resumed = run_threads(one, 3, folder=tmp_path / "c", resume=at(tmp_path / folder, 2))
+        assert numbers(resumed) == numbers(workers)[2:]
+
+
+def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_refused(tmp_path):
+    made = plan(tmp_path, {"schedule": {"kind": "1f1b"}, "model": SOME}, dp=2, ep=2)
+    assert made.manifest.dense == [0] and made.program.dense == (0,)
+    plain = compiled(tmp_path / "plain", {"schedule": {"kind": "1f1b"}}, dp=2, ep=2)
+    assert "dense" not in json.loads(plain.assemble()[0].dumps()), "as in plans that know no such field"
+    (first, second), step = made.program.ranks, Op(Kind.STEP, experts_of(0))
+    with refused("E202", match="STEP e0 has nothing to work on: no experts of this stage are shared out"):
+        check_complete(made.program.with_ranks([(*first, step), second], by="more"))
+    with refused("E202", match="rank 0 never runs STEP e0"):
+        check_complete(replace(made.program, dense=()))
+    with refused("E506", match="the plan has no experts in stage 1, the model has"):
+        run_threads(StoredPlan(made.manifest.model_copy(update={"dense": [0, 1]}), made.program), 1)
 
 
 WHOLE = {"every": 1, "share": 1.0, "delay": 0}

@@ -265,6 +265,13 @@ class Model(Section):
         return Block(self.window if windowed else None, turned, self.experts is not None and layer < self.first_dense)
 
     @property
+    def routed(self) -> range:
+        """The layers with experts, counted with the embedding: of a factory all, since they are not known."""
+        if not self.builtin:
+            return range(self.layers)
+        return range(self.first_dense + 1, self.layers + 1 if self.experts else 0)
+
+    @property
     def qkv_bias(self) -> bool:
         """Whether queries, keys and values of a llama have biases."""
         return self.attention_bias or self.variant in ("qwen2", "qwen2_moe")

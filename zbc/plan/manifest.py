@@ -19,7 +19,8 @@ VERSION = 1
 MANIFEST = "plan.json"
 # Fields that a manifest has only if they differ from their defaults.
 OPTIONAL = frozenset(
-    {"averages", "balance", "cp", "cuts", "duplex", "edges", "ep", "flushless", "one_sided", "scatters", "vocabulary"}
+    {"averages", "balance", "cp", "cuts", "dense", "duplex", "edges", "ep", "flushless", "one_sided", "scatters"}
+    | {"vocabulary"}
 )
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 STEPS = "steps"  # capability: ops of the next step
@@ -103,6 +104,7 @@ class Manifest(_Strict):
     flushless: bool = False  # the ops are the body of a cycle: steps follow one another without a flush
     duplex: bool = False  # a rank copies to its host and back at once; else it runs one copy at a time
     ep: Index = 0  # expert parallelism: neighbouring replicas that share out the experts of a block; 0: each has all
+    dense: list[Index] = []  # the stages without experts, if `ep`
     averages: Index = 0  # replicas average weights and sum no gradients: 1, applied a step later; 2, at once
     balance: Unequal | None = None  # absent if all replicas have the same number of microbatches
     vocabulary: Words | None = None  # absent if the first and the last stage have it

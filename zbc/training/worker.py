@@ -62,7 +62,7 @@ def build_worker(
     stages = build_stages(site, share_out(site, shared, tables), watch)
     refuse(site, stages)
     tied = tied_weights(site)
-    optimizers = optimizers_of(site, stages, tied, shared, apart=shared.swaps is not None)
+    optimizers = optimizers_of(site, stages, tied, shared)
     words = None if tables is None else vocabulary_of(site, tables, shared.group)
     optimizers |= {} if words is None else {WORDS: words.optimizer}
     context = Context(site.parts, stages, optimizers, site.rank, device, shared, tied)

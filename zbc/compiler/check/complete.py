@@ -78,7 +78,7 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
 _NOBODYS = {  # owners other than stages
     TIED: "no weight is shared by two stages, or the stages step it",
     WORDS: "there is one replica, or stages hold the vocabulary",
-    EXPERTS: "each replica has all experts, or nobody else has these",
+    EXPERTS: "no experts of this stage are shared out, or nobody else has these",
 }
 
 
@@ -322,7 +322,7 @@ def _wide_ops(g: Graph) -> Iterator[Op]:
     for owner in (TIED, WORDS):
         yield from (Op(kind, owner) for kind in Kind if kind.stage_wide and g.layout.owns(kind, owner))
     kinds = [kind for kind in Kind if kind.stage_wide and (kind not in COUNTED or (kind.row.writes and renews))]
-    for owner in map(experts_of, range(program.placement.stages if program.ep else 0)):
+    for owner in map(experts_of, range(program.placement.stages)):
         yield from (Op(kind, owner) for kind in kinds if g.layout.owns(kind, owner))
     for stage in range(program.placement.stages):
         yield from (Op(kind, stage) for kind in kinds)

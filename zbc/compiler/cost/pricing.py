@@ -407,8 +407,7 @@ def _sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> 
         for way in (0, 1)
     )
     return forward, tuple(
-        ms + weights * sum(job.model.first_dense < i < last for i in part)
-        for ms, part in zip(backward, stages, strict=True)
+        ms + weights * sum(i in job.model.routed for i in part) for ms, part in zip(backward, stages, strict=True)
     )
 
 

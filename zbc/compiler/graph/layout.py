@@ -104,7 +104,7 @@ class Layout:
         self.shares = {stage: replicas * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
         self.shares[WORDS] = program.vocabulary > 0 and replicas > 1
         experts = [*map(experts_of, range(self.stages))]
-        self.shares |= {owner: program.ep > 0 and program.shared(Op(MAKER["total"], owner)) for owner in experts}
+        self.shares |= {owner: program.shared(Op(MAKER["total"], owner)) for owner in experts}
         self.shares[TIED] = program.tied and (replicas > 1 or len(self.holding(TIED)) > 1 or self._reduces(TIED))
         # Whether these ranks each step a part of it, if weights are sharded.
         self.deals = self.shares | {
@@ -284,7 +284,7 @@ class Layout:
     def owns(self, kind: Kind, owner: int) -> bool:
         """Whether an owner that is not a stage has ops of a kind: tied weights are stepped with the stages."""
         if owner <= EXPERTS:
-            there = self.program.ep > 0 and experts_of(owner) < self.stages
+            there = experts_of(owner) < self.stages and self.program.has_experts(experts_of(owner))
         else:
             there = (self.program.tied if owner == TIED else self.program.vocabulary > 0) and owner in kind.row.places
         if not there or not (kind.sums or kind in COUNTED):

@@ -423,6 +423,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
     refuse_placement(job, program.placement, costs, program.history[0])
     trained = set() if job.adapter.rank else job.model.tied_layers
     tied = [s for s, part in enumerate(stages) if trained & set(part)]
+    ep, routed = job.parallel.ep if job.parallel.ep > 1 else 0, job.model.routed
     return replace(
         program,
         dp=job.parallel.dp,
@@ -434,7 +435,8 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         ties=tuple(tied) if len(tied) > 1 else (),
         sharded=job.shard != "none",
         scatters=job.parallel.scatters,
-        ep=job.parallel.ep if job.parallel.ep > 1 else 0,
+        ep=ep,
+        dense=tuple(s for s, part in enumerate(stages) if ep and not any(i in routed for i in part)),
         averages=_averages(job),
         one_sided=job.parallel.one_sided,
     )

@@ -117,7 +117,7 @@ def _closed(ops: Sequence[Op], program: Program, every: int) -> list[Op]:
             made = count[op.stage] = count.get(op.stage, 0) + 1
             number, left = divmod(made, (every or program.microbatches) * program.slices)
             if not left:
-                owners = (op.stage, experts_of(op.stage)) if program.ep else (op.stage,)
+                owners = (op.stage, experts_of(op.stage)) if program.has_experts(op.stage) else (op.stage,)
                 sums = [one for owner in owners if program.shared(one := Op(Kind.REDUCE, owner))]
                 gathers = [one for owner in owners if program.sharded and program.shared(one := Op(Kind.GATHER, owner))]
                 behind[_sent(ops, i)] = [*sums, *(Op(Kind.STEP, owner, number - 1) for owner in owners), *gathers]

@@ -41,8 +41,7 @@ class ReduceGrads:
     def run(self, program: Program, context: Context) -> Program:
         stages = range(program.placement.stages)
         owners = [owner for owner, there in ((TIED, program.tied), (WORDS, program.vocabulary)) if there]
-        owners += map(experts_of, stages) if program.ep else ()
-        sums = [Op(Kind.REDUCE, owner) for owner in (*stages, *owners)]
+        sums = [Op(Kind.REDUCE, owner) for owner in (*stages, *owners, *map(experts_of, stages))]
         sums = [op for op in sums if program.shared(op)]
         if not sums:
             return program

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from zbc.ops import EXPERTS, WORDS, experts_of, home_of
+from zbc.ops import EXPERTS, WORDS, home_of
 from zbc.runtime.core.optimizer import StageOptimizer
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ def counted(worker: Worker) -> list[StageOptimizer]:
 def primary(worker: Worker) -> dict[str, nn.Parameter]:
     """The weights that this rank saves: each weight of the model is saved by one rank, in the first pipeline."""
     rank, placement = worker.plan.rank, worker.placement
-    owners = [s for s in worker.stages if worker.copy == 0 and placement.rank_of(s) == rank]
     ep = worker.plan.manifest.ep  # `ep` replicas hold all experts together
-    owners += [experts_of(s) for s in worker.stages if worker.copy < ep and placement.rank_of(s) == rank]
+    mine = [owner for owner in worker.optimizers if owner != WORDS and placement.rank_of(home_of(owner)) == rank]
+    owners = [owner for owner in mine if worker.copy < (ep if owner <= EXPERTS else 1)]
     parameters = {name: p for s in owners for name, p in worker.optimizers[s].parameters.items()}
     for feature in worker.features:
         parameters = feature.answers(worker, parameters)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
-from zbc.ops import experts_of, home_of
+from zbc.ops import home_of, owners_among
 from zbc.runtime.core.answers import counted
 from zbc.runtime.core.ending import Ending, close, refuse_left
 from zbc.runtime.core.optimizer import set_rate
@@ -151,8 +151,7 @@ def versions_of(worker: Worker, owner: int) -> Unflushed:
 
 def _of_this(handler: Handler) -> Handler:
     def run(worker: Worker, op: Op) -> None:
-        owners = (op.stage, experts_of(op.stage))
-        versions = [versions_of(worker, owner) for owner in owners if owner in worker.optimizers]
+        versions = [versions_of(worker, owner) for owner in owners_among(op.stage, worker.optimizers)]
         gathers = worker.features.of(Gathers)
         if gathers.coming and gathers.arrived(op):  # usually long before the newest weights are read
             for weights in versions:
@@ -187,8 +186,7 @@ def stage_step(worker: Worker, op: Op) -> None:
     drops the gradients."""
     cycle, weights = cycle_of(worker), versions_of(worker, op.stage)
     if op.stage >= 0:
-        owners = (op.stage, experts_of(op.stage))
-        squares = [_squares(worker, cycle, op, owner) for owner in owners if owner in worker.optimizers]
+        squares = [_squares(worker, cycle, op, owner) for owner in owners_among(op.stage, worker.optimizers)]
         cycle.norms[op.stage] = math.sqrt(math.fsum(squares))
     norm = cycle.norms[home_of(op.stage)]
     if math.isfinite(norm):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Key, Op
-from zbc.ops import experts_of
+from zbc.ops import owners_among
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.feature import Feature
 from zbc.runtime.core.optimizer import StageOptimizer, inside
@@ -140,9 +140,8 @@ class Resting(Feature):
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         for stage, turns in self.of(worker.phase_run).items():
-            for owner in (stage, experts_of(stage)):
-                if owner in worker.optimizers:
-                    scale(worker.stages[stage], worker.optimizers[owner], turns, worker.step)
+            for owner in owners_among(stage, worker.optimizers):
+                scale(worker.stages[stage], worker.optimizers[owner], turns, worker.step)
 
 
 def _gradients(optimizer: StageOptimizer) -> Iterator[tuple[str, Tensor]]:

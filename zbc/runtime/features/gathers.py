@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.ops import WORDS, experts_of
+from zbc.ops import WORDS, owners_among
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import inside
 from zbc.runtime.features.sharded import Sharded
@@ -75,9 +75,8 @@ class Gathers(Feature):
 
     def ready(self, worker: Worker, op: Op) -> None:
         """Blocks until the weights that an op reads are resident."""
-        for owner in (op.owner, experts_of(op.owner)) if self.coming else ():
-            if owner in self.stages:
-                self.finish(worker, self.stages[owner])
+        for owner in owners_among(op.owner, self.stages) if self.coming else ():
+            self.finish(worker, self.stages[owner])
 
     def arrived(self, op: Op) -> bool:
         """Whether the gather of an op's weights is in flight and has completed."""
@@ -95,8 +94,7 @@ class Gathers(Feature):
 
     def takes_away(self, stage: int, tensor: Tensor) -> bool:
         """Whether the bytes of a tensor are freed with the weights of a stage."""
-        own = (self.stages.get(owner) for owner in (stage, experts_of(stage)))
-        return any(sharded is not None and sharded.takes_away(tensor) for sharded in own)
+        return any(self.stages[owner].takes_away(tensor) for owner in owners_among(stage, self.stages))
 
     def of(self, op: Op) -> Sharded:
         if op.stage not in self.stages:

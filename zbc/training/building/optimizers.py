@@ -47,9 +47,10 @@ def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
 
 
 def optimizers_of(
-    site: Site, stages: Mapping[int, Stage], tied: Collection[str], shared: Shared, *, apart: bool
+    site: Site, stages: Mapping[int, Stage], tied: Collection[str], shared: Shared
 ) -> dict[int, StageOptimizer]:
-    """The optimizers by owner: stages, and the experts of each stage if these are sharded (`apart`)."""
+    """The optimizers by owner: stages, and the experts of each stage with some that are sharded. Raises E506 for
+    experts in a stage that has none by the plan."""
     late = lateness(site.plan.ops) if site.manifest.flushless else {}
     wholes = {
         name: Whole(partial(cut.collect, group=group), cut.of)
@@ -58,9 +59,11 @@ def optimizers_of(
     }
     found = dict[int, StageOptimizer]()
     for s in site.mine:
-        of = split(stages[s].parameters, shared.experts) if apart else (stages[s].parameters,)
-        experts = {id(parameter) for own in of[1:] for parameter in own.values()}
-        for owner, own in zip((s, experts_of(s)), of, strict=False):
+        of = dict(zip((s, experts_of(s)), split(stages[s].parameters, shared.experts), strict=True))
+        experts = {id(parameter) for parameter in of[experts_of(s)].values()}
+        if (not site.manifest.ep or s in site.manifest.dense) and of.pop(experts_of(s)):
+            raise ZbcError("E506", f"run: the plan has no experts in stage {s}, the model has", hint="plan again")
+        for owner, own in of.items():
             trained = [cast for cast in stages[s].casts if cast.module.weight.requires_grad]
             casts = [cast for cast in trained if (id(cast.module.weight) in experts) == (owner != s)]
             found[owner] = _optimizer_of(site, own, casts, tied, late.get(s, 0), owner, wholes)
