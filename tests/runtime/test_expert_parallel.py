@@ -34,6 +34,7 @@ from zbc.runtime.core.answers import primary
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.training.building import runs
 from zbc.training.models.experts import Experts
+from zbc.training.models.stacks import stacks_of, unstacked
 
 
 def compiled(folder, way, **parallel):
@@ -167,14 +168,20 @@ def test_replicas_that_share_out_experts_freeze_alike(tmp_path, monkeypatch):
     assert apart(found, numbers(run_threads(made, 3))) <= TOLERANCE
 
 
+def by_expert(workers):
+    """As `each_parameter`, stacks expert by expert under their names in files."""
+    for worker, name, parameter in each_parameter(workers):
+        yield from ((worker, *one) for one in unstacked([(name, parameter)], stacks_of(worker)))
+
+
 @pytest.mark.parametrize("asked", few([{"every": 2}, {"every": 1, "delay": 0}], 1), ids=str)
 def test_replicas_that_share_out_experts_average_weights_as_one_replica(tmp_path, asked):
     way, average = {"schedule": {"kind": "1f1b"}}, {"share": 1.0} | asked
     some = run_threads(plan(tmp_path / "some", way, dp=4, ep=2, average=average), 3)
     whole = run_threads(plan(tmp_path / "all", way, dp=2, average=average), 3)
     assert apart(numbers(some), numbers(whole)) <= TOLERANCE
-    mine = {(worker.replica // 2, name): p for worker, name, p in each_parameter(some)}
-    for worker, name, weight in each_parameter(whole):
+    mine = {(worker.replica // 2, name): p for worker, name, p in by_expert(some)}
+    for worker, name, weight in by_expert(whole):
         torch.testing.assert_close(mine[worker.replica, name], weight, rtol=0, atol=1e-4)
 
 
@@ -242,7 +249,9 @@ def test_a_rank_has_and_steps_its_own_experts(tmp_path):
     workers = run_threads(made, 1)
     for worker in workers:
         names = {name for owner, one in worker.optimizers.items() if owner <= EXPERTS for name in one.parameters}
-        mine = {name.split(".experts.")[1].split(".")[0] for name in names}
+        files = {file for _, file, _ in by_expert([worker])} - {name for _, name, _ in each_parameter([worker])}
+        assert all(".mlp.experts." in name for name in names)
+        mine = {name.split(".experts.")[1].split(".")[0] for name in files}
         assert mine == ({"0", "1"} if worker.replica % 2 == 0 else {"2", "3"})
     texts = {str(op) for _, _, op in made.program}
     assert {"REDUCE e0", "STEP e0", "REDUCE s0", "STEP s0"} <= texts
@@ -331,7 +340,10 @@ def test_stages_without_experts_train_as_if_nobody_shared_any_out(tmp_path, monk
         assert {home_of(owner) for owner in worker.optimizers if owner <= EXPERTS} == those & worker.stages.keys()
     others = run_threads(whole, 3)
     assert apart(numbers(workers), numbers(others)) <= 1e-6
-    saved = [sorted(name for worker in some for name in primary(worker)) for some in (workers, others)]
+    saved = [
+        sorted(name for one in some for name, _ in unstacked(primary(one).items(), stacks_of(one)))
+        for some in (workers, others)
+    ]
     assert saved[0] == saved[1]
     owned_by_all(monkeypatch)
     every = plan(tmp_path / "every", way, ep=2, **parallel)

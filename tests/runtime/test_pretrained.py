@@ -26,6 +26,7 @@ from zbc.runtime.core.answers import counted
 from zbc.training.building.context import Settings
 from zbc.training.models import hfexport
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights
+from zbc.training.models.stacks import stacks_of, unstacked
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -128,7 +129,8 @@ def model_in(folder):
 
 
 def tensors_of(model, worker, *begun):
-    return hfexport.tensors_of(model, {n: t for one in counted(worker) for n, t in one.parameters.items()}, *begun)
+    named = [item for one in counted(worker) for item in one.parameters.items()]
+    return hfexport.tensors_of(model, dict(unstacked(named, stacks_of(worker))), *begun)
 
 
 def close(logits, peer, tokens):

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zbc import excludes
 from zbc.errors import EXIT_BUG, ZbcError
@@ -60,6 +60,7 @@ from zbc.training.launch.reach import Doorstep, check_reach
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import adapters, hfexport
 from zbc.training.models.model import TIED
+from zbc.training.models.stacks import stacks_of, unstacked
 from zbc.training.nonfinite import Skips
 from zbc.training.probing.shapes import Shapes
 from zbc.training.recording.tracing import Tracers, open_tracers
@@ -481,10 +482,10 @@ def _save(run: _Run) -> None:
         run.show(f"wrote the {what}weights to {folder}")
 
 
-def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
-    """The weights that this rank writes, unsharded: tensor parallel ones on the first rank of the group, a parallel
-    vocabulary on the ranks with the first and the last stage."""
-    found = primary(worker)
+def _uncut(worker: Worker) -> dict[str, Tensor]:
+    """The weights that this rank writes, unsharded, by their names in files: tensor parallel ones on the first rank of
+    the group, a parallel vocabulary on the ranks with the first and the last stage."""
+    found: dict[str, Tensor] = dict(primary(worker))
     shared = worker.features.find(Vocabulary)
     if shared is not None and worker.copy == 0:
         for name in sorted(shared.optimizer.parameters):
@@ -493,13 +494,12 @@ def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
                 found[name] = nn.Parameter(table)
     layers = worker.features.of(SharedLayers)
     cuts, group = layers.cuts, layers.group
-    if group is None:
-        return found
-    whole = {
-        name: nn.Parameter(cuts[name].collect(p.data, group), p.requires_grad) if name in cuts else p
-        for name, p in found.items()
-    }
-    return {} if worker.share else whole
+    if group is not None:
+        found = {
+            name: nn.Parameter(cuts[name].collect(p.data, group), p.requires_grad) if name in cuts else p
+            for name, p in found.items()
+        }
+    return {} if worker.share else dict(unstacked(found.items(), stacks_of(worker)))
 
 
 def _end(run: _Run) -> None:

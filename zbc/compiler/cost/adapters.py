@@ -198,7 +198,8 @@ def _spared(
 ) -> Footprint:
     """The footprint `size` of a frozen block with selective recompute; `plain` is that of a block that trains."""
     n, t, size = z.width, z.tokens, replace(size, loose=plain.loose)
-    if z.experts:  # their rows are not kept
+    if z.experts:  # their rows are not kept, and their activations made again
+        size = size.remade(0.0, z.met * z.mlp * n * t)
         return replace(size, act_b=plain.act_b + (inside - z.met * z.hidden) * n * t, fused=plain.fused)
     stays: float = 2 * z.stream * z.hidden * z.own + _behind(z) * z.own
     stays += (z.queries + 2 * z.keys + (2 if z.gated else 1) * z.mlp + inside) * n * t
@@ -227,8 +228,8 @@ def _size(
     gone += (2 * _normalized(z) * gathered + z.behind - _behind(z)) * z.own + (z.head_norms - _head_norms(z)) * t
     largest = max(map(math.prod, shapes), default=0)
     fresh, summed = (z.weight_grad(largest, first=first) for first in (True, False))
-    if z.experts:  # rows of experts and their gradients: no weight gradient holds on to others
-        apart = back = 2 * rows * n * t
+    if z.experts:  # rows of experts, or their gradients and those inside: no weight gradient holds on to others
+        apart = back = max(2 * rows, rows + (2 if z.gated else 1) * z.met * z.mlp - h * (z.common > 0)) * n * t
         ahead, weights = 0.0, back
     elif down:  # gradients of the last product's input, of both layers, and their sum: a BW has freed that input
         low = h * n * t * (z.cast + (z.shared > 1))  # what a B keeps as that product's output gradient

@@ -43,6 +43,7 @@ class Layer:
     apart: tuple[int, ...] = ()  # elements of each parameter of experts, if replicas share these out
     parts: tuple[int, ...] = ()  # `params` by parameter; () if only their sum is known
     matrices: tuple[tuple[int, int], ...] = ()  # shapes of the parameters that Muon steps
+    experts: int = 0  # that it has on a rank, whose matrices Muon steps together
     measured: Measurement | None = None  # by a profile
     spared: Mapping[bool, Spared] = field(default_factory=dict)  # with and without attention; {} if neither changes it
     whole: Footprint | None = None  # in a stage that runs all of F again, if another
@@ -295,7 +296,8 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
             whole=footprint.learning(replace(z, regathers=False)) if z.regathers else None,  # it keeps what it gathers
             once=machine.ms(work.largest(z)) / one.f if one.f else 0.0,
             apart=z.apart if job.parallel.ep > 1 else (),
-            matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2),
+            experts=z.experts,
+            matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2) if z.by_matrix else (),
         )
         for (kind, z), one in zip(blocks.items(), each, strict=True)
     }
@@ -364,6 +366,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         capped=model.scores_cap is not None,
         experts=(model.experts or 0) // job.parallel.ep,
         choices=model.experts or 0,
+        by_matrix=job.optimizer.kind == "muon",
         top_k=model.met,
         uneven=model.imbalance if job.parallel.ep > 1 else 1.0,
         common=(model.shared_hidden or 0) // tp,

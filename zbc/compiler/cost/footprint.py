@@ -174,7 +174,8 @@ def block(z: Sizes) -> Footprint:
     read = router_inputs(z)
 
     def weights(first: bool) -> tuple[float, float]:
-        down, up = (z.weight_grad(h * z.mlp * k, first=first) for k in (1, 2 if z.gated else 1))
+        grads = z.stack_grad if z.experts else z.weight_grad
+        down, up = (grads(h * z.mlp * k, first=first) for k in (1, 2 if z.gated else 1))
         most = max(f * n * t + (grad or around) + down, 2 * f * n * t if z.gated else 0) - z.left
         return max(down, up - (f + h) * n * t), max(most, z.inside_norm, _attended(z))
 
@@ -184,10 +185,11 @@ def block(z: Sizes) -> Footprint:
     act_b += (z.head_norms + inside * n + z.logs + z.router + z.orders + n * (z.common > 0)) * t + read + 8 * z.choices
     rise_w, rise_bw = (None, _rise_of_experts(z, act_b) + around) if z.experts else _rises(z, grad)
     more_b = (3 if z.gated else 2) * f * n * t + grad + spread - z.left
-    if z.experts:  # one expert runs at a time, between the rows of all
-        rows, others = 2 * z.met * h * n * t, _others(z)
+    if z.experts:  # the shared expert runs before or after the others, and these between the rows of all
+        rows, others = 2 * z.met * h * n * t, (3 if z.gated else 2) * min(z.met * z.mlp, z.common) * n * t
         gathers = sent_back(z, again=False)
         more_b, more_bw, first_bw = (max(rows, one - others) for one in (more_b, more_bw, first_bw))
+        more_bw, first_bw = max(more_bw, _of_outputs(z, first=False)), max(first_bw, _of_outputs(z, first=True))
         if z.experts < z.choices:  # and their gradients, in two orders, while W's part of all experts is kept
             more_b = max(more_b, 1.5 * rows - (z.met * z.mlp * n * t if z.gated else 0))
         more_bw, first_bw = more_bw + around, first_bw + around
@@ -205,7 +207,11 @@ def block(z: Sizes) -> Footprint:
             gathers,
             max(z.scores, z.peaks) - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own,
         ),
-        more_alone=max((4 if z.gated else 2) * f * n * t, max(z.scores, z.peaks) - h * n * t),
+        more_alone=max(
+            (4 if z.gated else 2) * f * n * t,
+            ((4 if z.gated else 2) * z.met * z.mlp + z.met * h + h) * n * t + z.orders * t if z.experts else 0.0,
+            max(z.scores, z.peaks) - h * n * t,
+        ),
         more_b=max(more_b, outside(z)),
         more_w=more_w,
         more_bw=more_bw,
@@ -218,7 +224,7 @@ def block(z: Sizes) -> Footprint:
         until_bw=(2 * h + 1) * z.top_k * n * t + grad if z.swaps_only and z.defers else None,
         casts=z.matrices * n if z.cast else 0,
         tables=4 * z.seq_len / z.cp * (q // z.heads) if z.rotary else 0,
-        largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
+        largest=h * max(q + 2 * k, (2 if z.gated else 1) * max(z.common, z.in_stage)),
         kv=2 * k * n * t * z.cp,
         # Norms in float32 keep that tensor as well.
         fused=(q + k) * n * t if z.rotary and z.cp == 1 and not (z.qk_norm and n == 4) else 0,
@@ -334,22 +340,24 @@ def mixed(z: Sizes) -> float:
     return (z.head_norms + (z.mixed - z.queries - 2 * z.keys) * z.width + z.logs) * z.tokens
 
 
-def _others(z: Sizes) -> float:
-    """Bytes that the backward of all visited MLPs at once would need for the MLPs other than the running one."""
-    wide = z.met * z.mlp
-    return (3 if z.gated else 2) * (wide + z.common - max(wide / z.experts, z.common)) * z.width * z.tokens
+def _of_outputs(z: Sizes, *, first: bool) -> float:
+    """Bytes of a BW as the experts' last weights get their gradients: those of their outputs, in two orders, and of
+    their inputs; the shared expert, which ran before, has freed its activations."""
+    gone = (4 if z.gated else 2) * z.common
+    inside = (2 * z.met * z.hidden + z.met * z.mlp - gone) * z.width * z.tokens
+    return inside + z.stack_grad(z.hidden * z.mlp, first=first)
 
 
 def _rise_of_experts(z: Sizes, kept: float) -> float:
-    """`rise_bw` of a block of experts that keeps `kept` bytes: its gradients are made expert after expert, while each
-    frees its activations. The shared expert runs before them, attention after them."""
+    """`rise_bw` of a block of experts that keeps `kept` bytes: their gradients are made matrix after matrix, and free
+    activations. The shared expert runs before them, attention after them."""
     h, rows, inside = z.hidden, z.met * z.hidden * z.width * z.tokens, (4 if z.gated else 2) * z.width * z.tokens
     common = GRAD_BYTES * sum(map(math.prod, z.mlp_shapes(z.common))) if z.common else 0
     own = GRAD_BYTES * sum(z.apart)
     gone = inside * z.common
     return max(
         common + (3 if z.gated else 2) * z.common * z.width * z.tokens,
-        common + 2 * rows - gone,  # gradients of the experts' outputs, in two orders
+        common + _of_outputs(z, first=True) + GRAD_BYTES * z.hidden * z.mlp * z.experts,
         common + own + rows - gone - inside * z.met * z.mlp,  # and of their rows, when their outputs are freed
         GRAD_BYTES * (z.matrices + z.vectors) - kept + 2 * h * z.stream * z.own,
     )

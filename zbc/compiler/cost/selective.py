@@ -135,24 +135,25 @@ def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) 
     def add(*sizes: float) -> None:
         steps.extend(sizes)
 
-    def weight(elements: float, *freed: float) -> None:
-        """A weight's gradient; then the tensors that it is made of are freed."""
-        fresh = z.weight_grad(elements, first=first)
-        (waiting if waits else steps).extend((fresh, GRAD_BYTES * elements * stays, -fresh, *(-one for one in freed)))
+    def weight(elements: float, *freed: float, count: int = 0) -> None:
+        """The gradient of a weight, or of a stack of `count`; then the tensors that it is made of are freed."""
+        fresh = (z.stack_grad if count else z.weight_grad)(elements, first=first)
+        came = GRAD_BYTES * (count or 1) * elements * stays
+        (waiting if waits else steps).extend((fresh, came, -fresh, *(-one for one in freed)))
 
     def meet() -> None:
         if not split:
             add(*waiting)
             waiting.clear()
 
-    def expert(width: int, share: float, grads: float, rows: float, *again: float) -> None:
-        """An expert's activation runs again, for a `share` of the tokens, and what made its rows `again`; its weights'
-        gradients free `grads` of its output, and its `rows`."""
+    def expert(width: int, count: int, share: float, grads: float, rows: float, *again: float) -> None:
+        """The activation of `count` experts runs again, for a `share` of the tokens, and what made their rows `again`;
+        their weights' gradients free `grads` of the outputs, and the `rows`."""
         wide = width * share * n * t
         add(wide, up * wide)  # the gradient of the last product's input, and that input
-        weight(h * width, wide, grads)
+        weight(h * width, wide, grads, count=count)
         add(*((3 * wide, -3 * wide, -2 * wide) if z.gated else (wide, -2 * wide)), share * low, *again)
-        weight(up * h * width, up * wide, rows)
+        weight(up * h * width, up * wide, rows, count=count)
 
     add(mine * z.cast)
     if gathers:
@@ -162,7 +163,7 @@ def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) 
     if z.common:  # the gradients of its output and of its gate; without collectives before it, it reads a norm's output
         add(low, low, n * t, -low, -low)
         kept = low * z.kept_beside
-        expert(z.common, 1.0, low, kept, *(() if kept else normed))
+        expert(z.common, 0, 1.0, low, kept, *(() if kept else normed))
         add(whole * z.cast, -low * z.cast)
         if z.tp > 1:
             meet()
@@ -176,9 +177,7 @@ def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) 
         add(got)
         meet()
         add(-sent, got, got, -got, -got, -order)
-    for place in range(z.experts):
-        last = got * (place == z.experts - 1)
-        expert(z.mlp, z.met / z.experts, last, last)
+    expert(z.mlp, z.experts, z.met, got, got)
     add(got, -got)
     if away:
         add(got, got, -got, -got, -order, sent)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from zbc.plan.dealing import STACK
+
 CHUNK = 512  # queries whose capped scores exist at once (runtime/features/slicing.py)
 GRAD_BYTES = 4  # gradients and optimizer state are float32
 
@@ -56,6 +58,7 @@ class Sizes:
     fused_grads: bool = False  # linear layers add weight gradients inside their products
     fp8: bool = False  # linear layers of blocks multiply in fp8
     cp: int = 1  # ranks that each have their part of the tokens everywhere, and all keys and values
+    by_matrix: bool = False  # the optimizer steps matrices of experts one by one: Muon
 
     @property
     def tokens(self) -> int:
@@ -113,7 +116,7 @@ class Sizes:
     @property
     def apart(self) -> tuple[int, ...]:
         """Elements of each parameter of a block's experts that this rank has."""
-        return tuple(map(math.prod, self.mlp_shapes(self.mlp))) * self.experts
+        return tuple(map(math.prod, self._stacks)) if self.experts else ()
 
     def mlp_shapes(self, width: int) -> tuple[tuple[int, ...], ...]:
         """The shape of each parameter of an MLP of this width."""
@@ -126,7 +129,18 @@ class Sizes:
         if not self.experts:
             return self.mlp_shapes(self.mlp)
         common = (*self.mlp_shapes(self.common), (1, self.hidden)) if self.common else ()
-        return ((self.choices, self.hidden), *(self.mlp_shapes(self.mlp) * self.experts), *common)
+        return ((self.choices, self.hidden), *self._stacks, *common)
+
+    @property
+    def in_stage(self) -> int:
+        """The width of the MLP, or of all experts if no replicas share them out: these step them apart."""
+        return 0 if self.experts < self.choices else (self.experts or 1) * self.mlp
+
+    @property
+    def _stacks(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the experts' parameters: one for all experts, or each matrix for Muon, which steps it alone."""
+        own = self.mlp_shapes(self.mlp)
+        return own * self.experts if self.by_matrix else tuple((self.experts, *shape) for shape in own)
 
     @property
     def norm(self) -> int:
@@ -255,6 +269,13 @@ class Sizes:
     def weight_grad(self, elements: float, *, first: bool) -> float:
         """Bytes the weight gradient of a linear layer takes before it is added to the sum."""
         return 0.0 if self.adds_inside else weight_grad(elements, self.width, first=first)
+
+    def stack_grad(self, elements: float, *, first: bool) -> float:
+        """Bytes the weight gradients of the experts take, of `elements` each, before they are added to their sum."""
+        some = min(self.experts, max(1, STACK // (int(elements) or 1)))  # at a time
+        if (first and some == self.experts and self.width == GRAD_BYTES) or (self.adds_inside and not first):
+            return 0.0
+        return some * elements * self.width
 
     @property
     def defers(self) -> bool:

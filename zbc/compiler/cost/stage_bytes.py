@@ -115,7 +115,7 @@ def _stage(
         early=min(own.gradients, sum(z.came_b for z in sizes)),
         lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
-        step=own.step + _temporaries(job, sizes, stepping.matrices(job.optimizer, owned_by(job, part, table, False))),
+        step=own.step + _temporaries(job, sizes, owned_by(job, part, table, False)),
         **_needs(job, placement, s, part, table),
         **_kept(job, placement, s, part, table, behind),
     )
@@ -158,8 +158,8 @@ def of_experts(
     """Memory of each stage's experts on a rank, if replicas share these out."""
     found = [_owned(job, placement, s, part, table, experts=True) for s, part in enumerate(stages)]
     largest = [max((max(table[i].apart, default=0) for i in part), default=0) for part in stages]
-    matrices = [stepping.matrices(job.optimizer, owned_by(job, part, table, True)) for part in stages]
-    work = [_temporaries(job, [Footprint(largest=count)], of) for count, of in zip(largest, matrices, strict=True)]
+    owned = [owned_by(job, part, table, True) for part in stages]
+    work = [_temporaries(job, [Footprint(largest=count)], of) for count, of in zip(largest, owned, strict=True)]
     return tuple(replace(one, step=one.step + size) for one, size in zip(found, work, strict=True))
 
 
@@ -326,15 +326,15 @@ def by_pipe(parallel: Parallel) -> bool:
     return parallel.frees and not parallel.one_sided
 
 
-def _temporaries(job: Job, sizes: Sequence[Footprint], matrices: Sequence[tuple[int, int]]) -> float:
-    """Temporary bytes of the optimizer as it steps the parameters of some layers.
+def _temporaries(job: Job, sizes: Sequence[Footprint], layers: Sequence[Layer]) -> float:
+    """Temporary bytes of the optimizer as it steps the parameters of some layers, of these `sizes`.
 
     On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none. Adam
     has two, and frees the last one only after it has made the two for the next parameter; weight decay through
     gradients (not AdamW's) takes one more.
     """
     options = job.optimizer
-    muon = max((stepping.needs((rows * job.parallel.tp, columns)) for rows, columns in matrices), default=0.0)
+    muon = stepping.needs(options, layers, job.parallel.tp)
     if job.hardware.device == "cuda":
         return muon
     if options.kind == "sgd":

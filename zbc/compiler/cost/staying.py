@@ -32,8 +32,8 @@ def block(z: Sizes, size: Footprint, *, spared: bool = False, attention: bool = 
         copies = z.head_norms // (4 * (q + k)) if z.qk_norm else 0
         found += [*turned, z.logs * t, *copies * [4 * q * t, 4 * k * t]]
     found += heads
-    for width, count in ((z.mlp * met / (z.experts or 1), z.experts or 1), (z.common, bool(z.common))):
-        found += [width * each * n * t for each in (inside[:1] if spared else inside)] * count
+    for width in filter(None, (z.mlp * met, z.common)):
+        found += [width * each * n * t for each in (inside[:1] if spared else inside)]
     if z.experts:
         found += [*2 * [met * low], router_inputs(z, again=spared), 4 * z.choices * t] + [low] * bool(z.common)
     if not (spared or z.regathers):

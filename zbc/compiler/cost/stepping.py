@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.job.sections import ROUNDS, Optimizer
 from zbc.job.spec import Job
+from zbc.plan.dealing import STACK
 
 if TYPE_CHECKING:
     from zbc.compiler.cost.estimate import Layer
@@ -80,7 +82,13 @@ def ms_of(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float]
     return step, tentative
 
 
-def needs(shape: tuple[int, int]) -> float:
-    """Temporary bytes of Muon's step of a matrix: its update in float32, and in bfloat16 two copies and two squares."""
-    short, long = sorted(shape)
-    return WIDE * short * long + 2.0 * (2 * short * long + 2 * short**2)
+def needs(options: Optimizer, layers: Iterable[Layer], tp: int) -> float:
+    """Temporary bytes of Muon's step of a matrix, or of some of a stack, of which each of `tp` ranks has a part: its
+    update in float32, and in bfloat16 two copies and two squares."""
+    most = 0.0
+    for layer in layers:
+        for (rows, columns), count in Counter(matrices(options, [layer])).items():
+            short, long = sorted((rows * tp, columns))
+            some = min(layer.experts, max(1, STACK // (rows * columns))) if count >= layer.experts > 0 else 1
+            most = max(most, some * (WIDE * short * long + 2.0 * (2 * short * long + 2 * short**2)))
+    return most

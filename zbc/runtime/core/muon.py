@@ -10,7 +10,7 @@ The same numbers as `torch.optim.Muon`, which supports whole matrices only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from zbc.job import spec
 from zbc.job.sections import ROUNDS, OptimizerGroup
+from zbc.plan.dealing import STACK
+from zbc.runtime.core.grouped import of_expert
 
 OUTER = ("embed.", "head.")  # layers of built-in models whose matrices are vocabulary tables: AdamW updates them
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -34,32 +36,39 @@ class Whole(NamedTuple):
 def of_groups(options: spec.Optimizer, name: str) -> OptimizerGroup | None:
     """The first of [[optimizer.groups]] that names a parameter, or a piece of one; None if none does."""
     name = name.partition("[")[0]
-    return next((group for group in options.groups if any(fnmatchcase(name, known) for known in group.names)), None)
+    return next((group for group in options.groups if any(is_called(name, known) for known in group.names)), None)
+
+
+def is_called(name: str, known: str) -> bool:
+    """Whether a pattern names a parameter, by its name in memory or, of a stack, in files."""
+    return fnmatchcase(name, known) or fnmatchcase(of_expert(name, 0), known)
 
 
 def is_matrix(options: spec.Optimizer, name: str, parameter: Tensor) -> bool:
-    """Whether Muon updates the parameter."""
-    if options.kind != "muon" or parameter.dim() != 2 or name.startswith(OUTER):
+    """Whether Muon updates the parameter: a matrix, or a stack of those of experts."""
+    stacked = of_expert(name, 0) != name
+    if options.kind != "muon" or name.startswith(OUTER) or parameter.dim() != 2 + stacked:
         return False
     group = of_groups(options, name)
     return group is None or group.muon
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """The matrix with all singular values near 1, by Newton-Schulz in bfloat16; the shape is unchanged."""
+    """The matrix, or each of a stack (E, rows, columns), with all singular values near 1, by Newton-Schulz in bfloat16;
+    the shape is unchanged."""
     a, b, c = COEFFICIENTS
-    x = matrix.bfloat16()
-    wide = x if x.shape[0] <= x.shape[1] else x.T
-    wide = wide / wide.norm().clamp(min=1e-7)
+    x, add = matrix.bfloat16(), torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
+    wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(ROUNDS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide if x.shape[0] <= x.shape[1] else wide.T
+        gram = wide @ wide.mT
+        wide = add(wide, add(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide if x.shape[-2] <= x.shape[-1] else wide.mT
 
 
 def scale_of(shape: Sequence[int], how: Literal["rms", "original"]) -> float:
     """The factor of an update of a matrix of this shape: "rms" gives it the RMS of AdamW's (arXiv:2502.16982)."""
-    rows, columns = shape
+    *_, rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if how == "rms" else math.sqrt(max(1.0, rows / columns))
 
 
@@ -80,12 +89,19 @@ class Muon(torch.optim.Optimizer):
                 state, whole = self.state[parameter], self._wholes.get(parameter)
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-                moved = state["momentum_buffer"].lerp_(parameter.grad, 1 - mu)
-                moved = parameter.grad.lerp(moved, mu)
-                moved = moved if whole is None else whole.collect(moved)
-                scale, moved = scale_of(moved.shape, self._scale), orthogonal(moved)
-                parameter.mul_(1 - lr * decay)
-                parameter.add_(moved if whole is None else whole.of(moved), alpha=-lr * scale)
+                for some, grad, before in _parts(parameter, parameter.grad, state["momentum_buffer"]):
+                    moved = grad.lerp(before.lerp_(grad, 1 - mu), mu)
+                    moved = moved if whole is None else whole.collect(moved)
+                    scale, moved = scale_of(moved.shape, self._scale), orthogonal(moved)
+                    some.mul_(1 - lr * decay)
+                    some.add_(moved if whole is None else whole.of(moved), alpha=-lr * scale)
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, stacks a few matrices at a time."""
+    first = tensors[0]
+    each = len(first) if first.dim() == 2 else max(1, STACK // max(1, first[0].numel()))
+    return zip(*(torch.split(tensor, each) for tensor in tensors), strict=True)
 
 
 class Together(torch.optim.Optimizer):

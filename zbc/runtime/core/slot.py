@@ -99,11 +99,10 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
     Low-precision parameters may accumulate their gradients in float32, given by `parameter.grad_dtype`. A gradient of a
     parameter that is frozen in this microbatch is dropped: layers need not check.
     """
-    if not isinstance(parameter, nn.Parameter):
-        parameter = _original(parameter)
-    if _is_frozen(parameter):
+    found = trained(parameter)
+    if found is None:
         return
-    wanted = parameter.grad_dtype
+    parameter, wanted = found, found.grad_dtype
     if grad.dtype is not wanted and wanted is not None:
         grad = grad.to(wanted)
     if parameter.grad is None:
@@ -118,11 +117,10 @@ def accumulate_product(parameter: Tensor, grad: Tensor, rows: Tensor) -> None:
     One kernel in place of a product, a cast and a sum: equal to `accumulate` to rounding. A CPU multiplies in one type
     only; there, narrow products are cast and added by `accumulate`.
     """
-    if not isinstance(parameter, nn.Parameter):
-        parameter = _original(parameter)
-    if _is_frozen(parameter):
+    found = trained(parameter)
+    if found is None:
         return
-    wanted = parameter.grad_dtype or parameter.dtype
+    parameter, wanted = found, found.grad_dtype or found.dtype
     if parameter.grad is not None:
         add_product(parameter.grad, grad.t(), rows)
     elif wanted is torch.float32 and wanted is not rows.dtype and rows.is_cuda:
@@ -141,9 +139,13 @@ def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
         into.add_(left.mm(right))
 
 
-def _is_frozen(parameter: Tensor) -> bool:
+def trained(parameter: Tensor) -> Tensor | None:
+    """The parameter whose gradient is asked for; None if it is frozen in this microbatch."""
+    if not isinstance(parameter, nn.Parameter):
+        parameter = _original(parameter)
     slot = _slots.value
-    return slot is not None and bool(slot.frozen) and id(parameter) in slot.frozen
+    frozen = slot is not None and bool(slot.frozen) and id(parameter) in slot.frozen
+    return None if frozen else parameter
 
 
 # If activations may be offloaded, hooks process saved tensors, and autograd then returns a new tensor for a saved

@@ -12,7 +12,7 @@ A parameter used twice in one forward adds its two gradients in another order th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 
 from zbc.errors import ZbcError
+from zbc.runtime.core import grouped
 from zbc.runtime.core.again import Remade, remade_of
+from zbc.runtime.core.grouped import Groups
 from zbc.runtime.core.private import transforming
 from zbc.runtime.core.slot import Slot, accumulate, accumulate_product, current_slot
 
@@ -29,7 +31,8 @@ from zbc.runtime.core.slot import Slot, accumulate, accumulate_product, current_
 
 class _Linear(torch.autograd.Function):
     """`y = x w^T + b`. `low` is w in the autocast type, or None outside autocast; `remade` recomputes x; `fused`: the
-    weight gradient is added to its sum inside the product."""
+    weight gradient is added to its sum inside the product. With `groups` the rows of x are those of a stack of weights,
+    one group after the other."""
 
     @staticmethod
     def forward(
@@ -41,8 +44,10 @@ class _Linear(torch.autograd.Function):
         slot: Slot,
         remade: Remade | None,
         fused: bool,
+        groups: Groups | None,
     ) -> Tensor:
-        ctx.slot, ctx.shape, ctx.weight, ctx.bias, ctx.remade, ctx.fused = slot, x.shape, weight, bias, remade, fused
+        ctx.slot, ctx.shape, ctx.weight, ctx.bias, ctx.remade = slot, x.shape, weight, bias, remade
+        ctx.fused, ctx.groups = fused, groups
         multiplier = weight
         if low is not None:
             multiplier, x = low, x.to(low.dtype)
@@ -51,6 +56,8 @@ class _Linear(torch.autograd.Function):
         if needs_weight and remade is not None:
             remade.readers += 1
         ctx.save_for_backward(x if needs_weight and remade is None else None, multiplier if needs_x else None)
+        if groups is not None:
+            return grouped.forward(x, multiplier, bias, groups)
         if low is None:
             return functional.linear(x, multiplier, bias)
         with torch.autocast(x.device.type, enabled=False):
@@ -59,30 +66,38 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, multiplier = ctx.saved_tensors
+        groups: Groups | None = ctx.groups
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        grad_x = None if multiplier is None else grad.mm(multiplier).view(ctx.shape)  # autograd casts it to x's type
+        if groups is not None:
+            grad = grad.contiguous()
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        grad_x = None
+        if multiplier is not None:
+            made = grad.mm(multiplier) if groups is None else grouped.backward(grad, multiplier, groups)
+            grad_x = made.view(ctx.shape)  # autograd casts it to x's type
         if needs_weight and ctx.remade is not None:
             x = ctx.remade.value(grad.dtype)
         rows: Tensor | None = None if x is None else x.detach().reshape(-1, x.shape[-1])
         fused: bool = ctx.fused
-        if not ctx.slot.split and not fused:
-            grad_weight = None if rows is None else grad.t().mm(rows).to(ctx.weight.dtype)
-            grad_bias = grad.sum(0).to(ctx.bias.dtype) if needs_bias else None
-            return grad_x, grad_weight, grad_bias, None, None, None, None
         weight, bias = ctx.weight, ctx.bias
+        if not ctx.slot.split and not fused and groups is None:
+            grad_weight = None if rows is None else grad.t().mm(rows).to(weight.dtype)
+            grad_bias = grad.sum(0).to(bias.dtype) if needs_bias else None
+            return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
         def weight_grad() -> None:
-            if rows is not None and fused:
+            if rows is not None and groups is not None:
+                grouped.accumulate_weights(weight, grad, rows, groups, fused=fused)
+            elif rows is not None and fused:
                 accumulate_product(weight, grad, rows)
             elif rows is not None:
                 accumulate(weight, grad.t().mm(rows).to(weight.dtype))
             if needs_bias:
-                accumulate(bias, grad.sum(0).to(bias.dtype))
+                accumulate(bias, (grad.sum(0) if groups is None else grouped.bias_grad(grad, groups)).to(bias.dtype))
 
         if needs_weight or needs_bias:
             ctx.slot.defer(weight_grad)
-        return grad_x, None, None, None, None, None, None
+        return grad_x, None, None, None, None, None, None, None
 
 
 class SplitLinear:
@@ -91,17 +106,19 @@ class SplitLinear:
     Under autocast the weight is cast once and kept until it changes, not once per microbatch: see `forget`.
     """
 
-    def __init__(self, module: nn.Linear, fused: bool = False) -> None:
+    def __init__(self, module: nn.Linear | GroupedLinear, fused: bool = False) -> None:
         self.module, self._fused = module, fused
         self._low: tuple[int, Tensor, Tensor] | None = None  # the weight's version, its cast, the weight
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def __call__(self, input: Tensor, groups: Groups | None = None) -> Tensor:
         module, slot = self.module, current_slot()
         if slot is None or not _own(module):
-            return nn.Linear.forward(module, input)
+            if groups is not None:
+                return GroupedLinear.forward(cast(GroupedLinear, module), input, groups)
+            return nn.Linear.forward(cast(nn.Linear, module), input)
         kind = input.device.type
         low = self.cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        return _apply(_Linear, input, module.weight, module.bias, low, slot, remade_of(input), self._fused)
+        return _apply(_Linear, input, module.weight, module.bias, low, slot, remade_of(input), self._fused, groups)
 
     @property
     def low(self) -> Tensor | None:
@@ -151,6 +168,34 @@ class SplitLinear:
     def forget(self) -> None:
         """Drops the cast; called after each optimizer step, since some writes do not change the weight's version."""
         self._low = None
+
+
+class GroupedLinear(nn.Module):
+    """A stack of linear layers of one size: (N, inputs) -> (N, outputs), each group of rows by its own layer.
+
+    weight (E, outputs, inputs), bias (E, outputs); uninitialised. A rank may keep a part of them: those from `first` on
+    of `all`.
+    """
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        self.all, self.first, self.in_features, self.out_features = count, 0, inputs, outputs
+        self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", nn.Parameter(torch.empty(count, outputs)) if bias else None)
+
+    def forward(self, input: Tensor, groups: Groups) -> Tensor:
+        kind, dtype = input.device.type, input.dtype
+        if torch.is_autocast_enabled(kind) and self.weight.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return grouped.forward(input.to(dtype), self.weight.to(dtype), bias, groups)
+
+    def keep(self, first: int, stop: int) -> None:
+        """Keeps the layers from `first` to before `stop`."""
+        self.first = first
+        for name, p in self.named_parameters():
+            setattr(self, name, nn.Parameter(p.detach()[first:stop].clone(), p.requires_grad))
 
 
 # ---- embedding -----------------------------------------------------------------------------------------------
@@ -259,7 +304,8 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 Patch = SplitLinear | SplitEmbedding | SplitLeaf
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-SPLIT: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, *_CONVOLUTIONS)
+LINEAR: tuple[type[nn.Module], ...] = (nn.Linear, GroupedLinear)
+SPLIT: tuple[type[nn.Module], ...] = (*LINEAR, nn.Embedding, *_CONVOLUTIONS)
 # By name: importing torch.distributed.fsdp takes a second, and FSDP2 gives each wrapped module a class of its own.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
@@ -301,8 +347,8 @@ def refuse_wrapped(name: str, layer: nn.Module) -> None:
 
 def _patch_for(module: nn.Module, fused: bool) -> Patch | None:
     forward = type(module).forward
-    if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
-        return SplitLinear(module, fused)
+    if isinstance(module, LINEAR) and forward in (nn.Linear.forward, GroupedLinear.forward):
+        return SplitLinear(cast(nn.Linear | GroupedLinear, module), fused)
     if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
         dense = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
         return SplitEmbedding(module) if dense else None

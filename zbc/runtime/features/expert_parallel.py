@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job import userobject
+from zbc.runtime.core.grouped import Groups
 from zbc.runtime.core.slot import current_slot
 from zbc.runtime.features.tensor_parallel import Group
 
 
 class Sent(NamedTuple):
-    """The rows of a rank's experts, `counts` for each; with a group `order` has sorted them by expert, and `out` rows
-    went to, `into` came from each rank."""
+    """The rows of a rank's experts, in `groups`; with a group `order` has sorted them by expert, and `out` rows went
+    to, `into` came from each rank."""
 
     rows: Tensor
-    counts: Tensor
+    groups: Groups
     order: Tensor | None = None
     out: Sequence[int] = ()
     into: Sequence[int] = ()
@@ -59,22 +60,29 @@ class Swaps(NamedTuple):
         freed when it returns: an argument lives as long as its call where Python does not inline calls, as in a process
         that runs compiled code."""
         if self.group is None:
-            return Sent(rows, counts)
+            return Sent(rows, Groups.of(counts))
         size, per_rank = self.group.size, len(counts) // self.group.size
         got = torch.empty_like(counts)
         each = (per_rank,) * size
         # Nothing is computed between the counts and the rows: the other op of a group gets the turn at the rows.
         self.group.transport.start_swap(counts, each, got, each, self.group.ranks).wait()
         come = got.view(size, per_rank)  # by source rank
-        out, into = counts.view(size, per_rank).sum(1).tolist(), come.sum(1).tolist()
-        kind = torch.arange(per_rank, device=rows.device).repeat(size).repeat_interleave(got)
+        sums = counts.view(size, per_rank).sum(1), come.sum(1), come.sum(0)
+        found = torch.cat(sums).tolist()  # at once, since a GPU's host waits
+        out, into, own = found[:size], found[size : 2 * size], found[2 * size :]
+        places = torch.arange(per_rank, device=rows.device).repeat(size)
+        kind = places.repeat_interleave(got, output_size=sum(into))
         order = kind.argsort(stable=True)  # by expert, then by source rank
-        return Sent(_swapped(rows, out, into, self.group).index_select(0, order), come.sum(0), order, out, into)
+        groups = Groups.of(sums[2], own)
+        return Sent(_swapped(rows, out, into, self.group).index_select(0, order), groups, order, out, into)
 
     def results(self, sent: Sent, experts: Iterable[nn.Module]) -> Tensor:
         """The second half of `run`."""
-        parts = torch.split(sent.rows, sent.counts.tolist())
-        made = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+        parts = torch.split_with_sizes(sent.rows, sent.groups.counts)
+        return self.back(sent, torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)]))
+
+    def back(self, sent: Sent, made: Tensor) -> Tensor:
+        """The experts' outputs `made`, in the order of the rows given to `sent`."""
         if self.group is None or sent.order is None:
             return made
         return _swapped(made.index_select(0, sent.order.argsort()), sent.into, sent.out, self.group)

@@ -28,12 +28,15 @@ class Piece(NamedTuple):
 
 
 def cut(parameters: Mapping[str, nn.Parameter], whole: Collection[str] = ()) -> list[Piece]:
-    """The pieces of all parameters, in order. Parameters that are `whole`, or not contiguous in memory, have one."""
+    """The pieces of all parameters, in order. Matrices that are `whole`, each one of a stack, have one, and so have
+    parameters that are not contiguous in memory."""
     pieces = []
     for name, parameter in parameters.items():
         count = parameter.numel()
-        cuts = parameter.is_contiguous() and name not in whole
-        places = dealing.cut(count) if cuts else [(0, count)]
+        each = count // len(parameter) if name in whole and parameter.dim() > 2 else count
+        places = [(start, start + each) for start in range(0, count, each)] if count else [(0, 0)]
+        if parameter.is_contiguous() and name not in whole:
+            places = dealing.cut(count)
         pieces += [Piece(name, start, stop) for start, stop in places]
     return pieces
 
@@ -71,8 +74,12 @@ def places_in(row: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
 
 
 def part_of(tensor: Tensor, piece: Piece, *, keep_shape: bool = False) -> Tensor:
-    """The elements of a piece: a view if `tensor` is contiguous, or if the piece is all of it and `keep_shape`."""
+    """The elements of a piece: a view if `tensor` is contiguous, or if the piece is all of it and `keep_shape`, as is
+    that of whole matrices of a stack."""
     whole = piece.size == tensor.numel()
     if whole and keep_shape:
         return tensor
-    return tensor.reshape(-1)[piece.start : piece.stop]
+    found = tensor.reshape(-1)[piece.start : piece.stop]
+    if keep_shape and tensor.dim() > 2 and not (piece.start % tensor[0].numel() or piece.size % tensor[0].numel()):
+        return found.view(-1, *tensor.shape[1:])
+    return found

@@ -148,7 +148,7 @@ class Sharded(OptimizerOver):
         where = tuple(place for first, count in firsts for place in range(first, first + count))
         sums = torch.cat(list(own.values()))
         every = torch.zeros(sum(counts.values()), dtype=torch.float64, device=sums.device)
-        every.index_copy_(0, constant(where, torch.int64, sums.device), sums)
+        every.index_add_(0, constant(where, torch.int64, sums.device), sums)
         return found | dict(zip(counts, torch.split(every, list(counts.values())), strict=True))
 
     def drop(self) -> None:

@@ -209,7 +209,7 @@ class SharedLayers(Feature):
 
 class Cut(NamedTuple):
     """The shard of a weight on one of `ranks`: along `dim` of the whole `shape` its part of each of the consecutive
-    `blocks`."""
+    `blocks`. Of a stack of weights a rank may hold some only."""
 
     shape: tuple[int, ...]
     dim: int
@@ -230,10 +230,10 @@ class Cut(NamedTuple):
 
     def collect(self, part: Tensor, group: Group) -> Tensor:
         """All-gathers the whole weight from the ranks' shards; blocks."""
-        cuts = [self._replace(place=place) for place in range(self.ranks)]
+        whole = part.new_empty((len(part), *self.shape[1:]) if self.dim else self.shape)
+        cuts = [self._replace(place=place, shape=tuple(whole.shape)) for place in range(self.ranks)]
         sizes = [math.prod(cut.part) for cut in cuts]
         flat = functional.pad(part.reshape(-1), (0, max(sizes) - part.numel()))
-        whole = part.new_empty(self.shape)
         for cut, size, shard in zip(cuts, sizes, group.collect(flat), strict=True):
             pieces = shard[:size].view(cut.part).split([high - low for low, high in cut.ranges], self.dim)
             for (low, high), piece in zip(cut.ranges, pieces, strict=True):

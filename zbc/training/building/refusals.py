@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
 from zbc import excludes
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import COPY
 from zbc.plan.directory import FROZEN
+from zbc.runtime.core.muon import is_called
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tensors import Length
 from zbc.training.building.context import Site
@@ -75,7 +75,7 @@ def _refuse_groups(site: Site) -> None:
     """Raises E110 for names in [[optimizer.groups]] that no parameter of the model has."""
     for group in site.settings.optimizer.groups:
         for name in group.names:
-            if not any(fnmatchcase(known, name) for known in site.shapes.parameters):
+            if not any(is_called(known, name) for known in site.shapes.parameters):
                 text = f"run: no parameter of the model is called {name}, which optimizer.groups names"
                 near = ", ".join(site.shapes.parameters[:4])
                 raise ZbcError("E110", text, hint=f"they are called as in {near}; * stands for any letters")

@@ -179,11 +179,8 @@ class Reader:
     def __init__(self, folder: Path, alive: Callable[[], None] = lambda: None) -> None:
         self.folder, self._alive = folder, alive
         self.index = disk.read_index(folder)
+        self.tensors: Mapping[str, disk.StoredTensor] = self.index.tensors
         self._open: dict[str, Any] = {}  # open files are memory-mapped and have no descriptor
-
-    @property
-    def tensors(self) -> Mapping[str, disk.StoredTensor]:
-        return self.index.tensors
 
     def check_files(self, first: int = 0, every: int = 1) -> None:
         """Compares files with their checksums: each `every`th of the sorted list, from `first` on."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.job.trained import PRECISION, Difference, differences
 from zbc.plan.manifest import Manifest
+from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.core.optimizer import Held, StageOptimizer, inside
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.feedback import FED, Feedback
@@ -21,9 +23,11 @@ from zbc.runtime.features.tensor_parallel import Cut, SharedLayers
 from zbc.runtime.features.versions import OLDER, OneVersion, TwoVersions
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
+from zbc.training.checkpoint.folder import StoredTensor
 from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, features_keep, state_buffers, written
 from zbc.training.checkpoint.together import together
 from zbc.training.launch.board import Board
+from zbc.training.models.stacks import Stack, stacks_of
 
 
 def load(
@@ -91,6 +95,7 @@ def _check_training(reader: Reader, manifest: Manifest) -> None:
 
 def _restore(worker: Worker, reader: Reader) -> None:
     """Overwrites the whole state of a rank. Raises E612 (damaged), E613 (another model)."""
+    reader.tensors = _stacked(reader.tensors, worker.layout.parameters)
     _check_fits(worker, reader)
     for optimizer in worker.optimizers.values():
         _restore_weights(worker, optimizer, reader)
@@ -101,17 +106,40 @@ def _restore(worker: Worker, reader: Reader) -> None:
                 reader.fill(value, name)
 
 
+def _stacked(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, with the stacks among `names` put together, which it has expert by expert."""
+    found = dict(tensors)
+    for name in names:
+        one = of_expert(name, 0)
+        if MODEL + name in tensors or MODEL + one not in tensors:
+            continue
+        keys = [key.removeprefix(OPTIM + one) for key in tensors if key.startswith(f"{OPTIM}{one}.")]
+        for start, end in [(MODEL, ""), *((OPTIM, key) for key in keys)]:
+            parts = list[StoredTensor]()
+            while (part := found.pop(start + of_expert(name, len(parts)) + end, None)) is not None:
+                parts.append(part)
+            shape = parts[0].shape
+            whole = [
+                stored.model_copy(update={"start": stored.start + place * math.prod(shape)})
+                for place, part in enumerate(parts if shape else parts[:1])
+                for stored in part.parts
+            ]
+            made = {"shape": [len(parts), *shape] if shape else shape, "parts": whole}
+            found[start + name + end] = parts[0].model_copy(update=made)
+    return found
+
+
 def _check_fits(worker: Worker, reader: Reader) -> None:
     """Raises E613 if the checkpoint is of another model than this rank's."""
     theirs = {name.removeprefix(MODEL): about for name, about in reader.tensors.items() if name.startswith(MODEL)}
     sizes = zip(worker.layout.parameters, worker.layout.sizes, strict=True)
     ours = {name for name, size in sizes if size and written(worker, name)}  # empty ones are in no file
-    cuts = worker.features.of(SharedLayers).cuts
+    cuts, stacks = worker.features.of(SharedLayers).cuts, stacks_of(worker)
     differences = [f"{name}: only in this job" for name in sorted(ours - theirs.keys())]
     differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
     for held in (held for optimizer in worker.optimizers.values() for held in optimizer.held()):
         told = theirs.get(held.name)
-        shape = cuts[held.name].shape if held.name in cuts else held.shape
+        shape = cuts[held.name].shape if held.name in cuts else _placed(held, stacks).shape
         here = f"{str(held.tensor.dtype).removeprefix('torch.')} {list(shape)}"
         if told is not None and here != (there := f"{told.dtype} {told.shape}"):
             differences.append(f"{held.name}: {there} in the checkpoint, {here} in this job")
@@ -123,10 +151,10 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
 
 def _restore_weights(worker: Worker, optimizer: StageOptimizer, reader: Reader) -> None:
     kept, states = _state_keys(reader, optimizer), dict[int, dict[str, Tensor]]()
-    cuts = worker.features.of(SharedLayers).cuts
-    held = optimizer.held()
+    cuts, stacks = worker.features.of(SharedLayers).cuts, stacks_of(worker)
+    held = [_placed(part, stacks) for part in optimizer.held()]
     for part in optimizer.incomplete():
-        _fill(part, reader, cuts.get(part.name))
+        _fill(_placed(part, stacks), reader, cuts.get(part.name))
     for place, part in enumerate(held):
         if part.tensor.numel() and written(worker, part.name):
             cut = cuts.get(part.name)
@@ -158,13 +186,23 @@ def _fill(held: Held, reader: Reader, cut: Cut | None) -> None:
         reader.fill(held.tensor.data, MODEL + held.name, held.start)
 
 
+def _placed(held: Held, stacks: Mapping[str, Stack]) -> Held:
+    """An entry of some experts, as one of the stack of all."""
+    stack = stacks.get(held.name)
+    if stack is None:
+        return held
+    inner = held.shape[1:]
+    return held._replace(start=held.start + stack.first * math.prod(inner), shape=(stack.all, *inner))
+
+
 def _part(reader: Reader, held: Held, name: str, cut: Cut) -> Tensor:
-    """The elements of `held`, from this rank's shard of a tensor."""
-    about = reader.tensors[name]
-    whole = torch.empty(about.shape, dtype=TYPES[about.dtype])
-    reader.fill(whole, name)
-    part = cut.of(whole).reshape(-1)
-    return part[held.start : held.start + held.tensor.numel()].view(held.tensor.shape)
+    """The elements of `held`, from this rank's shard of a tensor, of which it reads as little as it can."""
+    about, count, each = reader.tensors[name], held.tensor.numel(), math.prod(held.shape[1:])
+    first, stop = (held.start // each, -(-(held.start + count) // each)) if cut.dim else (0, about.shape[0])
+    inner, start = about.shape[1:], held.start - first * each
+    whole = torch.empty((stop - first, *inner), dtype=TYPES[about.dtype])
+    reader.fill(whole, name, first * math.prod(inner))
+    return cut.of(whole).reshape(-1)[start : start + count].view(held.tensor.shape)
 
 
 def _state(reader: Reader, held: Held, name: str, cut: Cut | None) -> Tensor:

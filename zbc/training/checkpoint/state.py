@@ -10,7 +10,7 @@ Random numbers need no state of their own: all of them are drawn from seeds made
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ops import EXPERTS, WORDS, home_of
 from zbc.plan.directory import holding
+from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.stage import StageLayer
 from zbc.runtime.core.state import Worker
@@ -27,6 +28,7 @@ from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.ties import Ties
 from zbc.training.checkpoint.files import TensorPart, check_type
 from zbc.training.models.adapters import Frozen
+from zbc.training.models.stacks import Stack, pieces, stacks_of
 
 MODEL, OPTIM, BUFFER = "model.", "optim.", "buffer."
 
@@ -42,11 +44,30 @@ class HeldPart:
 
 def entries(worker: Worker) -> list[HeldPart]:
     """The whole state of a rank between two steps. Raises E611 for types that the files cannot store."""
-    held = [entry for stage in sorted(worker.stages) for entry in (*_weights(worker, stage), *_others(worker, stage))]
-    held += [entry for owner in sorted(worker.optimizers) if owner < 0 for entry in _weights(worker, owner)]
+    stacks = stacks_of(worker)
+    owners = [*sorted(worker.stages), *(owner for owner in sorted(worker.optimizers) if owner < 0)]
+    held = [part for owner in owners for entry in _weights(worker, owner) for part in _by_expert(entry, stacks)]
+    held += [entry for stage in sorted(worker.stages) for entry in _others(worker, stage)]
     for entry in held:
         check_type(entry.part.name, entry.part.tensor)
     return [entry for entry in held if entry.part.tensor.numel()]
+
+
+def _by_expert(held: HeldPart, stacks: Mapping[str, Stack]) -> Iterator[HeldPart]:
+    """The entry of a weight, or of its optimizer state, as those of single experts if it is a stack."""
+    whole, key = held.part.name, ""
+    if whole.startswith(OPTIM):
+        whole, _, key = whole.rpartition(".")
+    stack = stacks.get(whole.removeprefix(OPTIM if key else MODEL))
+    if stack is None:
+        yield held
+        return
+    shape, end = held.part.shape, f".{key}" if key else ""
+    every = ((place, 0, held.part.tensor) for place in range(stack.own))  # of one number for all
+    found = pieces(shape, held.part.start, held.part.tensor) if shape else every
+    for place, start, tensor in found:
+        part = TensorPart(of_expert(whole, stack.first + place) + end, shape[1:], start, tensor)
+        yield replace(held, part=part)
 
 
 def written(worker: Worker, parameter: str) -> bool:
@@ -128,7 +149,7 @@ def _collected(
             continue
         whole = cut.collect(value, group)
         if worker.rank == writer:
-            yield HeldPart(TensorPart(name, cut.shape, 0, whole), (writer,), writer)
+            yield HeldPart(TensorPart(name, tuple(whole.shape), 0, whole), (writer,), writer)
 
 
 def _shares(optimizer: StageOptimizer, holders: tuple[int, ...]) -> dict[str, int]:

@@ -218,7 +218,7 @@ def tensors_of(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor])
     }
 
 
-def merged(adapter: Adapter, model: Model, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def merged(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters with adapters merged into the weights of their layers, in float32."""
     found = {name: p for name, p in parameters.items() if ".lora." not in name}
     for linear, key, part in _of_file(adapter, model, parameters):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zbc.runtime.core.bundle import Packing, Ways, adapt, is_adapted
 from zbc.runtime.core.precision import AUTOCAST
 from zbc.runtime.core.remembered import places
-from zbc.runtime.core.split import SPLIT, Patch, SplitLinear, split_backward
+from zbc.runtime.core.split import LINEAR, SPLIT, GroupedLinear, Patch, SplitLinear, split_backward
 from zbc.runtime.core.stage import Stage, StageLayer, Traits
 from zbc.runtime.core.tensors import Laid, TensorSpec
 from zbc.runtime.seeding import draws
@@ -59,7 +59,7 @@ def build_stage(
         chosen = compiles and plan.compiles
         # Under autocast torch's linear layer saves a cast of its weight per microbatch, ours has one for all.
         own = spares or fused or (low is not None and not chosen)
-        kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if own else ()
+        kinds = () if seen.whole else SPLIT if splits else LINEAR if own else (GroupedLinear,)
         found = split_backward(module, kinds, fused=fused)
         compiled = _compiled(module, found) if chosen else None
         layers.append(StageLayer(plan.name, module, seen, places(module, seen.remembers), compiled))

@@ -2,7 +2,8 @@
 
     router      (N, H) -> (N, E), float32 from there on: scores by softmax or sigmoid, the top_k largest of which are
                 the weights of experts; they add up to 1 with `normed`
-    experts.e   an MLP of the family, for the rows of the tokens routed to it, in the order of the tokens
+    experts     MLPs of the family with their weights in stacks, each for the rows of the tokens routed to it, in the
+                order of the tokens; in files expert by expert (checkpoint/stacks.py)
     shared      an MLP for all tokens; its output is weighted by a sigmoid of its own gate
 
 Rows are sorted by expert, run, and put back; a token adds the outputs of its experts in the router's order.
@@ -27,7 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from zbc.runtime.core.again import made_again
+from zbc.runtime.core.grouped import Groups
 from zbc.runtime.core.remembered import decided
+from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.added import add_loss, tell_load
 from zbc.runtime.features.expert_parallel import Swaps
 from zbc.runtime.features.tensor_parallel import Group
@@ -46,14 +49,37 @@ class Expert(nn.Module):
             self.up = linear(hidden, width)
         self.down = linear(width, hidden, layers, bias=not gated)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *groups: Groups) -> Tensor:
         if not self.gated:
-            return self.down(made_again(self.activation, self.up(x)))  # type: ignore[no-any-return]
-        return self.down(made_again(self._gated, self.gate_up(x)))  # type: ignore[no-any-return]
+            return self.down(made_again(self.activation, self.up(x, *groups)), *groups)  # type: ignore[no-any-return]
+        return self.down(made_again(self._gated, self.gate_up(x, *groups)), *groups)  # type: ignore[no-any-return]
 
     def _gated(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return self.activation(gate) * up  # type: ignore[no-any-return]
+
+
+class Stack(Expert):
+    """`count` experts in one: (rows, H) -> (rows, H), each group of rows by its own weights. `made` makes an expert."""
+
+    def __init__(self, count: int, made: Callable[[], Expert]) -> None:
+        nn.Module.__init__(self)
+        one = made()
+        self.gated, self.activation = one.gated, one.activation
+        for name, inner in one.named_children():
+            if isinstance(inner, nn.Linear):
+                bias = inner.bias is not None
+                setattr(self, name, GroupedLinear(count, inner.in_features, inner.out_features, bias=bias))
+        for place in range(0 if one.down.weight.is_meta else count):
+            one = made() if place else one
+            for name, parameter in one.named_parameters():
+                self.get_parameter(name).data[place] = parameter.data
+
+    def own(self, group: Group) -> None:
+        """Keeps the experts of this rank of `group`."""
+        for inner in self.modules():
+            if isinstance(inner, GroupedLinear):
+                inner.keep(*group.bounds(inner.all))
 
 
 def softmax(logits: Tensor) -> Tensor:
@@ -98,7 +124,7 @@ class Experts(nn.Module):
         self.scores = scores
         made = functools.partial(Expert, hidden, layers=layers, gated=gated, activation=activation)
         self.router = linear(hidden, count, bias=False)
-        self.experts = nn.ModuleDict({str(e): made(width) for e in range(count)})
+        self.experts = Stack(count, functools.partial(made, width))
         self.shared = made(shared) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
         self.swaps = Swaps()
@@ -119,14 +145,15 @@ class Experts(nn.Module):
         weights = likely.gather(-1, chosen)
         if self.normed:
             weights = weights / weights.sum(-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=self.count)
+        each = chosen.flatten()
+        order = each.argsort(stable=True)
+        counts = each.new_zeros(self.count).scatter_add_(0, each, torch.ones_like(each))  # bincount waits for a GPU
         if self.place is not None:
             tell_load(self.place, counts)
         all_x = self.enter(x)
         given, weights = all_x.flatten(0, -2), self.meet(weights)
         sent = self.swaps.sent(_lowered(given.index_select(0, order // self.top_k)), counts)
-        found = self.swaps.results(sent, self.experts.values())
+        found = self.swaps.back(sent, self.experts(sent.rows, sent.groups))
         found = found.index_select(0, order.argsort()).view(*chosen.shape, -1)
         y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
         if self.shared is not None and self.shared_gate is not None:
@@ -143,7 +170,7 @@ class Experts(nn.Module):
     def share_experts(self, group: Group) -> str:
         """Keeps only this rank's experts, with expert parallelism over `group`."""
         self.swaps = Swaps(group)
-        self.experts = self.swaps.own(self.experts)
+        self.experts.own(group)
         return "experts"
 
     def _added(self, logits: Tensor, likely: Tensor, counts: Tensor) -> Tensor:

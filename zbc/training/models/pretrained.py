@@ -23,6 +23,7 @@ from zbc.job import hfconfig
 from zbc.job.hfnames import HEAD, TensorRows, parts
 from zbc.job.spec import Model
 from zbc.training.models.model import LayerPlan
+from zbc.training.models.stacks import stacks_in, unstacked
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _IGNORED = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")  # buffers that old versions saved
@@ -37,7 +38,8 @@ def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPl
     source = str(folder / hfconfig.CONFIG)
     theirs = hfconfig.check_fits(model, hfconfig.read_config(folder), source)
     weights = Weights(folder, model, tied=theirs.tie_embeddings)
-    wanted = [f"{plan.name}.{local}" for plan in plans for local, _ in plan.on_meta().named_parameters()]
+    named = [(plan.name, layer, stacks_in([("", layer)])) for plan in plans if (layer := plan.on_meta())]
+    wanted = [f"{name}.{local}" for name, layer, of in named for local, _ in unstacked(layer.named_parameters(), of)]
     weights.check(wanted)
     return [replace(plan, fill=functools.partial(weights.fill, plan.name)) for plan in plans]
 
@@ -71,7 +73,7 @@ class Weights:
     @torch.no_grad()
     def fill(self, layer: str, module: nn.Module) -> None:
         """Overwrites the parameters of a layer, on the CPU, in their own type."""
-        for local, parameter in module.named_parameters():
+        for local, parameter in unstacked(module.named_parameters(), stacks_in([("", module)])):
             found = [(part, self._read(part)) for part in self._parts(f"{layer}.{local}")]
             start = 0
             for part, tensor in found:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job import userobject
+from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
 from zbc.training.models.adapters import LoraLinear
@@ -139,8 +140,8 @@ def _experts(layer: Experts, group: Group) -> dict[str, Cut]:
     layer.meet = group._replace(sequence=False).enter
     if group.sequence:
         layer.whole, layer.rows = group.whole, same
-    one_by_one = {path: module for path, module in layer.named_modules() if isinstance(module, Expert)}
-    return {f"mlp.{path}.{n}": cut for path, expert in one_by_one.items() for n, cut in _mlp(expert, group).items()}
+    inside = {path: module for path, module in layer.named_modules() if isinstance(module, Expert)}
+    return {f"mlp.{path}.{n}": cut for path, expert in inside.items() for n, cut in _mlp(expert, group).items()}
 
 
 def _mlp(layer: nn.Module, group: Group) -> dict[str, Cut]:
@@ -155,12 +156,12 @@ def _columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> Ite
     linear = _linear(layer, name)
     for key in ("weight", "bias"):
         if getattr(linear, key) is not None:
-            yield f"{name}.{key}", _keep(linear, key, 0, parts, group)
-    linear.out_features = linear.weight.shape[0]
+            yield f"{name}.{key}", _keep(linear, key, -2 if key == "weight" else -1, parts, group)
+    linear.out_features = linear.weight.shape[-2]
     yield from _adapters(linear, name, parts, group)
 
 
-def _adapters(linear: nn.Linear, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
+def _adapters(linear: nn.Module, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
     """Shards the adapters of a column parallel layer: `down` is whole on each rank, `up` has its outputs only."""
     if isinstance(linear, LoraLinear):
         starts = [*accumulate(parts, initial=0)]
@@ -176,8 +177,8 @@ def _adapters(linear: nn.Linear, name: str, parts: list[int], group: Group) -> I
 def _rows(layer: nn.Module, name: str, group: Group) -> dict[str, Cut]:
     """Shards a linear layer by its inputs (row parallel). Its bias is added once, by the first rank."""
     linear = _linear(layer, name)
-    cut = _keep(linear, "weight", 1, [linear.in_features], group)
-    linear.in_features = linear.weight.shape[1]
+    cut = _keep(linear, "weight", -1, [linear.in_features], group)
+    linear.in_features = linear.weight.shape[-1]
     if group.place:
         linear.register_parameter("bias", None)
     found = {f"{name}.weight": cut}
@@ -188,14 +189,14 @@ def _rows(layer: nn.Module, name: str, group: Group) -> dict[str, Cut]:
     return found
 
 
-def _linear(layer: nn.Module, name: str) -> nn.Linear:
+def _linear(layer: nn.Module, name: str) -> nn.Linear | GroupedLinear:
     found = layer.get_submodule(name)
-    assert isinstance(found, nn.Linear)
+    assert isinstance(found, nn.Linear | GroupedLinear)
     return found
 
 
 def _keep(module: nn.Module, key: str, dim: int, blocks: list[int], group: Group) -> Cut:
     whole: nn.Parameter = getattr(module, key)
-    cut = Cut(tuple(whole.shape), dim, tuple(blocks), group.size, group.place)
+    cut = Cut(tuple(whole.shape), dim % whole.dim(), tuple(blocks), group.size, group.place)
     setattr(module, key, nn.Parameter(cut.of(whole.detach()), whole.requires_grad))
     return cut

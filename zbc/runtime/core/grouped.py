@@ -1,0 +1,121 @@
+"""Products of many rows with one matrix of a stack each, as one kernel: the experts of a layer.
+
+Rows are sorted by matrix. `torch.nn.functional.grouped_mm` multiplies all of them in one launch, and on a CPU gives the
+bits of a loop of products; types and sizes that it refuses are multiplied one matrix after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from zbc.plan.dealing import STACK
+from zbc.runtime.core.slot import add_product, trained
+
+_ALIGNED = 16  # bytes, of which the strides of a grouped product are multiples
+
+
+class Groups(NamedTuple):
+    """The rows of each matrix, one group after the other: their `counts` on the host, and the place after each group
+    as `ends` (int32) on the device of the rows."""
+
+    counts: list[int]
+    ends: Tensor
+
+    @staticmethod
+    def of(counts: Tensor, on_host: list[int] | None = None) -> Groups:
+        """Groups of `counts` (E) rows; `on_host`: the same numbers, which otherwise are fetched now."""
+        return Groups(counts.tolist() if on_host is None else on_host, counts.cumsum(0, dtype=torch.int32))
+
+
+def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+    """(N, in) -> (N, out): each group times the transpose of its matrix in `weight` (E, out, in), plus `bias` (E, out).
+    If autograd records it, matrix after matrix: the backward of torch's kernel refuses some gradients."""
+    if not torch.is_grad_enabled() and _together(rows, *weight.shape[1:]):
+        y: Tensor = functional.grouped_mm(rows, weight.transpose(-1, -2), offs=groups.ends)
+    else:
+        parts = zip(rows.split_with_sizes(groups.counts), weight.unbind(), strict=True)
+        y = torch.cat([functional.linear(part, matrix) for part, matrix in parts])
+    return y if bias is None else y + _spread(bias, groups)
+
+
+def backward(grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """(N, out) -> (N, in): the gradient of the rows."""
+    if _together(grad, *weight.shape[1:]):
+        found: Tensor = functional.grouped_mm(grad, weight, offs=groups.ends)
+        return found
+    parts = zip(grad.split_with_sizes(groups.counts), weight.unbind(), strict=True)
+    return torch.cat([part.mm(matrix) for part, matrix in parts])
+
+
+def accumulate_weights(weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups, *, fused: bool) -> None:
+    """Adds the gradient of `weight` (E, out, in), from those of the outputs (N, out) and the `rows` (N, in). A matrix
+    without rows gets zeros; `fused`: matrix after matrix, added inside the product."""
+    if (parameter := trained(weight)) is None:
+        return
+    total = parameter.grad
+    if fused and total is not None:
+        for into, (g, r) in zip(total.unbind(), _pairs(grad, rows, groups.counts), strict=True):
+            add_product(into, g.t(), r)
+        return
+    wanted = parameter.grad_dtype or parameter.dtype
+    for start, stop, product in _weight_grads(grad, rows, groups, *parameter.shape[1:]):
+        if total is not None:
+            total[start:stop].add_(product)
+        elif stop - start == len(parameter):
+            parameter.grad = product.to(wanted)
+        else:
+            if parameter.grad is None:
+                parameter.grad = torch.empty(parameter.shape, dtype=wanted, device=parameter.device)
+            parameter.grad[start:stop].copy_(product)
+
+
+def bias_grad(grad: Tensor, groups: Groups) -> Tensor:
+    """The gradient (E, out) of the biases, from that of the outputs."""
+    return torch.stack([part.sum(0) for part in grad.split_with_sizes(groups.counts)])
+
+
+def _weight_grads(
+    grad: Tensor, rows: Tensor, groups: Groups, outputs: int, inputs: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Gradients of some matrices at a time, with the number of the first and the one after the last."""
+    each, at = max(1, STACK // max(1, outputs * inputs)), 0
+    for start in range(0, len(groups.counts), each):
+        counts = groups.counts[start : start + each]
+        g, r = (tensor[at : at + sum(counts)] for tensor in (grad, rows))
+        if _together(grad, outputs, inputs):
+            product = functional.grouped_mm(g.t(), r, offs=groups.ends[start : start + each] - at)
+            empty = [place for place, count in enumerate(counts) if not count]
+            if empty:  # on some GPUs their result is not written
+                product[empty] = 0.0
+        else:
+            product = torch.stack([a.t().mm(b) for a, b in _pairs(g, r, counts)])
+        yield start, start + len(counts), product
+        at += sum(counts)
+
+
+def _pairs(grad: Tensor, rows: Tensor, counts: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(grad.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
+
+
+def of_expert(name: str, place: int) -> str:
+    """The name in files of one expert's part of a stack; other names are unchanged."""
+    before, inside, after = f".{name}".rpartition(".experts.")
+    return f"{before}.experts.{place}.{after}"[1:] if inside and not after[0].isdigit() else name
+
+
+def _spread(bias: Tensor, groups: Groups) -> Tensor:
+    """The bias of each row."""
+    counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))
+    return bias.repeat_interleave(counts, 0, output_size=sum(groups.counts))
+
+
+def _together(rows: Tensor, *sizes: int) -> bool:
+    """Whether one kernel multiplies these: not in float64, in bfloat16 alone on a GPU, nor with odd strides."""
+    known = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    aligned = all(size * rows.itemsize % _ALIGNED == 0 for size in sizes)
+    return rows.dtype in known and aligned
