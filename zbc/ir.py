@@ -21,6 +21,7 @@ messages all show the same text:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -390,7 +391,8 @@ class ProgramTraits:
     with_w: bool = False  # if weights are freed: W needs them, too
     scatters: bool = False  # gradients are reduce-scattered after each run of backwards of a stage
     one_sided: bool = False  # weights that are freed, and their gradients, travel without collectives
-    ep: int = 0  # expert parallelism: neighbouring replicas that share out the experts of a block; 0: each has all
+    ep: int = 0  # expert parallelism: neighbours that share out the experts of a block; 0: each rank has all
+    folded: bool = False  # these are neighbours along tp first: each has whole experts; else parts, as of all layers
     dense: tuple[int, ...] = ()  # the stages without experts, if `ep`
     averages: int = 0  # replicas average weights and sum no gradients: 1, applied a step later; 2, at once
     flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
@@ -446,6 +448,8 @@ class Program(ProgramTraits):
             inner_of(self),
             self.order,
             where.replicas,
+            ep=self.ep,
+            folded=self.folded,
         )
 
     @property
@@ -535,10 +539,11 @@ class Program(ProgramTraits):
 
     def holders(self, op: Op) -> int:
         """The size of a collective's group: over all replicas of the pipeline, for a collective of units over one."""
+        fold = self.tp if self.folded else 1
         if op.kind is Kind.AVERAGE:
-            return self.copies // (self.ep or 1) if self.averages else 1
+            return self.copies * fold // math.lcm(self.ep or 1, fold) if self.averages else 1
         replicas = 1 if op.kind.unit_wide else self.copies if op.kind.is_barrier else self.together
-        copies = replicas // (self.ep or 1) if op.stage <= EXPERTS else replicas
+        copies = replicas * fold // (self.ep or 1) if op.stage <= EXPERTS else replicas
         alone = self.apart(op) and (op.stage == WORDS or not self.one_sided)
         ranks = self.members(op)
         return copies * len(ranks[:1] if alone else ranks)
@@ -547,7 +552,7 @@ class Program(ProgramTraits):
     def together(self) -> int:
         """The number of copies with the same gradients and weights: if replicas average weights, only the copies in one
         replica, or in neighbours that share out experts."""
-        return (self.ep or 1) * self.cp if self.averages else self.copies
+        return self.topology.span * self.cp if self.averages else self.copies
 
     def apart(self, op: Op) -> bool:
         """Whether a collective is over a rank's own replicas only: of its words, averages, or weights that it frees."""

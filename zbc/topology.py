@@ -13,6 +13,7 @@ The axes of INNER subdivide each rank r above, the last axis innermost: with tp 
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -60,6 +61,8 @@ class Topology:
     order: tuple[int, ...] = ()  # seat -> rank of the run; (): as numbered
     replicas: tuple[int, ...] = ()  # number of ranks of each stage, if stages have replicas of their own; else ()
     hosts: tuple[str, ...] = ()  # of each rank of a run, once they are known
+    ep: int = 0  # neighbours in the list of a stage's ranks that share out its experts; 0: each rank has all
+    folded: bool = False  # that list has all ranks of a stage; else those with one part of its layers
 
     @property
     def world(self) -> int:
@@ -85,6 +88,21 @@ class Topology:
     def parts(self) -> int:
         """The number of parts that layers are split into."""
         return math.prod(count for count, axis in zip(self.inner, INNER, strict=True) if axis.parts)
+
+    @property
+    def fold(self) -> int:
+        """The ranks that share layers, if each has whole experts, and tokens for them, of its own; else 1."""
+        return self.parts if self.folded else 1
+
+    @property
+    def listed(self) -> int:
+        """The ranks of one replica in a list whose neighbours share out experts."""
+        return self.width // self.parts * self.fold
+
+    @property
+    def span(self) -> int:
+        """The number of neighbouring replicas that exchange rows of experts, directly or through others."""
+        return math.lcm(self.ep or 1, self.listed) // self.listed
 
     @property
     def alone(self) -> bool:
@@ -140,6 +158,30 @@ class Topology:
     def held(self, pp: int) -> tuple[int, ...]:
         """The ranks of the run for rank `pp` of a pipeline, in any replica; ascending."""
         return tuple(sorted(self.rank(dp, pp, at) for dp in range(self.dp) for at in self.every))
+
+    def sharing(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share out experts with this one, ascending, which is the order of their experts."""
+        return _groups(self)[rank].ranks
+
+    def whole(self, rank: int) -> tuple[int, ...]:
+        """The ranks, ascending, that have all experts together with this one, each once."""
+        group = self.sharing(rank)
+        return group if self.folded else tuple(sorted(other for one in group for other in self.beside("tp", one)))
+
+    def first(self, rank: int, apart: int = 1) -> bool:
+        """Whether its group has the first copy of all experts, among those in the same of `apart` sets of replicas."""
+        return _groups(self)[rank].number % (self.dp // apart * self.listed // (self.ep or 1)) == 0
+
+    def alike(self, of: Iterable[int], rank: int) -> tuple[int, ...]:
+        """The ranks of the run with the same experts, for these ranks of the pipeline in any replica; ascending."""
+        return self.experts(of)[_groups(self)[rank].share]
+
+    def experts(self, of: Iterable[int]) -> dict[tuple[int, int], tuple[int, ...]]:
+        """All such sets for these ranks of the pipeline."""
+        found, groups = dict[tuple[int, int], list[int]](), _groups(self)
+        for rank in sorted(other for pp in {*of} for other in self.held(pp)):
+            found.setdefault(groups[rank].share, []).append(rank)
+        return {share: tuple(ranks) for share, ranks in found.items()}
 
     def beside(self, name: str, rank: int) -> tuple[int, ...]:
         """The group of a rank along an axis of INNER: ranks that differ in this coordinate only, ascending."""
@@ -197,6 +239,28 @@ class Topology:
         inside = zip(INNER, self.inner, place.at, strict=True)
         axes += [f"{axis.name} {at}" for axis, count, at in inside if count > 1]
         return f"rank {rank} [{', '.join(axes)}]"
+
+
+class _OfExperts(NamedTuple):
+    """The group with which a rank shares out experts: its index in its list, and its ranks; the rank's `share` of them:
+    the part of the layers, and the index of the rank."""
+
+    number: int
+    ranks: tuple[int, ...]
+    share: tuple[int, int]
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(run: Topology) -> dict[int, _OfExperts]:
+    found, lists = dict[int, _OfExperts](), dict[tuple[int, int], list[int]]()
+    for dp, pp, at in product(range(run.dp), range(run.pp), run.every):  # along tp first, then cp, then dp
+        lists.setdefault((pp, 0 if run.folded else run.part(at)), []).append(run.rank(dp, pp, at))
+    size = run.ep or 1
+    for (_, part), ranks in lists.items():
+        for first in range(0, len(ranks), size):
+            group = tuple(sorted(ranks[first : first + size]))
+            found |= {rank: _OfExperts(first // size, group, (part, place)) for place, rank in enumerate(group)}
+    return found
 
 
 _NUMBER = {axis.name: number for number, axis in enumerate(INNER)}

@@ -281,17 +281,21 @@ def test_without_nodes_one_copy_follows_the_other():
 @pytest.mark.parametrize("placement", [LINEAR, LOOPED, V, Placement.bidirectional((0, 1, 2, 3))])
 def test_heavy_tensors_keep_pipelines_together_and_heavy_gradients_copies(placement):
     stages = placement.stages
-    assert choose(placement, 2, 4, 8, [1e6] * (stages - 1), [1.0] * stages) == (4, 1)
-    assert choose(placement, 4, 4, 8, [1.0] * (stages - 1), [1e6] * stages) == (1, 4)
-    assert choose(placement, 8, 64, 8, [1.0] * (stages - 1), [1e6] * stages) == (4, 1), "one node holds them all"
-    assert choose(placement, 3, 5, 8, [1.0] * (stages - 1), [1e6] * stages) == (4, 1), "nothing tiles"
+
+    def chosen(dp, size, *, sent, grad):
+        return choose(placement, Topology(4, dp), size, 8, [sent] * (stages - 1), [grad] * stages)
+
+    assert chosen(2, 4, sent=1e6, grad=1.0) == (4, 1)
+    assert chosen(4, 4, sent=1.0, grad=1e6) == (1, 4)
+    assert chosen(8, 64, sent=1.0, grad=1e6) == (4, 1), "one node holds them all"
+    assert chosen(3, 5, sent=1.0, grad=1e6) == (4, 1), "nothing tiles"
 
 
 @pytest.mark.parametrize("placement", [LINEAR, LOOPED, V])
 def test_what_is_chosen_sends_least(placement):
     for sent, grad in itertools.product((1.0, 10.0, 100.0), repeat=2):
         boundaries, grads = [sent] * (placement.stages - 1), [grad] * placement.stages
-        found = choose(placement, 4, 4, 3, boundaries, grads)
+        found = choose(placement, Topology(4, 4), 4, 3, boundaries, grads)
         totals = {
             (a, b): between(Topology(4, 4, node=(a, b)), placement, 4, 3, boundaries, grads)
             for a, b in ((4, 1), (2, 2), (1, 4))
@@ -351,8 +355,14 @@ def test_nodes_that_do_not_fit_are_refused(node, text):
 
 
 def test_replicas_that_swap_rows_share_a_node_where_that_is_more_than_pipelines_send():
-    how = {"dp": 8, "size": 8, "microbatches": 16, "boundaries": [1e9] * 3, "grads": [1.0] * 4}
-    place = Placement.linear(4)
-    assert choose(place, **how) == (4, 1)
-    assert choose(place, **how, ep=4, swapped=[1e9] * 4) == (2, 4)
-    assert choose(place, **how, ep=8, swapped=[4e9] * 4) == (1, 8)
+    how = {"microbatches": 16, "boundaries": [1e9] * 3, "grads": [1.0] * 4}
+
+    def chosen(swapped=0.0, size=8, dp=8, **run):
+        return choose(Placement.linear(4), Topology(4, dp, **run), size, **how, swapped=[swapped] * 4)
+
+    assert chosen() == (4, 1)
+    assert chosen(1e9, ep=4) == (2, 4)
+    assert chosen(4e9, ep=8) == (1, 8)
+    folded = {"inner": (2, 2), "dp": 4, "size": 2, "folded": True}  # nodes of eight ranks, four of them of one replica
+    assert chosen(4e9, ep=4, **folded) == (4, 1)
+    assert chosen(4e9, ep=8, **folded) == (1, 2)

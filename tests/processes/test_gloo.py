@@ -19,8 +19,9 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Message, Placement, Program
 from zbc.plan.directory import assemble
+from zbc.plan.groups import gatherings
 from zbc.runtime.features.units import Braids
-from zbc.runtime.transports.network import directions, gatherings
+from zbc.runtime.transports.network import directions
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
 

@@ -17,7 +17,7 @@ from tests.composed import GPT, TOLERANCE, apart, toml
 from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.test_checkpoints import at
-from tests.runtime.test_experts import tables
+from tests.runtime.test_experts import MODEL, tables
 from tests.runtime.weighed import most_held
 from tests.threads import each_parameter, run_threads
 from tests.tiers import few
@@ -31,6 +31,7 @@ from zbc.job.spec import Model
 from zbc.ops import EXPERTS, experts_of, home_of
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.answers import primary
+from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.training.building import runs
 from zbc.training.models.experts import Experts
@@ -103,29 +104,81 @@ WAYS = [
     ),
     ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2, "expert_tp": 2}),
+    ({"schedule": {"kind": "1f1b"}}, {"dp": 2, "ep": 2, "order": [3, 1, 2, 0]}),
+    ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 4, "tp": 2, "cp": 2, "expert_tp": 2}),
+]
+# Whole experts, of groups along tp, then cp, then dp.
+FOLDED = [
+    ({"schedule": {"kind": "1f1b"}}, {"dp": 2, "ep": 4, "tp": 2}),
+    ({"schedule": {"kind": "braid-v"}}, {"ep": 2, "tp": 2, "tp_sequence": True}),
+    ({"schedule": {"kind": "zb-v"}, "model": {"shared_hidden": None}}, {"ep": 2, "tp": 2}),
+    ({"schedule": {"kind": "zb-v"}}, {"cp": 2, "ep": 2}),
+    ({"schedule": {"kind": "1f1b"}, "model": {"shared_hidden": None}}, {"ep": 2, "tp": 2, "tp_sequence": "regather"}),
+    ({"schedule": {"kind": "braid-v"}}, {"cp": 2, "ep": 4, "tp": 2, "tp_sequence": True}),
+    ({"schedule": {"kind": "1f1b"}}, {"ep": 2, "tp": 4}),
+    (
+        {"schedule": {"kind": "1f1b"}, "model": {"heads": 3, "hidden": 24, "shared_hidden": 24}},
+        {"ep": 2, "tp": 3, "dp": 2},  # shares of unequal numbers of tokens
+    ),
+    ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "optimizer"}),
+    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "gradients"}),
+    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 4, "shard": "weights"}),
+    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "cp": 2, "shard": "weights", "exchange": "one-sided"}),
+    ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 4, "ep": 4, "tp": 2, "shard": "all"}),
+    ({"schedule": {"kind": "chimera"}}, {"dp": 2, "ep": 4, "tp": 2, "shard": "all"}),
+    ({"schedule": {"kind": "dualpipe"}}, {"ep": 2, "tp": 2}),
+    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}}, {"dp": 2, "ep": 4, "tp": 2}),
+    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "selective"}}, {"ep": 2, "tp": 2, "tp_sequence": True}),
+    ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 4, "tp": 2}),
+    ({"schedule": {"kind": "1f1b"}, "model": {"first_dense": 1, "ffn_hidden": 40}}, {"ep": 2, "tp": 2}),
+    ({"schedule": {"kind": "1f1b"}, "model": {"dtype": "bfloat16"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "all"}),
+    ({"schedule": {"kind": "zb-h1"}}, {"ep": 2, "tp": 2, "vocabulary": "shared"}),
+    ({"schedule": {"kind": "1f1b"}, "adapter": {"rank": 2}}, {"dp": 2, "ep": 4, "tp": 2}),
+    (
+        {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}},
+        {"ep": 2, "tp": 2},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("way", "parallel"), few(WAYS, 3), ids=str)
+@pytest.mark.parametrize(("way", "parallel"), [*few(WAYS, 3), *few(FOLDED, 3)], ids=str)
 def test_experts_on_several_replicas_train_as_in_one_process(tmp_path, way, parallel):
-    single = plan(tmp_path / "one", {"model": way.get("model", {})}, pp=1)
+    single = plan(tmp_path / "one", {key: way[key] for key in ("model", "adapter") if key in way}, pp=1)
     found = numbers(run_threads(plan(tmp_path / "all", way, **parallel), 3))
     low = "bfloat16" in str(way)
     assert apart(found, numbers(run_threads(single, 3))) <= (0.02 if low else TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shard"), few([("1f1b", "optimizer"), ("zb-v", "none"), ("interleaved-1f1b", "none")], 1)
-)
-def test_experts_on_several_replicas_step_without_a_barrier_to_the_bit(tmp_path, kind, shard):
+AHEAD = [
+    ("1f1b", {"dp": 4, "ep": 2, "shard": "optimizer"}),
+    ("zb-v", {"dp": 4, "ep": 2}),
+    ("interleaved-1f1b", {"dp": 4, "ep": 2}),
+    ("1f1b", {"dp": 2, "tp": 2, "ep": 2, "shard": "optimizer"}),
+    ("zb-v", {"tp": 2, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "parallel"), few(AHEAD, 1))
+def test_experts_on_several_replicas_step_without_a_barrier_to_the_bit(tmp_path, kind, parallel):
     found = []
     for sync in ("post-validate", "before-step"):
         way = {"schedule": {"kind": kind}, "optimizer": {"sync": sync, "clip_grad_norm": 0.5}}
-        workers = run_threads(plan(tmp_path / sync, way, dp=4, ep=2, shard=shard), 3)
+        workers = run_threads(plan(tmp_path / sync, way, **parallel), 3)
         weights = {(worker.rank, name): p for worker, name, p in each_parameter(workers)}
         found.append((numbers(workers), weights))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(weight, found[1][1][key]) for key, weight in found[0][1].items())
+
+
+@pytest.mark.parametrize(
+    "parallel", few([{"dp": 2, "tp": 2, "ep": 4}, {"dp": 2, "tp": 4, "ep": 2, "shard": "all"}], 1), ids=str
+)
+def test_muon_steps_whole_experts_as_in_one_process(tmp_path, parallel):
+    """It makes rounding errors ten times as large."""
+    way = {"schedule": {"kind": "1f1b"}, "optimizer": {"kind": "muon"}}
+    found = numbers(run_threads(plan(tmp_path / "all", way, **parallel), 3))
+    assert apart(found, numbers(run_threads(plan(tmp_path / "one", way, pp=1), 3))) <= 10 * TOLERANCE
 
 
 def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away(tmp_path):
@@ -168,33 +221,51 @@ def test_replicas_that_share_out_experts_freeze_alike(tmp_path, monkeypatch):
     assert apart(found, numbers(run_threads(made, 3))) <= TOLERANCE
 
 
+def files(worker, names):
+    """The names in files of a rank's parameters."""
+    stacks = stacks_of(worker)
+    for name in names:
+        first, own, _ = stacks.get(name, (0, 1, 1))
+        yield from (of_expert(name, place) if name in stacks else name for place in range(first, first + own))
+
+
 def by_expert(workers):
     """As `each_parameter`, stacks expert by expert under their names in files."""
     for worker, name, parameter in each_parameter(workers):
         yield from ((worker, *one) for one in unstacked([(name, parameter)], stacks_of(worker)))
 
 
+SPANS = [{"ep": 2}, {"ep": 4, "tp": 2}, {"ep": 4, "cp": 2}]  # two replicas
+
+
 @pytest.mark.parametrize("asked", few([{"every": 2}, {"every": 1, "delay": 0}], 1), ids=str)
-def test_replicas_that_share_out_experts_average_weights_as_one_replica(tmp_path, asked):
+@pytest.mark.parametrize("parallel", few(SPANS, 2), ids=str)
+def test_replicas_that_share_out_experts_average_weights_as_one_replica(tmp_path, asked, parallel):
     way, average = {"schedule": {"kind": "1f1b"}}, {"share": 1.0} | asked
-    some = run_threads(plan(tmp_path / "some", way, dp=4, ep=2, average=average), 3)
+    some = run_threads(plan(tmp_path / "some", way, dp=4, **parallel, average=average), 3)
     whole = run_threads(plan(tmp_path / "all", way, dp=2, average=average), 3)
     assert apart(numbers(some), numbers(whole)) <= TOLERANCE
-    mine = {(worker.replica // 2, name): p for worker, name, p in by_expert(some)}
-    for worker, name, weight in by_expert(whole):
+    cuts = {name for worker in some for name in worker.features.of(SharedLayers).cuts}
+    mine = {(worker.replica // 2, name): p for worker, name, p in by_expert(some) if name not in cuts}
+    for worker, name, weight in ((w, n, p) for w, n, p in by_expert(whole) if (w.replica, n) in mine):
         torch.testing.assert_close(mine[worker.replica, name], weight, rtol=0, atol=1e-4)
 
 
-def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_once(tmp_path):
+SHARING = [{"dp": 2, "ep": 2, "expert_tp": 2}, {"ep": 2}, {"ep": 2, "tp_sequence": True}]
+
+
+@pytest.mark.parametrize("parallel", SHARING, ids=str)
+def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_once(tmp_path, parallel):
     way = {"schedule": {"kind": "1f1b"}, "model": {"balance_loss": 0.0, "balance_rate": 0.05}}
-    some = run_threads(plan(tmp_path / "some", way, dp=2, ep=2, tp=2), 3)
+    some = run_threads(plan(tmp_path / "some", way, tp=2, **parallel), 3)
     whole = run_threads(plan(tmp_path / "one", {"model": way["model"]}, pp=1), 3)
     assert apart(numbers(some), numbers(whole)) <= TOLERANCE
     for one, other in zip(some[-1].results, whole[-1].results, strict=True):
         assert one.routed == other.routed and one.added == pytest.approx(other.added, rel=1e-5)
     held = dict[tuple[int, str], torch.Tensor]()
     for worker, name, weight in each_parameter(some):
-        if name not in worker.features.of(SharedLayers).cuts:
+        layers = worker.features.of(SharedLayers)
+        if name not in layers.cuts and not name.startswith(layers.own):
             assert torch.equal(held.setdefault((worker.replica, name), weight), weight), name
     assert {name.split(".", 2)[2] for _, name in held if "mlp" in name} == {
         "mlp.router.weight",
@@ -249,9 +320,7 @@ def test_a_rank_has_and_steps_its_own_experts(tmp_path):
     workers = run_threads(made, 1)
     for worker in workers:
         names = {name for owner, one in worker.optimizers.items() if owner <= EXPERTS for name in one.parameters}
-        files = {file for _, file, _ in by_expert([worker])} - {name for _, name, _ in each_parameter([worker])}
-        assert all(".mlp.experts." in name for name in names)
-        mine = {name.split(".experts.")[1].split(".")[0] for name in files}
+        mine = {name.split(".experts.")[1].split(".")[0] for name in files(worker, names)}
         assert mine == ({"0", "1"} if worker.replica % 2 == 0 else {"2", "3"})
     texts = {str(op) for _, _, op in made.program}
     assert {"REDUCE e0", "STEP e0", "REDUCE s0", "STEP s0"} <= texts
@@ -340,10 +409,7 @@ def test_stages_without_experts_train_as_if_nobody_shared_any_out(tmp_path, monk
         assert {home_of(owner) for owner in worker.optimizers if owner <= EXPERTS} == those & worker.stages.keys()
     others = run_threads(whole, 3)
     assert apart(numbers(workers), numbers(others)) <= 1e-6
-    saved = [
-        sorted(name for one in some for name, _ in unstacked(primary(one).items(), stacks_of(one)))
-        for some in (workers, others)
-    ]
+    saved = [sorted(name for one in some for name in files(one, primary(one))) for some in (workers, others)]
     assert saved[0] == saved[1]
     owned_by_all(monkeypatch)
     every = plan(tmp_path / "every", way, ep=2, **parallel)
@@ -375,6 +441,10 @@ RESUMED = [
     ({"dp": 4, "ep": 2, "average": WHOLE}, {"dp": 2, "average": WHOLE}),
     ({"dp": 2, "ep": 2, "tp": 2}, {"dp": 4, "ep": 2, "shard": "all"}),
     ({"dp": 4, "ep": 2, "shard": "all"}, {"dp": 2, "ep": 2, "tp": 2}),
+    ({"dp": 2, "ep": 4, "tp": 2}, {"dp": 2, "ep": 2, "tp": 2, "expert_tp": 2}),
+    ({"dp": 2, "ep": 2, "tp": 2, "expert_tp": 2}, {"dp": 2, "ep": 2, "tp": 4, "shard": "all"}),
+    ({"dp": 2, "ep": 2, "tp": 4, "shard": "optimizer"}, {"cp": 2, "ep": 4, "tp": 2, "tp_sequence": True}),
+    ({"cp": 2, "ep": 2}, {"ep": 2, "tp": 2}),
 ]
 
 
@@ -430,10 +500,17 @@ def test_swaps_take_the_time_of_what_goes_over_the_link():
     assert b - costs(1).of("b") == pytest.approx(each, rel=0.01)
 
 
+OWN = {"model": dict.fromkeys(MODEL) | {"family": "some.module:layers", "layers": 4, "loss": "mse"}}
 REFUSED = [
     ({"model": {"experts": None}}, {"dp": 2, "ep": 2}, "model.experts is not set"),
     ({}, {"dp": 3, "ep": 3}, "does not divide model.experts = 4"),
     ({}, {"dp": 3, "ep": 2}, "does not divide parallel.dp = 3"),
+    ({}, {"cp": 3, "tp": 1, "ep": 2}, "does not divide parallel.cp x parallel.dp = 3"),
+    ({}, {"tp": 2, "ep": 4}, "does not divide parallel.tp x parallel.dp = 2"),
+    ({}, {"tp": 2, "ep": 2, "expert_tp": 2}, "does not divide parallel.dp = 1"),
+    ({}, {"tp": 4, "ep": 2, "expert_tp": 2}, "parallel.expert_tp = 2 is neither 1 nor parallel.tp = 4"),
+    ({}, {"tp": 2, "expert_tp": 1}, "and parallel.ep = 1"),
+    (OWN, {"dp": 2, "tp": 2, "ep": 2}, "layers of your own route all tokens on each"),
     ({"model": {"first_dense": 4}}, {"dp": 2, "ep": 2}, "leaves no block of 4 with experts"),
     ({"model": {"expert_hidden": 49}}, {"tp": 2}, "does not divide model.expert_hidden = 49"),
     ({}, {"dp": 2, "ep": 2, "average": {"every": 1}}, "of which ep = 2 makes one"),
@@ -444,7 +521,7 @@ REFUSED = [
 def test_shares_of_experts_that_cannot_be_are_refused(tmp_path, way, parallel, said):
     found = tables(way)
     found["parallel"] |= parallel
-    if not found["model"]["experts"]:
+    if way == {"model": {"experts": None}}:
         found["model"] = dict(GPT)
     (tmp_path / "zbc.toml").write_text(toml(found))
     with pytest.raises(ZbcError) as caught:
@@ -456,14 +533,21 @@ def test_shares_of_experts_that_cannot_be_are_refused(tmp_path, way, parallel, s
 def test_a_mixture_that_does_not_fit_is_told_that_replicas_may_share_its_experts():
     sizes = {"family": "llama", "layers": 28, "hidden": 2048, "heads": 16, "vocab": 102400, "seq_len": 4096}
     sizes |= {"experts": 64, "top_k": 6, "expert_hidden": 1408, "shared_hidden": 2816}
-    cards = {"device": "cuda", "tflops": 400.0, "memory_gbps": 3350.0, "memory_gib": 80.0, "ranks_per_node": 8}
+    cards = {"device": "cuda", "tflops": 400.0, "memory_gbps": 3350.0, "ranks_per_node": 8}
 
-    def planned(**more):
-        low = {"dtype": "bfloat16", "parameters": "bfloat16"}
-        made = job(model=sizes | low, parallel={"pp": 4, "dp": 8} | more, hardware=cards, schedule={"microbatches": 16})
+    def planned(memory=80.0, **more):
+        low, hardware = {"dtype": "bfloat16", "parameters": "bfloat16"}, cards | {"memory_gib": memory}
+        parallel = {"pp": 4, "dp": 8} | more
+        made = job(model=sizes | low, parallel=parallel, hardware=hardware, schedule={"microbatches": 16})
         return compile_job(made, budget=0.0, suggest=False)
 
     with pytest.raises(ZbcError, match="does not fit") as caught:
         planned()
     assert caught.value.code == "E301" and "parallel.ep" in str(caught.value)
     assert planned(ep=8).memory[0].bytes < 60 * 2**30
+    with pytest.raises(ZbcError, match="does not fit") as caught:
+        planned(16.0, dp=2, tp=4)  # a rank has a quarter of each expert
+    assert "parallel.ep = 8" in str(caught.value)
+    with pytest.raises(ZbcError, match="does not fit") as caught:
+        planned(16.0, dp=1, tp=4)
+    assert "parallel.ep" not in str(caught.value)

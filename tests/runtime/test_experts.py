@@ -173,7 +173,7 @@ WAYS = [
 def tables(way):
     found = settings() | {"model": dict(MODEL), "parallel": {"pp": 2}}
     for table, keys in way.items():
-        found[table] = found.get(table, {}) | keys
+        found[table] = {key: value for key, value in (found.get(table, {}) | keys).items() if value is not None}
     return found
 
 

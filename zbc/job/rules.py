@@ -494,18 +494,33 @@ def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _expert_rules(draft: Draft) -> Iterator[ZbcError]:
-    """E110 for `parallel.ep` without experts, or that does not divide experts and replicas."""
+    """E110 for `parallel.ep` without experts, or that does not divide experts and the ranks of a stage, and for
+    `parallel.expert_tp` without `ep`, or that is neither 1 nor tp."""
     parallel: Parallel | None = draft.sections.get("parallel")
     model: Model | None = draft.sections.get("model")
-    if parallel is None or model is None or parallel.ep == 1:
+    if parallel is None or model is None:
+        return
+    if (asked := parallel.expert_tp) not in (None, parallel.tp if parallel.ep == 1 else 1, parallel.tp):
+        wrong = "is neither 1 nor" if asked != 1 else "and parallel.ep = 1: experts are shared like other layers by"
+        text = f"config: parallel.expert_tp = {asked} {wrong} parallel.tp = {parallel.tp}"
+        hint = "drop expert_tp" + ("" if parallel.ep > 1 else ", or set parallel.ep")
+        yield ZbcError("E110", text, where=draft.document.where(("parallel", "expert_tp")), hint=hint)
+    if parallel.ep == 1:
         return
     where, hint, text = draft.document.where(("parallel", "ep")), "drop ep", ""
+    count = parallel.dp * (listed := parallel.topology.listed)
+    axes = {"tp": parallel.tp if parallel.folded else 1, "cp": parallel.cp, "dp": parallel.dp}
     if model.builtin and not model.experts:
         text = "shares out the experts of a block, and model.experts is not set"
+    elif parallel.folded and not model.builtin:
+        text = "shares out whole experts over ranks that share layers, and layers of your own route all tokens on each"
+        hint = f"set parallel.expert_tp = {parallel.tp}"
     elif model.experts and model.experts % parallel.ep:
         text, hint = f"does not divide model.experts = {model.experts}", "use a divisor of both, or 1"
-    elif parallel.dp % parallel.ep:
-        text, hint = f"does not divide parallel.dp = {parallel.dp}", f"set dp = {parallel.ep} or a multiple of it"
+    elif count % parallel.ep:
+        ranks = " x ".join(f"parallel.{axis}" for axis, size in axes.items() if size > 1 or axis == "dp")
+        text = f"does not divide {ranks} = {count}"
+        hint = f"set dp = {parallel.ep // math.gcd(parallel.ep, listed)} or a multiple of it"
     if text:
         yield ZbcError("E110", f"config: parallel.ep = {parallel.ep} {text}", where=where, hint=hint)
 
@@ -518,7 +533,7 @@ def _average_rules(draft: Draft) -> Iterator[ZbcError]:
     if parallel.dp == 1 and parallel.world is None:
         text = "config: parallel.average averages the weights of replicas, and parallel.dp is 1"
         yield ZbcError("E115", text, where=where, hint="set parallel.dp to 2 or more, or drop average")
-    elif parallel.ep == parallel.dp and parallel.dp > 1:
+    elif parallel.topology.span == parallel.dp > 1:
         text = f"config: parallel.average averages weights of several replicas, of which ep = {parallel.ep} makes one"
         hint = f"set parallel.dp to a multiple of {parallel.ep}, or drop average"
         yield ZbcError("E115", text, where=where, hint=hint)

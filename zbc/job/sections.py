@@ -15,6 +15,7 @@ from zbc.job.model_section import Model
 from zbc.job.ramp import Phase
 from zbc.job.section import Amount, Count, Gib, Ms, NotNegative, Positive, Rate, Section, Us
 from zbc.job.unread import reads_attention
+from zbc.topology import Topology, inner_of
 
 ACTIVATIONS = ("keep", "selective", "recompute", "offload", "selective+offload", "recompute+offload", "auto")
 
@@ -61,7 +62,12 @@ class Parallel(Section):
         'also "auto"',
     )
     ep: Count = Field(
-        1, description='neighbouring replicas that share out the experts of each block; with world also "auto"'
+        1, description='neighbouring ranks that share out the experts of each block; with world also "auto"'
+    )
+    expert_tp: Count | None = Field(
+        None,
+        description="ranks that share each expert: 1, and each of the tp ranks routes a part of the tokens to whole "
+        "experts; or tp; default: 1 with ep, else tp",
     )
     tp_sequence: bool | Literal["regather"] = Field(
         False,
@@ -120,6 +126,22 @@ class Parallel(Section):
     def copies(self) -> int:
         """The number of ranks of a run that hold the same part of a stage, in one pipe."""
         return self.dp * self.cp
+
+    @property
+    def folded(self) -> bool:
+        """Whether ranks that share layers have whole experts."""
+        return self.tp > 1 and self.ep > 1 and self.expert_tp in (None, 1)
+
+    @property
+    def topology(self) -> Topology:
+        """The axes of a run of one pipe."""
+        order, inner = tuple(self.order or ()), inner_of(self)
+        return Topology(self.pp, self.dp, node=self.node, inner=inner, order=order, ep=self.ep, folded=self.folded)
+
+    @property
+    def of_experts(self) -> int:
+        """The number of ranks of a run that hold the same experts, in one pipe."""
+        return self.topology.listed * self.dp // self.ep
 
     @property
     def regathers(self) -> bool:

@@ -1,8 +1,8 @@
 """Expands the number of ranks of a job and its batch size into the possible pp, dp and microbatches.
 
 `parallel.world` stands for every pp x dp x cp x tp = world, with the given cp and tp, or with every one that fits on a
-node if it is "auto"; likewise for parallel.ep = "auto". `schedule.batch` stands for batch / (dp x microbatch_size)
-microbatches.
+node if it is "auto"; parallel.ep = "auto" for every ep of these ranks. `schedule.batch` stands for
+batch / (dp x microbatch_size) microbatches.
 If a key and the keys it stands for are both given, the command line takes precedence, then the file that extends the
 other; within one file it is E116.
 """
@@ -26,11 +26,12 @@ TP, EP, CP = ("parallel", "tp"), ("parallel", "ep"), ("parallel", "cp")
 # Keys without effect in a shape without replicas, or without ranks that share layers.
 OF_REPLICAS = (("parallel", "shard"), ("parallel", "exchange"), ("memory", "resident"))
 OF_SHARED_LAYERS = (("parallel", "tp_sequence"),)
+OF_EXPERTS = (("parallel", "expert_tp"),)
 
 
 class Shape(NamedTuple):
     """Ranks of a pipeline, replicas, and microbatches of each; `why`: reason that it cannot be planned; `tp`, `cp`:
-    ranks that share layers or tokens, `ep`: replicas that share out experts."""
+    ranks that share layers or tokens, `ep`: ranks that share out experts."""
 
     pp: int
     dp: int
@@ -98,6 +99,8 @@ class World:
         """The job with one of the shapes, at the places of the keys that it comes from, and without settings of
         replicas or of ranks that share layers if the shape has none."""
         document = _applying(self.document, shape.copies, shape.tp, replicated=self.replicated)
+        for path in () if shape.ep > 1 and shape.tp > 1 else OF_EXPERTS:
+            document = _without(document, path)
         for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
             document = _with(document, path, number)
         for path, number in ((TP, shape.tp), (EP, shape.ep), (CP, shape.cp)):
@@ -139,7 +142,7 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
     bare = _without(_without(document, WORLD), BATCH)
     inner = ((cp, tp) for tp in _shared(document, count) for cp in _contexts(document, count, tp))
     some = (shape for cp, tp in inner for shape in _shapes(document, count, fixed, samples, cp, tp))
-    shapes = tuple(shape._replace(ep=ep) for shape in some for ep in _experts(document, shape.dp))
+    shapes = tuple(shape._replace(ep=ep) for shape in some for ep in _experts(document, shape))
     opened = World(bare, shapes, replicated)
     only = opened.shapes[0]
     return opened.of(only) if len(opened.shapes) == 1 and only.microbatches else opened
@@ -284,17 +287,16 @@ def _contexts(document: Document, world: int, tp: int) -> list[int]:
     return [cp for cp in range(1, room + 1) if room % cp == 0 and (cp == 1 or chunks % (2 * cp) == 0)]
 
 
-def _experts(document: Document, dp: int) -> list[int]:
-    """Possible ep: the common divisor of the given number and dp, or all divisors of dp and experts within a node."""
+def _experts(document: Document, shape: Shape) -> list[int]:
+    """Possible ep: the common divisor of the given number and the ranks that may share out experts, or all divisors of
+    these and of the experts."""
     asked, model = document.values["parallel"].get("ep", 1), document.values.get("model")
+    ranks = shape.copies * (shape.tp if document.values["parallel"].get("expert_tp", 1) == 1 else 1)
     if asked != "auto":
-        return [math.gcd(asked, dp)]
-    hardware = document.values.get("hardware")
-    node = hardware.get("ranks_per_node") if isinstance(hardware, Mapping) else None
+        return [math.gcd(asked, ranks)]
     count = model.get("experts") if isinstance(model, Mapping) else None
-    most = math.gcd(dp, count) if type(count) is int and count > 0 else 1
-    room = node if type(node) is int and node > 0 else _NODE or most
-    return [ep for ep in range(1, min(most, room) + 1) if most % ep == 0]
+    most = math.gcd(ranks, count) if type(count) is int and count > 0 else 1
+    return [ep for ep in range(1, most + 1) if most % ep == 0]
 
 
 def _shapes(

@@ -91,15 +91,16 @@ def meeting(manifest: Manifest, op: Op, rank: int) -> tuple[int, ...]:
     program = program_of(manifest, ((),) * manifest.ranks)
     run, seat = manifest.topology, manifest.topology.of(rank)
     together = program.together // program.cp  # neighbouring replicas
-    ranks = run.ranks((seat.pp,) if program.apart(op) else program.members(op), seat.at)
-    ranks = tuple(other for other in ranks if run.of(other).dp // together == seat.dp // together)
-    return _alike(manifest, ranks, rank) if op.stage <= EXPERTS else ranks
+    of = (seat.pp,) if program.apart(op) else program.members(op)
+    ranks = run.alike(of, rank) if op.stage <= EXPERTS else run.ranks(of, seat.at)
+    return tuple(other for other in ranks if run.of(other).dp // together == seat.dp // together)
 
 
 def averaging(manifest: Manifest, rank: int) -> tuple[int, ...]:
     """The ranks of a run that average weights with `rank`."""
-    seat = manifest.topology.of(rank)
-    return _alike(manifest, manifest.topology.ranks((seat.pp,), seat.at), rank)
+    run = manifest.topology
+    seat = run.of(rank)
+    return tuple(sorted({*run.ranks((seat.pp,), seat.at)} & {*run.alike((seat.pp,), rank)}))
 
 
 def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
@@ -107,14 +108,8 @@ def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
     program = program_of(manifest, ((),) * manifest.ranks)
     run, seat, op = manifest.topology, manifest.topology.of(rank), Op(MAKER["total"], owner)
     at = seat.at if owner == WORDS else ()  # other parts of layers are put together, or taken from the first rank
-    ranks = run.ranks((seat.pp,) if program.apart(op) else program.members(op), at)
-    return _alike(manifest, ranks, rank) if owner <= EXPERTS else ranks
-
-
-def _alike(manifest: Manifest, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The `ranks` whose replicas have the same experts as the replica of `rank`."""
-    run, ep = manifest.topology, manifest.ep or 1
-    return tuple(other for other in ranks if run.of(other).dp % ep == run.of(rank).dp % ep)
+    of = (seat.pp,) if program.apart(op) else program.members(op)
+    return run.alike(of, rank) if owner <= EXPERTS else run.ranks(of, at)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------

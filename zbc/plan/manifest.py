@@ -19,7 +19,7 @@ VERSION = 1
 MANIFEST = "plan.json"
 # Fields that a manifest has only if they differ from their defaults.
 OPTIONAL = frozenset(
-    {"averages", "balance", "cp", "cuts", "dense", "duplex", "edges", "ep", "flushless", "one_sided", "scatters"}
+    {"averages", "balance", "cp", "cuts", "dense", "duplex", "edges", "ep", "flushless", "folded", "one_sided"}
     | {"vocabulary"}
 )
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
@@ -103,7 +103,8 @@ class Manifest(_Strict):
     cuts: list[Index] = []  # starts of the slices in the sequence, and its end; absent for one slice
     flushless: bool = False  # the ops are the body of a cycle: steps follow one another without a flush
     duplex: bool = False  # a rank copies to its host and back at once; else it runs one copy at a time
-    ep: Index = 0  # expert parallelism: neighbouring replicas that share out the experts of a block; 0: each has all
+    ep: Index = 0  # expert parallelism: neighbours that share out the experts of a block; 0: each rank has all
+    folded: bool = False  # these are neighbours along tp first: each has whole experts; else parts, as of all layers
     dense: list[Index] = []  # the stages without experts, if `ep`
     averages: Index = 0  # replicas average weights and sum no gradients: 1, applied a step later; 2, at once
     balance: Unequal | None = None  # absent if all replicas have the same number of microbatches
@@ -146,7 +147,7 @@ class Manifest(_Strict):
         counts = tuple(len(set(ranks)) for ranks in self.placement) if pipes > 1 else ()
         replicas = counts if sum(counts) == self.ranks else ()
         axes = self.ranks, self.copies, pipes, node, self.slices, self.microbatches, inner_of(self)
-        return Topology(*axes, order, replicas, self._hosts)
+        return Topology(*axes, order, replicas, self._hosts, self.ep, self.folded)
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -449,8 +449,8 @@ def _save(run: _Run) -> None:
     run.watchdog.phase("writing its weights")
     settings = Settings.of(worker.plan.manifest)
     model, source = settings.model, hfexport.begun_with(settings.pretrained)
-    holders, replicas = worker.placement, range(worker.plan.manifest.ep or 1)
-    writers = sorted({worker.topology.rank(r, holders.rank_of(s)) for s in range(holders.stages) for r in replicas})
+    first = [worker.topology.rank(0, worker.placement.rank_of(s)) for s in range(worker.placement.stages)]
+    writers = sorted({rank for one in first for rank in worker.topology.sharing(one)})
     averaged = settings.optimizer.ema is not None and not run.options.save_raw
     for feature in worker.features if averaged else ():
         feature.evaluates(worker)
@@ -495,11 +495,12 @@ def _uncut(worker: Worker) -> dict[str, Tensor]:
     layers = worker.features.of(SharedLayers)
     cuts, group = layers.cuts, layers.group
     if group is not None:
-        found = {
+        whole = {
             name: nn.Parameter(cuts[name].collect(p.data, group), p.requires_grad) if name in cuts else p
             for name, p in found.items()
         }
-    return {} if worker.share else dict(unstacked(found.items(), stacks_of(worker)))
+        found = {name: p for name, p in whole.items() if not worker.share or name.startswith(layers.own)}
+    return dict(unstacked(found.items(), stacks_of(worker)))
 
 
 def _end(run: _Run) -> None:

@@ -17,6 +17,7 @@ from zbc.ir import Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.ops import At, Lane
 from zbc.plan.directory import judges
+from zbc.plan.groups import of_replica
 from zbc.runtime.core import exhausted
 from zbc.runtime.core.answers import squares
 from zbc.runtime.core.optimizer import Masters, build_optimizer
@@ -32,7 +33,7 @@ from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.offload import Offloads
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.seeding import seed_of, seeded
-from zbc.runtime.transports.network import directions, of_replica, rounds
+from zbc.runtime.transports.network import directions, rounds
 from zbc.runtime.transports.transport import Letter
 from zbc.training import devices
 from zbc.training.building.context import Settings

@@ -120,9 +120,11 @@ def ways(job: Job, worst: RankMemory) -> list[str]:
         found.append((part * moving, f"schedule.microbatch_size = {fewer} with schedule.microbatches = {count}"))
     if model.builtin and (model.seq_len or 1) % (4 * parallel.cp) == 0:
         found.append((moving / 2, f"parallel.cp = {2 * parallel.cp}"))
-    most = math.gcd(parallel.dp, model.experts or 1)
-    if (more := next((n for n in range(parallel.ep + 1, most + 1) if most % n == 0), None)) is not None:
-        found.append(((1 - parallel.ep / more) * (resident + worst.optimizer), f"parallel.ep = {more}"))
+    folds = model.builtin and parallel.expert_tp in (None, 1)
+    most, parts = math.gcd(parallel.copies * (parallel.tp if folds else 1), model.experts or 1), parallel.ep
+    parts *= parallel.tp if folds and not parallel.folded else 1  # of all experts, of which a rank has one
+    if (more := next((n for n in range(parts + 1, most + 1) if most % n == 0), None)) is not None:
+        found.append(((1 - parts / more) * (resident + worst.optimizer), f"parallel.ep = {more}"))
     if parallel.copies > 1 and job.shard == "none":
         found.append(((1 - 1 / parallel.copies) * worst.optimizer, 'parallel.shard = "optimizer"'))
     return [way for _, way in sorted(found, key=lambda entry: -entry[0])]

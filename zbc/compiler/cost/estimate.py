@@ -268,6 +268,7 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     dense: dict[str, Any] = {
         "mlp": model.mlp_width // job.parallel.tp,
         **dict.fromkeys(("experts", "choices", "top_k", "common"), 0),
+        "fold": 1,
     }
     blocks = {
         kind: replace(
@@ -336,14 +337,15 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
     model = job.model
     if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
         return None
-    tp = job.parallel.tp  # each of these ranks has a part of every matrix, and of the vocabulary
+    # Each of the tp ranks has a part of every matrix, and of the vocabulary; but experts are whole with a `fold`.
+    tp, fold = job.parallel.tp, job.parallel.topology.fold
     return Sizes(
         fp8=model.matmul == "fp8",
         hidden=model.hidden,
         heads=max(1, (model.heads or 1) // tp),
         queries=(model.heads or 1) * model.head_width // tp,
         keys=model.kv_width // tp,
-        mlp=(model.expert_width if model.experts else model.mlp_width) // tp,
+        mlp=model.expert_width * fold // tp if model.experts else model.mlp_width // tp,
         gated=model.family == "llama",
         cuda=job.hardware.device == "cuda",
         vocab=-(-model.vocab // tp),
@@ -367,7 +369,8 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         experts=(model.experts or 0) // job.parallel.ep,
         choices=model.experts or 0,
         by_matrix=job.optimizer.kind == "muon",
-        top_k=model.met,
+        top_k=model.met / fold,
+        fold=fold,
         uneven=model.imbalance if job.parallel.ep > 1 else 1.0,
         common=(model.shared_hidden or 0) // tp,
         past=past,

@@ -169,7 +169,7 @@ def block(z: Sizes) -> Footprint:
     around = 0 if z.common else spread  # which a shared expert keeps
     routed = 2 * z.met * h if z.experts else 0
     # The output of the shared expert, before its gate.
-    own = h if z.common else 0
+    own = h * z.weighed if z.common else 0
     inside = (1 if z.experts else 2) * h + z.mixed + routed + own + (4 if z.gated else 2) * f
     read = router_inputs(z)
 
@@ -182,7 +182,11 @@ def block(z: Sizes) -> Footprint:
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     gathers = n * (2 * k * z.cp + 4 * k - 2 * q - (4 if z.gated else 2) * f) * t if z.cp > 1 else 0.0
     act_b = (2 * (z.stream * h + z.norm) + z.behind) * z.own
-    act_b += (z.head_norms + inside * n + z.logs + z.router + z.orders + n * (z.common > 0)) * t + read + 8 * z.choices
+    act_b += (
+        (z.head_norms + inside * n + z.logs + z.router + z.orders + n * z.weighed * (z.common > 0)) * t
+        + read
+        + 8 * z.choices
+    )
     rise_w, rise_bw = (None, _rise_of_experts(z, act_b) + around) if z.experts else _rises(z, grad)
     more_b = (3 if z.gated else 2) * f * n * t + grad + spread - z.left
     if z.experts:  # the shared expert runs before or after the others, and these between the rows of all
@@ -195,9 +199,9 @@ def block(z: Sizes) -> Footprint:
         more_bw, first_bw = more_bw + around, first_bw + around
     return Footprint(
         act_b=act_b,
-        act_w=(2 * h + 2 * z.met * h + own + (z.common > 0) + 2 * q + 2 * k + (3 if z.gated else 2) * f) * n * t
+        act_w=(2 * h + 2 * z.met * h + (h + 1) * (z.common > 0) + 2 * q + 2 * k + (3 if z.gated else 2) * f) * n * t
         + read
-        + z.choices * n * z.own,
+        + z.choices * n * z.scored,
         entry=z.stream * h * z.own + 8 * z.top_k * t,  # and the chosen experts
         result=z.stream * h * z.own,
         loose=z.stream * h * z.own * z.copied,
@@ -236,9 +240,11 @@ def router_inputs(z: Sizes, *, again: bool = False) -> float:
     selective recompute, `again`, all that read the same tensor share a cast."""
     if not z.experts:
         return 0.0
-    router, beside = z.hidden * z.width * z.own, z.hidden * z.width * z.tokens
+    router, beside = z.hidden * z.width * z.scored, z.hidden * z.width * z.tokens
     if again:
         return router + beside * z.kept_beside
+    if z.fold > z.shared and z.common:  # the router reads a copy of its rows, the shared expert and its gate all
+        return router + beside * (1 + z.cast)
     return beside + router * (2 if z.cast else z.shared > 1) if z.common else router
 
 
@@ -251,9 +257,10 @@ def sent_back(z: Sizes, *, again: bool) -> float:
         gate, wide = z.width * z.tokens, (2 if z.gated else 1) * (1 if again else 2) * z.common * z.width * z.tokens
         sent = max(sent - wide - low - gate, 3 * low + gate)
     kept = not z.cast and (z.kept_beside if again else z.common)  # by the shared expert
-    given = stream * z.tokens * (z.shared > 1 and not kept)
-    normed = stream * z.own * ((again or z.cast) and not (kept and z.shared == 1))
-    return sent + given + normed + (4 * z.choices + 8 * z.top_k) * z.tokens - stream * z.own
+    copies = z.fold > z.shared  # rows to route, of tokens that nothing else keeps
+    given = stream * z.tokens * (z.shared > 1 and not kept) if z.fold == 1 else stream * z.routed * (copies and z.cast)
+    normed = stream * z.own * ((again or z.cast or (copies and not z.common)) and not (kept and z.shared == 1))
+    return sent + given + normed + 4 * z.choices * z.routed + 8 * z.top_k * z.tokens - stream * z.own
 
 
 def outside(z: Sizes) -> float:
@@ -278,7 +285,7 @@ def regathered(z: Sizes) -> Footprint:
     own = z.hidden * z.width * z.own
     whole = replace(whole, more_f=max(whole.more_f, sent_back(z, again=True)))
     if z.experts < z.choices:  # gradients of the rows in two orders, as in a block's B
-        wide = z.met * (3 * z.hidden - (z.mlp if z.gated else 0)) * z.width - 4 * z.choices - 8 * z.top_k
+        wide = z.met * (3 * z.hidden - (z.mlp if z.gated else 0)) * z.width - 4 * z.choices / z.fold - 8 * z.top_k
         whole = whole.at_least(0.0, wide * z.tokens)
     return whole.remade(2 * z.norm * z.own + tokens + own, 0.0)
 

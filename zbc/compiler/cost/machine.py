@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from zbc.job.links import LinkTable
 from zbc.job.spec import Hardware, Job
-from zbc.topology import Topology, inner_of
+from zbc.topology import Topology
 
 # What a message costs each of its ranks: us of the host, and a share of its transfer (evidence: docs/costs.md).
 _MESSAGE = {"cuda": (15.0, 0.06), "cpu": (15.0, 0.7)}
@@ -110,13 +110,7 @@ class Machine:
             near,
             far,
             given.ranks_per_node,
-            Topology(
-                job.parallel.pp,
-                job.parallel.dp,
-                node=job.parallel.node,
-                inner=inner_of(job.parallel),
-                order=tuple(job.parallel.order or ()),
-            ),
+            job.parallel.topology,
             job.links,
         )
 
@@ -147,13 +141,23 @@ class Machine:
         latency, speed = self._slowest(pair for ranks in self.topology.circles(axis) for pair in _ring(ranks))
         return latency + halves * (count - 1) / count * size / speed
 
-    def swap_ms(self, size: float, ep: int) -> float:
-        """ms of an all-to-all: each of `ep` neighbouring replicas of a rank sends the others shares of `size` bytes."""
-        run = self.topology
-        blocks = (range(first, first + ep) for first in range(0, run.dp, ep))
-        groups = [[run.rank(dp, pp) for dp in block] for block in blocks for pp in range(run.pp)]
-        latency, speed = self._slowest(pair for ranks in groups for pair in combinations(ranks, 2))
+    def swap_ms(self, size: float) -> float:
+        """ms of an all-to-all: each rank sends shares of `size` bytes to those that share out experts with it."""
+        run, ep = self.topology, self.topology.ep
+        groups = {run.sharing(rank) for rank in range(run.world)}
+        # Neighbours, and both ends, are on as many nodes as all pairs.
+        pairs = _ring if self.links is None else _pairs
+        latency, speed = self._slowest(pair for ranks in groups for pair in pairs(ranks))
         return latency + (ep - 1) / ep * size / speed
+
+    def experts_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
+        """ms of a ring all-reduce of `size` bytes over the ranks with the same experts, as `sum_ms`; 0 for one rank."""
+        rings = self.topology.experts(holders).values()
+        count = max(map(len, rings))
+        if count == 1:
+            return 0.0
+        latency, speed = self._slowest(pair for ranks in rings for pair in _ring(ranks))
+        return latency + halves * (count - 1) / count * size / speed
 
     def between(self, a: int, b: int) -> Link:
         """The link between two ranks of the run."""
@@ -180,6 +184,10 @@ class Machine:
             return 0.0
         latency, speed = self._slowest(pair for ranks in rings for pair in _ring(ranks))
         return latency + halves * (count - 1) / count * size / speed
+
+
+def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return combinations(ranks, 2)
 
 
 def _ring(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -3,12 +3,14 @@
 A node of n ranks holds n neighbours of one pipeline, or fewer neighbours of several replicas. Of all such blocks that
 tile the run, the one with the fewest bytes between nodes per step is taken: two tensors per microbatch over every
 pipeline edge that leaves a node, 2(n-1)/n of a stage's gradients over every edge that leaves a node in the ring of its
-n ranks, and the rows that expert-parallel replicas exchange across nodes.
+n ranks, and the rows that ranks with other experts exchange across nodes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from zbc.ir import Placement
@@ -17,23 +19,22 @@ from zbc.topology import Topology
 
 def choose(
     placement: Placement,
-    dp: int,
+    run: Topology,
     size: int,
     microbatches: int,
     boundaries: Sequence[float],
     grads: Sequence[float],
     *,
     together: bool = False,
-    ep: int = 1,
     swapped: Sequence[float] = (),
 ) -> tuple[int, int]:
-    """Returns the pipeline neighbours, and the replicas of each, in a node of `size` ranks.
+    """Returns the pipeline neighbours, and the replicas of each, of a run in a node of `size` ranks of pipelines.
 
     `boundaries` are the bytes of the tensor after each stage but the last, `grads` the bytes of each stage's gradients,
-    `swapped` the bytes of rows per microbatch that each of `ep` replicas exchanges, by stage. `together`: all replicas
+    `swapped` the bytes of rows per microbatch that each rank of a run exchanges, by stage. `together`: all replicas
     of a rank on one node, if possible. On a tie the replicas of the pipeline come one after another.
     """
-    p = placement.ranks
+    p, dp = placement.ranks, run.dp
     if size >= p * dp:
         return p, 1
     blocks = [(size // k, k) for k in range(1, size + 1) if size % k == 0]
@@ -43,19 +44,20 @@ def choose(
         alike or ((p, 1), *tiles),
         key=lambda tile: (
             between(Topology(p, dp, node=tile), placement, size, microbatches, boundaries, grads)
-            + _swaps(Topology(p, dp, node=tile), placement, size, ep, [microbatches * each for each in swapped])
+            + _swaps(replace(run, node=tile), placement, size, [microbatches * each for each in swapped])
         ),
     )
 
 
-def _swaps(topology: Topology, placement: Placement, size: int, ep: int, swapped: Sequence[float]) -> float:
-    """Bytes of expert rows that a step sends between nodes: each rank sends equal shares to its `ep` replicas."""
+def _swaps(run: Topology, placement: Placement, size: int, swapped: Sequence[float]) -> float:
+    """Bytes of expert rows that a step sends between nodes: each rank sends equal shares to those with other experts;
+    per rank of a pipeline, as the other bytes, of the ranks that it is subdivided into."""
     total = 0.0
     for stage, rows in enumerate(swapped):
-        for first in range(0, topology.dp, ep):
-            for rank in placement.holders(stage):
-                node = [topology.rank(dp, rank) // size for dp in range(first, first + ep)]
-                total += sum(a != b for a in node for b in node) * rows / ep
+        for pp in placement.holders(stage) if rows else ():
+            for group in {run.sharing(rank) for rank in run.held(pp)}:
+                counts = Counter(rank // (size * run.width) for rank in group).values()
+                total += (len(group) - sum(count * count for count in counts) / len(group)) * rows / run.width
     return total
 
 

@@ -272,13 +272,12 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
     swapped = [4 * one for one in _swapped(job, stages, table)] if parallel.ep > 1 else []  # in F and B, and back
     node = nodes.choose(
         placement,
-        parallel.dp,
+        parallel.topology,
         size,
         job.schedule.microbatches,
         sent,
         grads,
         together=together,
-        ep=parallel.ep,
         swapped=swapped,
     )
     return replace(job, parallel=parallel.model_copy(update={"node": node}))
@@ -390,25 +389,31 @@ def _ahead(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], ba
 
 def _sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
     """ms of tensor-parallel collectives in F and in B: two in a block, one after the embedding's look-up, one before
-    the head. Before the weights of experts is one more, of a few numbers per token."""
-    z, measured, last = estimate.sizes_of(job), job.profile, len(table) - 1
+    the head. Before the weights of experts is one more, of a few numbers per token. If experts are whole, only a shared
+    one has those of an MLP; the tokens' outputs are all-gathered, unless ranks share the tokens anyway."""
+    z, measured, last, machine = estimate.sizes_of(job), job.profile, len(table) - 1, Machine.of(job)
     size = 0.0 if z is None else float(z.tokens * z.hidden * z.width)
     sums = None if measured is None else measured.sums
     if not job.parallel.tp_sequence:
-        one = Machine.of(job).shared_ms("tp", size) if sums is None else sums.ms(size)
+        one = machine.shared_ms("tp", size) if sums is None else sums.ms(size)
         first, ends = (1.0, 0.0), (0.0, 1.0)  # of the embedding, and of the head, in F and in B
     else:  # an all-gather of the tokens, a reduce-scatter after it
-        one = 2 * Machine.of(job).shared_ms("tp", size, halves=1) if sums is None else sums.ms(size)
+        one = 2 * machine.shared_ms("tp", size, halves=1) if sums is None else sums.ms(size)
         first = ends = (0.5, 0.5)
     routed = 4.0 * z.tokens * (z.top_k + bool(z.common)) if z is not None and z.experts else 0.0
-    weights = 0.0 if not routed else Machine.of(job).shared_ms("tp", routed) if sums is None else sums.ms(routed)
+    weights = 0.0 if not routed else machine.shared_ms("tp", routed) if sums is None else sums.ms(routed)
+    more, blocks = (0.0, weights), [sum(i in job.model.routed for i in part) for part in stages]
+    if job.parallel.folded:
+        gather = machine.shared_ms("tp", size, halves=1) if sums is None else sums.ms(size) / 2
+        more = (one * (bool(z and z.common) - 1) + gather * (not job.parallel.tp_sequence),) * 2
     forward, backward = (
-        tuple(one * sum(first[way] if i == 0 else ends[way] if i == last else 2 for i in part) for part in stages)
+        tuple(
+            one * sum(first[way] if i == 0 else ends[way] if i == last else 2 for i in part) + more[way] * routed_by
+            for part, routed_by in zip(stages, blocks, strict=True)
+        )
         for way in (0, 1)
     )
-    return forward, tuple(
-        ms + weights * sum(i in job.model.routed for i in part) for ms, part in zip(backward, stages, strict=True)
-    )
+    return forward, backward
 
 
 def _gathers(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
@@ -424,10 +429,10 @@ def _gathers(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) 
 def _swaps(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
     """ms of expert-parallel all-to-alls in F and in B: two in every block, to the experts and back, of a row for each
     choice of a token, after an exchange of their counts."""
-    machine, ep, blocks = Machine.of(job), job.parallel.ep, [sum(bool(table[i].apart) for i in part) for part in stages]
+    machine, blocks = Machine.of(job), [sum(bool(table[i].apart) for i in part) for part in stages]
     rows = _swapped(job, stages, table)
-    each = [machine.swap_ms(one / count, ep) if count else 0.0 for one, count in zip(rows, blocks, strict=True)]
-    counts = machine.swap_ms(0.0, ep)
+    each = [machine.swap_ms(one / count) if count else 0.0 for one, count in zip(rows, blocks, strict=True)]
+    counts = machine.swap_ms(0.0)
     found = tuple(count * (2 * ms + counts) for count, ms in zip(blocks, each, strict=True))
     return found, found
 
@@ -559,7 +564,7 @@ def _with_sums(
         words = vocabulary.pool_ms(job) if job.vocabulary else 0.0
         once = _sum(job, tied, placement.holders(placement.ends[0]), 2) if tied else 0.0
         columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
-        among = _parts(parallel.ep * parallel.cp) / _parts(parallel.dp * parallel.cp)
+        among = _parts(parallel.topology.span * parallel.cp) / _parts(parallel.dp * parallel.cp)
         columns["reduce"] = tuple(among * ms for ms in reduce)
     if parallel.ep > 1:
         costs = replace(costs, experts=stage_bytes.of_experts(job, placement, stages, table))
@@ -567,7 +572,7 @@ def _with_sums(
         summed = tuple(_apart(job, one.summed, ranks, halves) for one, ranks in of)
         columns |= {"reduce e": summed, "average e": tuple(share * ms for ms in summed)}
         of = [(one, ranks[:1] if stage_bytes.by_pipe(parallel) else ranks) for one, ranks in of]
-        rows = [parallel.copies * len(set(ranks)) // parallel.ep for _, ranks in of]  # in addition to each rank's own
+        rows = [parallel.of_experts * len(set(ranks)) for _, ranks in of]  # in addition to each rank's own
         columns["gather e"] = tuple(
             _apart(job, one.gathered * n / (n + 1), ranks, 1) for n, (one, ranks) in zip(rows, of, strict=True)
         )
@@ -576,13 +581,11 @@ def _with_sums(
 
 def _apart(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
     """ms of a collective over the replicas that have the same experts: `halves` = 2 an all-reduce, 1 half of it."""
-    every, ep = job.parallel.copies * len(set(holders)), job.parallel.ep
-    if every == ep or not size:
+    if job.parallel.of_experts * len(set(holders)) == 1 or not size:
         return 0.0
     if job.costs.reduce is not None:
         return job.costs.reduce * halves / 2
-    # At the speed of a collective over all replicas, in fewer parts.
-    return Machine.of(job).sum_ms(size, holders, halves=halves) * _parts(every / ep) / _parts(every)
+    return Machine.of(job).experts_ms(size, holders, halves=halves)
 
 
 def _parts(ranks: float) -> float:

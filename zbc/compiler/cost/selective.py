@@ -191,11 +191,11 @@ def _steps(z: Sizes, *, attention: bool, split: bool, first: bool, stays: bool) 
     if z.tp > 1:
         meet()
         add(*((whole, own, -whole, -whole) if gathers else (whole, -whole)))
-    add(n * z.choices * z.own - z.router * t - order, mine)
+    add(n * z.choices * z.scored - z.router * t - order, mine)
     if z.kept_beside:
         add(own, -2 * own)
     add(*(() if z.common else normed), -own * z.cast)
-    weight(h * z.choices, here, n * z.choices * z.own)
+    weight(h * z.choices, here, n * z.choices * z.scored)
     add((own - mine) * z.cast, own, -2 * own, GRAD_BYTES * h * stays)
     add(back, own - back - inside, -2 * own, own)  # the norm's input is freed; the sum with the given gradient
     late = len(steps)

@@ -39,7 +39,8 @@ class Sizes:
     qk_whole: bool = False  # olmoe: of all heads' together
     experts: int = 0  # parallel MLPs of width `mlp` on a rank
     choices: int = 0  # experts of all ranks that share them out, of which a token visits `top_k`
-    top_k: int = 0
+    top_k: float = 0  # divided by `fold`
+    fold: int = 1  # ranks that share the layer and each route their part of the tokens, to whole experts
     uneven: float = 1.0  # rows that a rank's experts get, relative to even loads
     common: int = 0  # width of the shared expert, which all tokens visit
     around: bool = False  # norms before and after attention and MLP
@@ -69,6 +70,21 @@ class Sizes:
     def own(self) -> float:
         """Tokens of a rank outside of the linear layers."""
         return self.tokens / self.shared
+
+    @property
+    def routed(self) -> float:
+        """Tokens whose experts a rank chooses."""
+        return self.tokens / self.fold
+
+    @property
+    def scored(self) -> float:
+        """Tokens that the router of a rank reads."""
+        return self.tokens / max(self.shared, self.fold)
+
+    @property
+    def weighed(self) -> float:
+        """The share of the tokens for which a rank weighs the output of the shared expert."""
+        return 1 / self.shared if self.fold > 1 else 1
 
     @property
     def matrices(self) -> int:
@@ -178,14 +194,14 @@ class Sizes:
         return self.common > 0 and self.tp > 1
 
     @property
-    def orders(self) -> int:
+    def orders(self) -> float:
         """Bytes per token of the places of its rows among those of all experts, there and back; int64."""
         return 8 * self.top_k * (5 if self.experts < self.choices else 3)
 
     @property
-    def router(self) -> int:
+    def router(self) -> float:
         """Bytes per token of the scores of all experts, of those chosen, of their sum and, as factors, quotients."""
-        return 4 * self.choices + (4 + self.width) * self.top_k + 4 if self.experts else 0
+        return 4 * (self.choices + 1) / self.fold + (4 + self.width) * self.top_k if self.experts else 0
 
     @property
     def steps(self) -> float:

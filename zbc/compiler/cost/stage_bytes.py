@@ -300,7 +300,8 @@ def dealt(
     params, whole = _counted(placement, s, part, table)
     apart = Counter(count for i in part for count in table[i].apart)
     if experts:
-        ranks, params, whole, counts = ranks // job.parallel.ep, sum(apart.elements()), 0, [*apart.elements()]
+        ranks = ranks // job.parallel.copies * job.parallel.of_experts
+        params, whole, counts = sum(apart.elements()), 0, [*apart.elements()]
     else:
         params -= sum(apart.elements())
         counts = (

@@ -35,7 +35,7 @@ def block(z: Sizes, size: Footprint, *, spared: bool = False, attention: bool = 
     for width in filter(None, (z.mlp * met, z.common)):
         found += [width * each * n * t for each in (inside[:1] if spared else inside)]
     if z.experts:
-        found += [*2 * [met * low], router_inputs(z, again=spared), 4 * z.choices * t] + [low] * bool(z.common)
+        found += [*2 * [met * low], router_inputs(z, again=spared), 4 * z.choices * z.routed] + [low] * bool(z.common)
     if not (spared or z.regathers):
         found += [low] * (1 if z.experts else 2)  # outputs of the norms
     return _with(size, found, own)

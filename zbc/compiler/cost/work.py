@@ -88,7 +88,7 @@ def block(z: Sizes) -> Work:
     up = 2 * f if z.gated else f
     linear: list[tuple[int, int, float, int]] = [(h, z.queries + 2 * z.keys, 1, 1), (z.queries, h, 1, 1)]
     linear += [(h, up, each, z.experts or 1), (f, h, each, z.experts or 1)]
-    linear += [(h, z.choices, 1, 1)] if z.experts else []
+    linear += [(h, z.choices, 1 / z.fold, 1)] if z.experts else []
     linear += [(h, 2 * z.common if z.gated else z.common, 1, 1), (z.common, h, 1, 1), (h, 1, 1, 1)] if z.common else []
     products = tuple(product(z.tokens * rows, k, n, z.width, count, fp8=z.fp8) for k, n, rows, count in linear)
     device = "cuda" if z.cuda else "cpu"
@@ -151,7 +151,7 @@ def _turns(z: Sizes) -> tuple[int, int]:
 
 def _routed(z: Sizes) -> float:
     """Bytes per token: a row is copied to each of its experts; their results are read, weighted and added up."""
-    return z.width * (1 + 3 * z.top_k) * z.hidden + 8 * z.choices if z.experts else 0
+    return z.width * (1 + 3 * z.top_k) * z.hidden + 8 * z.choices / z.fold if z.experts else 0
 
 
 def _plain_backward(z: Sizes) -> float:
@@ -160,7 +160,7 @@ def _plain_backward(z: Sizes) -> float:
     sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
     _, turned = _turns(z)
     activation = (8 if z.gated else 3) * n * (z.mlp * each + z.common)
-    routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.choices if z.experts else 0
+    routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.choices / z.fold if z.experts else 0
     biases = 0 if z.gated else n * (z.queries + 2 * z.keys + 2 * z.hidden + z.mlp)
     joined = 2 * n * (z.queries + 2 * z.keys)
     return _around(z, _norm_backward(z), sums) + turned + activation + routed + biases + joined

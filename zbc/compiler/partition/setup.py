@@ -29,7 +29,6 @@ from zbc.errors import ZbcError, raise_all
 from zbc.ir import Placement, Program
 from zbc.job.sections import Memory, Schedule
 from zbc.job.spec import Job
-from zbc.topology import Topology, inner_of
 
 STEP = 0.25  # activation units: the least step by which the limit of an order is lowered
 WORTH = 0.002  # of a step: the least saving for keeping the logits of a second unit
@@ -436,6 +435,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         sharded=job.shard != "none",
         scatters=job.parallel.scatters,
         ep=ep,
+        folded=job.parallel.folded,
         dense=tuple(s for s, part in enumerate(stages) if ep and not any(i in routed for i in part)),
         averages=_averages(job),
         one_sided=job.parallel.one_sided,
@@ -474,8 +474,7 @@ def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) ->
         raise ZbcError("E115", text, where=job.where("parallel", "shard"), hint=hint)
     if not parallel.one_sided:
         return
-    order = tuple(parallel.order or ())
-    run = Topology(parallel.pp, parallel.dp, node=costs.node, inner=inner_of(parallel), order=order)
+    run = replace(parallel.topology, node=costs.node)
     for stage in range(placement.stages):
         holders = sorted({*placement.holders(stage)})
         hosts = {number // size for number in run.ranks(holders)}

@@ -20,11 +20,11 @@ def counted(worker: Worker) -> list[StageOptimizer]:
     reports its shard, and if replicas do not sum gradients, each reports its own.
     """
     rank, placement = worker.plan.rank, worker.placement
-    ep, optimizers = worker.plan.manifest.ep, list[StageOptimizer]()  # `ep` replicas hold all experts together
+    run, optimizers = worker.topology, list[StageOptimizer]()
     for owner, optimizer in worker.optimizers.items():
-        stage, first = home_of(owner), ep if owner <= EXPERTS else 1
-        alone = owner == WORDS or placement.rank_of(stage) == rank
-        if (optimizer.apart and not optimizer.mirrored) or (alone and (optimizer.apart or worker.within < first)):
+        alone = owner == WORDS or placement.rank_of(home_of(owner)) == rank
+        first = run.first(worker.rank, worker.layout.apart) if owner <= EXPERTS else worker.within == 0
+        if (optimizer.apart and not optimizer.mirrored) or (alone and (optimizer.apart or first)):
             optimizers.append(optimizer)
     return optimizers
 
@@ -32,9 +32,9 @@ def counted(worker: Worker) -> list[StageOptimizer]:
 def primary(worker: Worker) -> dict[str, nn.Parameter]:
     """The weights that this rank saves: each weight of the model is saved by one rank, in the first pipeline."""
     rank, placement = worker.plan.rank, worker.placement
-    ep = worker.plan.manifest.ep  # `ep` replicas hold all experts together
     mine = [owner for owner in worker.optimizers if owner != WORDS and placement.rank_of(home_of(owner)) == rank]
-    owners = [owner for owner in mine if worker.copy < (ep if owner <= EXPERTS else 1)]
+    first = worker.topology.first(worker.rank)
+    owners = [owner for owner in mine if (first if owner <= EXPERTS else worker.copy == 0)]
     parameters = {name: p for s in owners for name, p in worker.optimizers[s].parameters.items()}
     for feature in worker.features:
         parameters = feature.answers(worker, parameters)

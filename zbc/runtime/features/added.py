@@ -58,11 +58,12 @@ class Added(Feature):
         self.peaks.clear()
 
     def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
-        """Entries after the losses, removed here. Empty without reports, and on tensor parallel ranks but the first."""
+        """Entries after the losses, removed here. Empty without reports, and on tensor parallel ranks but the first, if
+        all of these report the same."""
         values, found = [self._found.pop(key) for key in list(self._found) if which(key)], dict[int, Tensor | float]()
         at, loads = worker.layout.microbatches, [key for key in list(self._loads) if which(key)]
         told = [load for key in loads for load in self._loads.pop(key)]
-        if worker.share:
+        if worker.share and not worker.plan.manifest.folded:
             return found
         if values:
             device = values[-1].device

@@ -29,7 +29,6 @@ from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.validate import peak_bytes
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.versions import OneVersion, TwoVersions, Unflushed
-from zbc.runtime.transports.network import swapping
 from zbc.runtime.transports.transport import Pending
 
 if TYPE_CHECKING:
@@ -212,11 +211,8 @@ def _squares(worker: Worker, cycle: Cycle, op: Op, owner: int) -> float:
         bad = {name: old for name, old in cycle.squares.items() if not torch.isfinite(old).all()}
         cycle.squares |= squares | bad
     own, run, seat = math.fsum(n for values in squares.values() for n in values.tolist()), worker.topology, worker.rank
-    if weights.apart:
-        ranks = run.held(run.of(seat).pp)
-    else:
-        peers = next((group for group in swapping(worker.plan.manifest) if seat in group), ()) if owner < 0 else (seat,)
-        ranks = tuple(sorted(rank for peer in peers for rank in run.beside("tp", peer)))
+    ranks = run.whole(seat) if owner < 0 else run.beside("tp", seat)
+    ranks = run.held(run.of(seat).pp) if weights.apart else ranks
     if len(ranks) == 1:
         return own
     total = torch.tensor([own], dtype=torch.float64, device=worker.device)

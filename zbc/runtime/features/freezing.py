@@ -84,9 +84,8 @@ def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) ->
     if not any(frozen):
         return None
     seed = seed_of(stage.seed, "freeze", stage.index)
-    together = (
-        manifest.copies if manifest.averages else manifest.ep or 1
-    )  # replicas without common means, or that hold all experts
+    # Replicas without common means, or that exchange rows of experts.
+    together = manifest.copies if manifest.averages else manifest.topology.span
     return Turns(frozen, layers, replicas=manifest.copies, after=after, seed=seed, together=together)
 
 

@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,6 +66,7 @@ class Group(NamedTuple):
     transport: Transport
     sequence: bool = False  # sequence parallel: tokens are sharded between the layers
     meter: Meter | None = None  # of waits, if they can be measured
+    folded: bool = False  # each rank has whole experts of its own
 
     @property
     def size(self) -> int:
@@ -117,6 +119,20 @@ class Group(NamedTuple):
         """The output of sharded layers, of which each rank has a term."""
         return _apply(_Meets, x, self, *((_own, _all) if self.sequence else (_sum, _same)))
 
+    def share(self, x: Tensor) -> Tensor:
+        """This rank's share of the tokens of `x`: (rows, H), or all that it has with sequence parallelism."""
+        if self.sequence:
+            return x
+        rows = x.flatten(0, -2)
+        return _apply(_Meets, rows, self, _mine, partial(_rows, len(rows)))
+
+    def shared(self, mine: Tensor, like: Tensor) -> Tensor:
+        """All-gathers the rows that are made from shares of `like`, in its shape."""
+        if self.sequence:
+            return mine.view_as(like)
+        rows = partial(_rows, like.shape[:-1].numel())
+        return _apply(_Meets, mine, self, rows, _mine).view_as(like)
+
     def whole(self, x: Tensor) -> Tensor:
         """All-gathers tokens for a computation that all ranks repeat, and whose gradients are equal on all."""
         return _apply(_Meets, x, self, _all, _part)
@@ -163,6 +179,8 @@ class SharedLayers(Feature):
     def __init__(self, context: Context) -> None:
         shared = context.shared
         self.group, self.swaps, self.cuts = shared.group, shared.swaps, shared.cuts
+        folded = self.group is not None and self.group.folded
+        self.own = tuple(f"{name}." for name in shared.experts) if folded else ()  # other ranks have others
         self._inside = self.group or shared.swaps or shared.tokens  # with one meter
         self.meets = self._inside is not None
         named = {s: stage.parameters.items() for s, stage in context.stages.items()}
@@ -171,9 +189,9 @@ class SharedLayers(Feature):
         self.rest = sorted(named.keys() - reduced)
 
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
-        """Only the first rank of the group reports unsharded parameters."""
+        """Only the first rank of the group reports parameters that all have."""
         rows = worker.optimizers[WORDS].parameters if WORDS in worker.optimizers else {}
-        own = {*self.cuts, *rows}
+        own = {*self.cuts, *rows, *(name for name in found if name.startswith(self.own))}
         return {name: answer for name, answer in found.items() if name in own} if worker.share else found
 
     def reduces(self, worker: Worker, op: Op) -> None:
@@ -186,14 +204,14 @@ class SharedLayers(Feature):
 
     def complete(self, worker: Worker, stage: int) -> None:
         """Sums the partial gradients of a stage over the group; blocks."""
-        partial = [p for p in self._parameters.get(stage, ()) if p.grad is not None]
-        if self.group is None or not partial:
+        terms = [p for p in self._parameters.get(stage, ()) if p.grad is not None]
+        if self.group is None or not terms:
             return
         worker.progress.waiting = True
-        flat = torch.cat([p.grad.reshape(-1) for p in partial if p.grad is not None])
+        flat = torch.cat([p.grad.reshape(-1) for p in terms if p.grad is not None])
         self.group.start(flat).wait()
-        parts = torch.split_with_sizes(flat, [p.numel() for p in partial])
-        for parameter, part in zip(partial, parts, strict=True):
+        parts = torch.split_with_sizes(flat, [p.numel() for p in terms])
+        for parameter, part in zip(terms, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         worker.progress.waiting = False
 
@@ -291,6 +309,20 @@ def _own(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
     mine, pending = group.scatter(x)
     group.settle(pending, slot)
     return mine
+
+
+def _mine(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    low, high = group.bounds(len(x))
+    return x[low:high].clone()
+
+
+def _rows(count: int, group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    """All-gathers `count` rows, of which each rank has its share."""
+    sizes = [high - low for low, high in (bounds(count, place, group.size) for place in range(group.size))]
+    if min(sizes) == max(sizes):  # without a copy
+        return group.collect(x, slot).flatten(0, 1)
+    parts = group.collect(functional.pad(x, (0, 0, 0, max(sizes) - len(x))), slot)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 Meeting = Callable[[Group, Tensor, Slot | None], Tensor]

@@ -31,16 +31,15 @@ import torch.distributed as dist
 from torch import Tensor, view_as_real
 
 from zbc.errors import ZbcError
-from zbc.ir import Op, Placement
-from zbc.ops import MAKER, TIED, experts_of
-from zbc.plan.directory import Manifest, averaging, judges, meeting
+from zbc.ir import Placement
+from zbc.plan.directory import Manifest
+from zbc.plan.groups import gatherings, of_replica, pipelines, signalled, swapping
 from zbc.runtime.core.private import symmetric
 from zbc.runtime.features import shared_memory
 from zbc.runtime.transports.background import Background
 from zbc.runtime.transports.chains import Chain, Chains, StreamChains, ThreadChains, Threaded
 from zbc.runtime.transports.sends import EventSends, Sends, ThreadSends
 from zbc.runtime.transports.transport import Again, Letter, Pending, Ranks, Shared, Signal, Then
-from zbc.topology import At
 
 _MAX_TAG = 2**31
 
@@ -87,65 +86,6 @@ def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         groups[at].append(pair)
         busy[at].update(pair)
     return groups
-
-
-def of_replica(
-    manifest: Manifest, replica: int, pairs: Iterable[tuple[int, int]], at: At = ()
-) -> list[tuple[int, int]]:
-    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas, at coordinates `at` of inner axes."""
-    rank = manifest.topology.rank
-    return [(rank(replica, a, at), rank(replica, b, at)) for a, b in pairs]
-
-
-def signalled(manifest: Manifest) -> list[tuple[int, int]]:
-    """The ordered pairs of ranks of a pipeline that exchange NORM and VERDICT signals, in steps without a barrier."""
-    if not manifest.ahead:
-        return []
-    return [pair for r in range(manifest.ranks - 1) for pair in ((r, r + 1), (r + 1, r))]
-
-
-def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
-    """The sets of ranks of the run with collectives, besides all ranks, in the order in which they create groups.
-
-    The replicas of each stage that has several, and the holders of a weight that the first and the last stage share;
-    the replicas of a rank that shard its weights; without a barrier also the last ranks of all replicas, which make
-    the verdict; and the ranks with collectives inside of ops.
-    """
-    run = manifest.topology
-    owners = [*range(manifest.stages), *([TIED] if manifest.tied else [])]
-    each = [rank for rank in range(run.world) if manifest.averages or run.of(rank).pp == 0]  # replicas sum on their own
-    groups = {meeting(manifest, Op(MAKER["total"], owner), rank) for owner in owners for rank in each}
-    groups |= {averaging(manifest, rank) for rank in each} if manifest.averages else set()
-    groups |= run.inside
-    if manifest.ahead:
-        groups.add(judges(manifest))
-    if manifest.resident:  # replicas of one rank shard its weights
-        groups |= {run.ranks((rank,), at) for rank in range(run.pp) for at in run.every}
-    if manifest.ep:  # experts have replicas in every `ep`th replica of a rank
-        of = [Op(kind, experts_of(s)) for kind in (MAKER["total"], MAKER["weights"]) for s in range(manifest.stages)]
-        groups |= {meeting(manifest, op, rank) for op in of for rank in range(run.world)}
-    if manifest.flushless:  # a stage's norm, over all its shards
-        groups |= {run.held(rank) for rank in range(run.pp)}
-    groups |= set(pipelines(manifest))
-    return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
-
-
-def swapping(manifest: Manifest) -> list[tuple[int, ...]]:
-    """The sets of ranks of the run that shard the experts of their blocks, in the order in which they make groups."""
-    run, ep = manifest.topology, manifest.ep
-    blocks = [range(first, first + ep) for first in range(0, run.dp, ep)] if ep else []
-    seats = itertools.product(blocks, range(run.pp), run.every)
-    return [tuple(sorted(run.rank(dp, part, at) for dp in block)) for block, part, at in seats]
-
-
-def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
-    """The ranks of each replica of the pipeline, if it is vocabulary parallel; otherwise nothing. With tensor or
-    context parallelism, one set per index along these axes."""
-    if manifest.vocabulary is None:
-        return []
-    run = manifest.topology
-    places = itertools.product(range(run.dp), run.every)
-    return [tuple(sorted(run.rank(dp, part, at) for part in range(run.pp))) for dp, at in places]
 
 
 class Network:

@@ -25,7 +25,7 @@ def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
     manifest, run, shapes = plan.manifest, plan.manifest.topology, site.shapes
     placement, unequal = manifest.to_placement(), site.manifest.balance
     batch = run.batch if unequal is None else run.dp * unequal.most
-    apart = run.dp // (manifest.ep or 1) if manifest.averages else 1
+    apart = run.dp // run.span if manifest.averages else 1
     routed = experts_of_all_blocks(manifest.planning)
     layout = VectorLayout(
         shapes.parameters, batch, run.world, shapes.sizes, apart, site.dealer is not None, routed, site.ranks

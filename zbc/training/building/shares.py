@@ -21,7 +21,6 @@ from zbc.runtime.features.tensor_parallel import Group, Meter, Shared, bounds
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
 from zbc.runtime.features.words import PLAIN, Terms
-from zbc.runtime.transports.network import swapping
 from zbc.topology import INNER
 from zbc.training.building.context import Site
 from zbc.training.models import model, sharding
@@ -88,15 +87,16 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
 
 def shared_with(site: Site) -> Shared:
     """The groups of ranks that shard layers, experts and tokens with this rank."""
-    meter, swaps = Meter() if site.device.type == "cpu" else None, None  # on a GPU the host does not wait
-    inner = dict[str, Group | None]()
+    meter = Meter() if site.device.type == "cpu" else None  # on a GPU the host does not wait
+    inner, folded = dict[str, Group | None](), site.manifest.folded
     for axis in INNER:
         ranks = site.topology.beside(axis.name, site.rank)
-        group = Group(ranks, ranks.index(site.rank), site.transport, axis.parts and bool(site.shares_sequence), meter)
+        group = Group(
+            ranks, ranks.index(site.rank), site.transport, axis.parts and bool(site.shares_sequence), meter, folded
+        )
         inner[axis.name] = group if group.size > 1 else None
-    for ranks in swapping(site.manifest):
-        if site.rank in ranks:
-            swaps = Group(ranks, site.seat.dp % site.manifest.ep, site.transport, meter=meter)
+    ranks = site.topology.sharing(site.rank)
+    swaps = Group(ranks, ranks.index(site.rank), site.transport, meter=meter) if site.manifest.ep else None
     return Shared(inner["tp"], swaps, inner["cp"])
 
 

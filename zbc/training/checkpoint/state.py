@@ -79,7 +79,8 @@ def written(worker: Worker, parameter: str) -> bool:
 def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
     """Parameters and their optimizer state; writing is divided among the ranks with the same state, `usual`."""
     optimizer = worker.optimizers[owner]
-    apart = owner == WORDS  # of which tensor parallel ranks have rows of their own
+    folded = worker.plan.manifest.folded
+    apart = owner == WORDS or (owner <= EXPERTS and folded)  # of which tensor parallel ranks have their own
     usual = holding(worker.plan.manifest, owner, worker.rank)
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares, cuts, ties = _shares(optimizer, usual), worker.features.of(SharedLayers).cuts, worker.features.of(Ties)
@@ -136,8 +137,8 @@ def _collected(
     group, cut = shared.group, shared.cuts[parameter]
     home = home_of(stage)
     owner = worker.placement.rank_of(worker.features.of(Ties).homes.get(parameter, (home,))[0])
-    first = worker.plan.manifest.ep if stage <= EXPERTS else 1  # `ep` replicas hold all experts together
-    if group is None or worker.copy >= first or owner != worker.plan.rank:
+    first = worker.topology.first(worker.rank) if stage <= EXPERTS else worker.copy == 0
+    if group is None or not first or owner != worker.plan.rank:
         return
     seat = group.ranks[0]
     own = [(MODEL + parameter, part), *((f"{OPTIM}{parameter}.{key}", state[key]) for key in sorted(state))]

@@ -11,7 +11,8 @@ A recomputed forward reuses the choices of the first one.
 An expert without tokens runs on zero rows, so that all have gradients in every microbatch.
 
 Tensor parallel ranks have a shard of the width of each expert, and the whole router: outputs of experts and gradients
-of their weights (scores) are all-reduced.
+of their weights (scores) are all-reduced. Or, `fold`, each has whole experts and routes a share of the tokens, whose
+outputs are all-gathered.
 
 With a `rate` a bias, which STEP changes (features/routing.py), is added to the scores when experts are chosen.
 `balance` c adds c E sum(f P) to the loss, of each block: f the share of all choices that an expert got, P its mean
@@ -43,6 +44,7 @@ class Expert(nn.Module):
     def __init__(self, hidden: int, width: int, layers: int, *, gated: bool, activation: nn.Module) -> None:
         super().__init__()
         self.gated, self.activation = gated, activation
+        self.enter = self.leave = same  # as of `Experts`, for a shared expert alone
         if gated:
             self.gate_up = linear(hidden, 2 * width, bias=False)  # rows: gate, then up
         else:
@@ -50,9 +52,10 @@ class Expert(nn.Module):
         self.down = linear(width, hidden, layers, bias=not gated)
 
     def forward(self, x: Tensor, *groups: Groups) -> Tensor:
+        x = self.enter(x)
         if not self.gated:
-            return self.down(made_again(self.activation, self.up(x, *groups)), *groups)  # type: ignore[no-any-return]
-        return self.down(made_again(self._gated, self.gate_up(x, *groups)), *groups)  # type: ignore[no-any-return]
+            return self.leave(self.down(made_again(self.activation, self.up(x, *groups)), *groups))
+        return self.leave(self.down(made_again(self._gated, self.gate_up(x, *groups)), *groups))
 
     def _gated(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -65,7 +68,7 @@ class Stack(Expert):
     def __init__(self, count: int, made: Callable[[], Expert]) -> None:
         nn.Module.__init__(self)
         one = made()
-        self.gated, self.activation = one.gated, one.activation
+        self.gated, self.activation, self.enter, self.leave = one.gated, one.activation, same, same
         for name, inner in one.named_children():
             if isinstance(inner, nn.Linear):
                 bias = inner.bias is not None
@@ -130,7 +133,8 @@ class Experts(nn.Module):
         self.swaps = Swaps()
         self.enter = self.leave = same  # with tensor parallelism: input and output of the sharded experts;
         self.whole = self.meet = same  # gather of tokens for a computation that all repeat; its results into experts
-        self.tokens: Group | None = None  # the context parallel group, if any
+        self.fold: Group | None = None  # the group each rank of which routes a share of the tokens, if any
+        self.tokens: tuple[Group, ...] = ()  # the groups that share the tokens of a microbatch
         self.rows = _flat  # the layout of its input: tokens flat, or by sequences, if they are gathered
         self.place: int | None = None  # index of its first expert among those of all blocks
         self.rate = rate
@@ -138,7 +142,8 @@ class Experts(nn.Module):
         self.register_buffer("bias", torch.zeros(count) if rate else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.whole(self.router(x)).flatten(0, -2)
+        own = x if self.fold is None else self.fold.share(x)
+        logits = self.whole(self.router(own)).flatten(0, -2)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         likely = self.scores(logits)
         chosen = decided(lambda: self._chosen(likely.detach()))
@@ -150,18 +155,26 @@ class Experts(nn.Module):
         counts = each.new_zeros(self.count).scatter_add_(0, each, torch.ones_like(each))  # bincount waits for a GPU
         if self.place is not None:
             tell_load(self.place, counts)
-        all_x = self.enter(x)
+        all_x = self.enter(own)
         given, weights = all_x.flatten(0, -2), self.meet(weights)
         sent = self.swaps.sent(_lowered(given.index_select(0, order // self.top_k)), counts)
         found = self.swaps.back(sent, self.experts(sent.rows, sent.groups))
         found = found.index_select(0, order.argsort()).view(*chosen.shape, -1)
         y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
+        tokens, shape = len(likely), all_x.shape
+        if self.fold is not None:
+            y, given, tokens, shape = (
+                self.fold.shared(y, x),
+                x,
+                x.shape[:-1].numel() * (self.fold.size if self.fold.sequence else 1),
+                x.shape,
+            )
         if self.shared is not None and self.shared_gate is not None:
-            gates = self.whole(self.shared_gate(x)).flatten(0, -2)
+            gates = self.whole(self.shared_gate(x)).view(*y.shape[:-1], 1)
             y = y + self.meet(gates.sigmoid()) * self.shared(given)
-        y = self.leave(y.view(all_x.shape))
+        y = self.leave(y.view(shape))
         adds = self.training and (self.balance or self.z)
-        return add_loss(y, self._added(logits, likely, counts)) if adds else y
+        return add_loss(y, self._added(logits, likely, counts, tokens)) if adds else y
 
     def _chosen(self, likely: Tensor) -> Tensor:
         """(N, top_k): the experts of each token, by descending score plus bias."""
@@ -173,11 +186,11 @@ class Experts(nn.Module):
         self.experts.own(group)
         return "experts"
 
-    def _added(self, logits: Tensor, likely: Tensor, counts: Tensor) -> Tensor:
-        ranks = 1
-        if self.tokens is not None and self.balance:
-            counts, ranks = self.tokens.collect(counts).sum(0), self.tokens.size
-        share = counts.to(likely.dtype) / (self.top_k * len(likely) * ranks)
+    def _added(self, logits: Tensor, likely: Tensor, counts: Tensor, tokens: int) -> Tensor:
+        """This rank's part of the losses, which are means over `tokens`."""
+        for group in self.tokens if self.balance else ():
+            counts = group.collect(counts).sum(0)
+        share = counts.to(likely.dtype) / counts.sum()
         normed = likely if self.scores is softmax else likely / likely.sum(-1, keepdim=True)
-        found = self.balance * self.count * (share * normed.mean(0)).sum()
-        return found + self.z * logits.logsumexp(-1).square().mean() if self.z else found
+        found = self.balance * self.count * (share * normed.sum(0)).sum() / tokens
+        return found + self.z * logits.logsumexp(-1).square().sum() / tokens if self.z else found

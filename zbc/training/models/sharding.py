@@ -4,6 +4,7 @@
     blocks   heads of attention, columns of the MLP                      enter after each norm, leave after proj, down
     experts  columns of each, as in the MLP                              enter with weights, leave after their sum;
                                                                          the router's logits of all tokens are whole
+             folded: of the shared one                                   around it; others run on a share of the tokens
     head     rows of the projection, by words                            enter after the norm
 
 Norms, learned positions and biases after an all-reduce are not sharded: only the first rank has the biases of proj and
@@ -50,8 +51,9 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
     if isinstance(layer, Embed | GptBlock | LlamaBlock | GptHead):
         found = _built_in(layer, group, joined)
         trained = [name for name, p in layer.named_parameters() if p.requires_grad and not name.endswith(_ADDED)]
-        whole = frozenset(trained) - found.keys()
-        return Shares(found, frozenset(n for n in whole if group.sequence or n.startswith(_OF_HEADS) or ".lora." in n))
+        terms, apart = (_OF_HEADS + _OF_TOKENS, _APART) if group.folded else (_OF_HEADS, ())
+        whole = [n for n in trained if n not in found and not n.startswith(apart)]
+        return Shares(found, frozenset(n for n in whole if group.sequence or n.startswith(terms) or ".lora." in n))
     if callable(getattr(layer, "shard", None)):
         return Shares(_by_its_user(name, layer, group))
     text = f"model: layer {name} ({type(layer).__name__}) cannot be shared by {group.size} tensor-parallel ranks"
@@ -59,6 +61,7 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
 
 
 _OF_HEADS = ("norm_q.", "norm_k.")
+_OF_TOKENS, _APART = ("mlp.router.",), ("mlp.experts.",)  # with whole experts
 _ADDED = ("proj.bias", "down.bias")  # after an all-reduce: the first rank's only
 
 
@@ -95,7 +98,7 @@ def spread(layer: nn.Module, tokens: Spread, rows: Tensor, *, unequal: bool = Fa
         elif isinstance(module, GptBlock | LlamaBlock):
             module.attend = tokens.attention
         elif isinstance(module, Experts):
-            module.tokens = tokens.group
+            module.tokens = (*module.tokens, tokens.group)
 
 
 def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
@@ -130,7 +133,8 @@ def _block(layer: GptBlock | LlamaBlock, group: Group) -> dict[str, Cut]:
     parts = [heads * layer.size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
     layer.heads, layer.kv_heads = layer.heads // group.size, layer.kv_heads // group.size
     found = dict(_columns(layer, "qkv", parts, group)) | _rows(layer, "proj", group)
-    found |= _experts(layer.mlp, group) if isinstance(layer.mlp, Experts) else _mlp(layer, group)
+    experts = _folded if group.folded else _experts
+    found |= experts(layer.mlp, group) if isinstance(layer.mlp, Experts) else _mlp(layer, group)
     layer.enter, layer.leave = group.enter, group.leave
     return found
 
@@ -142,6 +146,15 @@ def _experts(layer: Experts, group: Group) -> dict[str, Cut]:
         layer.whole, layer.rows = group.whole, same
     inside = {path: module for path, module in layer.named_modules() if isinstance(module, Expert)}
     return {f"mlp.{path}.{n}": cut for path, expert in inside.items() for n, cut in _mlp(expert, group).items()}
+
+
+def _folded(layer: Experts, group: Group) -> dict[str, Cut]:
+    """Shards only the shared expert; each rank routes a share of the tokens to whole experts."""
+    layer.fold, layer.tokens = group, (*layer.tokens, group)
+    if layer.shared is None:
+        return {}
+    layer.shared.enter, layer.shared.leave, layer.rows = group.enter, group.leave, same
+    return {f"mlp.shared.{name}": cut for name, cut in _mlp(layer.shared, group).items()}
 
 
 def _mlp(layer: nn.Module, group: Group) -> dict[str, Cut]:
