@@ -126,6 +126,20 @@ class Best:
         scores = [(*score, k, *key[:2]) for k, (key, score) in enumerate(self._known.items()) if score[0] < INF]
         return min(scores, key=lambda entry: entry[:3])[3:] if scores else None
 
+    def too_large_ones(self) -> list[tuple[Case, Choice]]:
+        """Of each case with shorter steps than the best, none of which fits, the choice that exceeds the limits least;
+        the shortest step first."""
+        found = dict[Case, list[tuple[float, float, int, Choice]]]()
+        for k, (key, (over, step)) in enumerate(self._known.items()):
+            if step < INF:
+                found.setdefault(key[0], []).append((over, step, k, key[1]))
+        ranked = list[tuple[float, int, Case, Choice]]()
+        for case, some in found.items():
+            (over, _, k, choice), least = min(some, key=lambda one: one[:3]), min(step for _, step, *_ in some)
+            if over and least < self.step * (1 - SAME):
+                ranked.append((least, k, case, choice))
+        return [(case, choice) for _, _, case, choice in sorted(ranked, key=lambda one: one[:2])]
+
     def refuse(self, error: ZbcError, needed: float = INF) -> None:
         """Records an impossible variant, and the limit from which it would be possible."""
         self._refused.append((error.code != "E303", needed, error))

@@ -79,6 +79,9 @@ def planned(
     best, cases = _looked(job, table, list(cards))
     if best.ordered is None:
         _least_memory(best, cases)
+    else:
+        for case, choice in best.too_large_ones()[:IMPROVED]:
+            _into_the_limit(best, case, choice)
     spent = 0.0
     if budget is None or budget > SMALL_BUDGET:
         share = MOVED if any(case.card.searched for case in cases) else 1 / IMPROVED
@@ -197,10 +200,14 @@ def _least_memory(best: Best, cases: Sequence[Case]) -> None:
                 best.look(case, choice)
     nearest = best.nearest()
     if best.ordered is None and nearest is not None:
-        case, choice = nearest
-        if case.free and not (case.card.searched or case.hopeless):
-            most = min(LEAST, LEAST_OPS // case.size)
-            _climbed(case, choice, lambda near: best.look(case, near, quick=True), most, fullest=best.fullest)
+        _into_the_limit(best, *nearest)
+
+
+def _into_the_limit(best: Best, case: Case, choice: Choice) -> None:
+    """Moves layers and recompute of an order made by hand that is too large, until it fits."""
+    if case.free and not (case.card.searched or case.hopeless):
+        most = min(LEAST, LEAST_OPS // case.size)
+        _climbed(case, choice, lambda near: best.look(case, near, quick=True), most, fullest=best.fullest)
 
 
 def _improve(best: Best, case: Case, choice: Choice, seconds: float) -> float:
