@@ -2,7 +2,8 @@
 
 1. Whether weights, gradients and optimizer state fit at all, fully sharded over all GPUs.
 2. Every shape of the world, with each way to shard over replicas, is planned as 1F1B with few microbatches, three
-   times: all stages recompute, or only cheap ops, or nothing. A mix forced by memory counts by its share.
+   times: all stages recompute, or only cheap ops, or nothing. A mix forced by memory counts by its share. Those with
+   the least bound come first, and none whose bound is beyond the best SHAPES.
 3. The best SHAPES are planned with each of KINDS, with recompute and layers chosen by stage.
 4. The best are planned in full, as complete jobs that can be written to files.
 5. The first of these is planned under all schedules that `zbc compare` tries, as far as bounds do not rule them out,
@@ -39,6 +40,7 @@ SHARDS = ("optimizer", "all")  # ZeRO-1; weights and gradients too, as in FSDP
 SHAPES, ROWS, OF_SHAPE = 4, 5, 2  # numbers of planned shapes, of rows, and of rows per shape at most
 LARGE = 300  # forwards of a step beyond which only one policy of recompute is tried under other schedules
 AHEAD = 0.001  # of a step, below which another schedule is no faster
+WHOLE = {("partition", "mode"): "uniform"}  # settings of the looks at shapes
 SPARE = 1.03  # ratio of memory or guesses up to which they count as equal
 
 
@@ -165,8 +167,12 @@ def advise(document: toml.Document, done: Callable[[str, float], None] = lambda 
         raise _no_shape(document, [shape for shape, _ in every])
     every = [(shape, own) for shape, own in every if shape.why is None]
     shapes, least = list[_Shape](), list[tuple[int, world.Shape, ZbcError]]()
-    for k, (shape, own) in enumerate(every):
-        done(LOOKING, k / len(every))
+    bounds = [(_bound(own), k) for k, (_, own) in enumerate(every)]
+    for count, (bound, k) in enumerate(sorted(bounds)):
+        done(LOOKING, count / len(every))
+        if bound >= SPARE * _last(shapes):  # nor can those after it be among the best
+            break
+        shape, own = every[k]
         guess = _guess(own, shape, state, least)
         if guess is not None:
             shapes.append(_Shape(guess, k, shape, own))
@@ -209,6 +215,25 @@ def _shapes(document: toml.Document) -> Iterator[tuple[world.Shape, toml.Documen
                 yield shape, worlds.of(shape)
 
 
+def _bound(document: toml.Document) -> float:
+    """ms of a sample that 1F1B takes at least; none if it cannot be planned, which a look at it tells."""
+    try:
+        job = _job(_with(document, {**WHOLE, ("memory", "activations"): "keep"}))
+        case = Case(job, estimate.layers(job), find(BASELINE), None)
+        samples = job.schedule.microbatches * job.schedule.microbatch_size * job.parallel.dp
+        return case.setup(case.start).least_step / samples
+    except ZbcError:
+        return 0.0
+
+
+def _last(found: Sequence[_Shape]) -> float:
+    """The guess of the last of the best shapes; infinite while they are fewer."""
+    best = dict[world.Shape, float]()
+    for one in found:
+        best[one.shape] = min(one.guess, best.get(one.shape, math.inf))
+    return sorted(best.values())[SHAPES - 1] if len(best) >= SHAPES else math.inf
+
+
 def _weighed(document: toml.Document, shape: world.Shape) -> world.Weighed:
     try:
         return weighed(_job(document), shape)
@@ -220,8 +245,7 @@ def _guess(
     document: toml.Document, shape: world.Shape, state: State, least: list[tuple[int, world.Shape, ZbcError]]
 ) -> float | None:
     """ms of a sample as 1F1B, with as much recompute as memory needs; None if even that does not fit."""
-    whole = {("partition", "mode"): "uniform", ("memory", "activations"): "recompute"}
-    again = _weighed(_with(document, whole), shape)
+    again = _weighed(_with(document, {**WHOLE, ("memory", "activations"): "recompute"}), shape)
     if again.sample_ms is None or again.peak_bytes is None:
         return again.sample_ms
     room = state.room or math.inf
@@ -229,7 +253,7 @@ def _guess(
         _remember(least, again)
         return None
     for what in ("selective", "keep"):  # less is recomputed each time, until that is too large
-        less = _weighed(_with(document, {**whole, ("memory", "activations"): what}), shape)
+        less = _weighed(_with(document, {**WHOLE, ("memory", "activations"): what}), shape)
         if less.sample_ms is None or less.peak_bytes is None or again.sample_ms is None or again.peak_bytes is None:
             continue
         if less.peak_bytes > room:
@@ -248,7 +272,7 @@ def _remember(least: list[tuple[int, world.Shape, ZbcError]], row: world.Weighed
 def _best(found: Sequence[_Shape]) -> list[_Shape]:
     """The best shapes, each with the first way to shard that is as good as any other."""
     of = dict[world.Shape, _Shape]()
-    for candidate in found:
+    for candidate in sorted(found, key=lambda one: one.number):
         if candidate.shape not in of or candidate.guess < of[candidate.shape].guess / SPARE:
             of[candidate.shape] = candidate
     return sorted(of.values())[:SHAPES]
