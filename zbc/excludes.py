@@ -83,6 +83,7 @@ TRAITS = {
     "tied embeddings": Trait("model.tie_embeddings", bool),
     "ties": Trait("model.ties", bool),
     "bfloat16 weights": Trait("model.parameters", _not("float32")),
+    "no masters": Trait("model.master", _is(False), "model.master = false"),
     "autocast": Trait("model.dtype", _not("float32")),
     "float16": Trait("model.dtype", _is("float16"), 'model.dtype = "float16"'),
     "experts": Trait("model.experts", bool),
@@ -129,6 +130,7 @@ TRAITS = {
     "post-validate": _value("optimizer.sync", "post-validate"),
     "two versions": _value("optimizer.sync", "two-versions"),
     "asynchronous": _value("optimizer.sync", "asynchronous"),
+    "feedback": Trait("optimizer.feedback", bool),
     "moving average": Trait("optimizer.ema", _given),
     "clipped scores": Trait("optimizer.qk_clip", _given),
     "zero1": Trait("optimizer.zero1", bool),
@@ -249,6 +251,11 @@ ROWS = (
             ),
             "average": ("replicas with weights of their own would have scales of their own", 'use dtype = "bfloat16"'),
         },
+    ),
+    Excludes(
+        "no masters",
+        "E118",
+        {"feedback|moving average": ("in bfloat16 most of what it adds would be lost by rounding", "drop master")},
     ),
     Excludes("fused gradients", "E110", {"compile": "a compiled layer adds up its gradients as its graph says"}),
     Excludes(

@@ -225,12 +225,19 @@ TENTATIVE = {
     "momentum": {"kind": "zb-h1", "optimizer": {"kind": "sgd", "momentum": 0.9}},
     "nothing kept": {"kind": "zb-h1", "optimizer": {"kind": "sgd"}},
     "masters": {"kind": "1f1b", "partition": EVEN, "model": {"dtype": "bfloat16", "parameters": "bfloat16"}},
+    "low state": {"kind": "zb-h1", "optimizer": {"state": "bfloat16"}},
+    "no masters": {
+        "kind": "1f1b",
+        "partition": EVEN,
+        "model": {**MASTERS, "master": False},
+        "optimizer": {"state": "bfloat16"},
+    },
     "tied": {"kind": "1f1b", "model": {"tie_embeddings": True, "vocab": 900}},
     "shards": {"kind": "1f1b", "parallel": {"dp": 2}, "optimizer": {"zero1": True}},
 }
 
 
-@pytest.mark.parametrize(("case", "batch"), few(dealt(TENTATIVE, [2**22, 20000]), ("adamw", "tied")))
+@pytest.mark.parametrize(("case", "batch"), few(dealt(TENTATIVE, [2**22, 20000]), ("adamw", "tied", "no masters")))
 def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, batch):
     """Copies of masters and state, a batch at a time."""
     monkeypatch.setattr(dealing, "BATCH", batch)

@@ -62,6 +62,7 @@ CHANGES = {  # key -> a model, and what it is changed to
     # told, not refused: these change rounding, or how far positions go
     "dtype": (LLAMA, {"dtype": "bfloat16"}),
     "parameters": ({**LLAMA, "dtype": "bfloat16"}, {"parameters": "bfloat16"}),
+    "master": ({**LLAMA, "dtype": "bfloat16", "parameters": "bfloat16"}, {"master": False}),
     "matmul": ({**LLAMA, "dtype": "bfloat16"}, {"matmul": "fp8"}),
     "seq_len": (LLAMA, {"seq_len": 32}),
 }
@@ -86,7 +87,7 @@ def test_a_setting_that_changes_what_is_computed_is_named(key):
     told = differences({"model": before}, {"model": before | change})
     names = {difference.key for difference in told}
     assert any(name == f"model.{key}" or name.startswith(f"model.{key}.") for name in names)
-    assert (names <= PRECISION) == (key in ("dtype", "parameters", "matmul", "seq_len"))
+    assert (names <= PRECISION) == (key in ("dtype", "parameters", "master", "matmul", "seq_len"))
     assert not differences({"model": before | change}, {"model": before | change})
 
 

@@ -211,6 +211,9 @@ class Model(Section):
         "float32",
         description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",
     )
+    master: bool = Field(
+        True, description="false: bfloat16 parameters have no float32 masters; steps round the weights themselves"
+    )
     matmul: Literal["dtype", "fp8"] = Field(
         "dtype", description="what the linear layers of blocks multiply in; fp8, beside bfloat16, is for plans alone"
     )

@@ -525,13 +525,17 @@ class Optimizer(Section):
     schedule: learning_rate.RateSchedule = Field(
         learning_rate.RateSchedule(), description="the learning rate over the steps"
     )
+    state: Literal["float32", "bfloat16"] = Field(
+        "float32", description="how moments (of sgd and muon: the momentum) are stored; steps compute in float32"
+    )
     zero1: bool = Field(False, description="replicas of a stage share the optimizer's state and work")
     groups: list[OptimizerGroup] = Field([], description="of parameters that are stepped in another way, by name")
 
     @property
     def name(self) -> str:
-        """The name of the kind, with momentum, that its time and state depend on."""
-        return f"{self.kind}, momentum" if self.kind == "sgd" and self.momentum else self.kind
+        """The name of the kind, with momentum and another type of state, that its time and state depend on."""
+        kind = f"{self.kind}, momentum" if self.kind == "sgd" and self.momentum else self.kind
+        return kind if self.state == "float32" else f"{kind}, {self.state}"
 
     @property
     def peak_lr(self) -> float:

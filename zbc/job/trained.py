@@ -13,7 +13,8 @@ from zbc.job.section import Section
 
 _Section = TypeVar("_Section", bound=Section)
 
-PRECISION = {"model.dtype", "model.parameters", "model.matmul", "model.seq_len"}  # they may differ, and a run says so
+# They may differ, and a run says so.
+PRECISION = {"model.dtype", "model.parameters", "model.master", "model.matmul", "model.seq_len", "optimizer.state"}
 # How it is computed or planned, and where its first weights came from.
 _OTHERWISE = {"compile", "loss_chunk", "loss_scale", "loss_scale_steps", "imbalance", "stands_for", "pretrained"}
 
@@ -37,8 +38,8 @@ class Difference(NamedTuple):
 
 
 def differences(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Any]) -> list[Difference]:
-    """The settings in which two trainings differ, each given as its sections [model] and [adapter]; those that one has
-    by default and the other has written down are the same."""
+    """The settings in which two trainings differ, each given as its sections [model], [adapter] and [optimizer]; those
+    that one has by default and the other has written down are the same."""
     ours, theirs = _settings(now), _settings(before)
     keys = dict.fromkeys([*theirs, *ours])
     return [Difference(key, theirs.get(key), ours.get(key)) for key in keys if theirs.get(key) != ours.get(key)]
@@ -57,7 +58,8 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         values |= {"top_k": model.met, "expert_hidden": model.expert_width, "norm_top_k": model.normed}
         values |= {} if model.first_dense else {"ffn_hidden": None}
     adapts = {"rank": adapter.rank, "alpha": adapter.scale * adapter.rank}  # names of weights tell the targets
-    return dict(_flat({"model": values, "adapter": adapts}))
+    state = sections.get("optimizer", {}).get("state", "float32")
+    return dict(_flat({"model": values, "adapter": adapts, "optimizer": {"state": state}}))
 
 
 def _read(section: type[_Section], values: Mapping[str, Any]) -> _Section:

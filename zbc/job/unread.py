@@ -60,6 +60,22 @@ IDLE = (
         'drop it, or use kind = "muon"',
     ),
     Unread(
+        "optimizer",
+        ("state",),
+        "name",
+        lambda name: name == "sgd, bfloat16",
+        "is of moments, which sgd without momentum does not have",
+        "drop it, or set momentum",
+    ),
+    Unread(
+        "model",
+        ("master",),
+        "parameters",
+        lambda parameters: parameters != "bfloat16",
+        "is of masters of bfloat16 weights, model.parameters is {!r}",
+        'drop it, or use parameters = "bfloat16"',
+    ),
+    Unread(
         "train",
         ("skip_limit", "skip_total"),
         "nonfinite",

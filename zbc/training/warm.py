@@ -188,9 +188,8 @@ def _update(worker: Worker, stage: Stage, settings: Settings) -> None:
     few = {name: p.detach().reshape(-1)[:_FEW].clone() for name, p in parameters.items()}
     if lowered is not None:
         few = {name: p.float() if p.is_floating_point() else p for name, p in few.items()}
-    made = build_optimizer(
-        settings.optimizer, {name: nn.Parameter(p) for name, p in few.items()}, lowered=lowered, ahead=ahead
-    )
+    own, masters = {name: nn.Parameter(p) for name, p in few.items()}, settings.model.master
+    made = build_optimizer(settings.optimizer, own, lowered=lowered, masters=masters, ahead=ahead)
     for scale in (None, 0.5):
         for parameter in made.parameters.values():
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)

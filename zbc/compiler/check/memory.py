@@ -127,6 +127,12 @@ def ways(job: Job, worst: RankMemory) -> list[str]:
         found.append(((1 - parts / more) * (resident + worst.optimizer), f"parallel.ep = {more}"))
     if parallel.copies > 1 and job.shard == "none":
         found.append(((1 - 1 / parallel.copies) * worst.optimizer, 'parallel.shard = "optimizer"'))
+    # These change the training: they are named where nothing else takes as much.
+    largest = max(worst.weights, worst.gradients, worst.masters, worst.optimizer, worst.activations)
+    if worst.optimizer == largest and job.optimizer.state == "float32":
+        found.append((worst.optimizer / 2, 'optimizer.state = "bfloat16"'))
+    if 0 < worst.masters == largest and model.master and model.parameters == "bfloat16":
+        found.append((worst.masters, "model.master = false"))
     return [way for _, way in sorted(found, key=lambda entry: -entry[0])]
 
 

@@ -195,14 +195,16 @@ def _owned(
     sums, sent = each * shares.summed, not job.parallel.one_sided
     versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
     stays = experts and shares.ranks == 1  # no other rank has it
+    copied = stepping.master(job.model) + stepping.kept(job.optimizer)
+    widened = float(stepping.WIDE * stepping.widened(job.optimizer, job.model) * shares.copied)
     return StageBytes(
         weights=versions * weights - low + casts + (versions == 2) * casts,
         gradients=gradients,
         masters=shares.most * masters,
         optimizer=shares.most * state + averaging(job, params),
         boundary=0.0,
-        step=GRAD_BYTES * shares.most * params * bool(job.optimizer.feedback),
-        tentative=4.0 * (1 + stepping.numbers(job.optimizer)) * shares.copied if ahead else 0.0,
+        step=GRAD_BYTES * shares.most * params * bool(job.optimizer.feedback) + widened,
+        tentative=float(copied * shares.copied) if ahead else 0.0,
         freed=0.0 if stays or not params else weights * (1 - shares.whole / params) - low + casts,
         casts=0.0 if stays else casts,
         own=weights / params * shares.row if params else 0.0,
@@ -355,15 +357,15 @@ def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients, masters and optimizer state of `params` parameters of these layers."""
     options, low = job.optimizer, job.model.parameters == "bfloat16"
-    ahead = options.sync == "post-validate"
+    apart = options.sync == "post-validate" or (low and job.model.master)
+    master = stepping.master(job.model) * apart
     per = stepping.state_bytes(options, layers, params)
     held = [one.held for layer in layers if (one := layer.measured) is not None and one.held is not None]
     if len(held) < len(layers):
-        master = 4 if low or ahead else 0
         return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), per
     known = sum(layer.params for layer in layers)
     part = params / known if known else 1.0
     weights, gradients = part * sum(z.weights for z in held), part * sum(z.gradients for z in held)
     same = job.profile is not None and job.profile.optimizer == options.name
     state = part * sum(z.optimizer for z in held) if same else per * gradients / (GRAD_BYTES * params or 1)
-    return weights, gradients, gradients if low or ahead else 0.0, state
+    return weights, gradients, gradients * master / GRAD_BYTES, state

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.job.model_section import Model
 from zbc.job.sections import ROUNDS, Optimizer
 from zbc.job.spec import Job
 from zbc.plan.dealing import STACK
@@ -15,15 +16,32 @@ from zbc.plan.dealing import STACK
 if TYPE_CHECKING:
     from zbc.compiler.cost.estimate import Layer
 
-WIDE = 4  # bytes of a number of optimizer state
+LOW, WIDE = 2, 4  # bytes of a bfloat16 and of a float32
+SIZES = {"bfloat16": LOW, "float32": WIDE}
 
 
-def numbers(options: Optimizer, *, matrix: bool = False) -> int:
-    """Numbers of optimizer state per element, in a `matrix` that Muon steps or in any other parameter."""
-    fed = bool(options.feedback) + (options.ema is not None)
+def moments(options: Optimizer, *, matrix: bool = False) -> int:
+    """Moments per element, in a `matrix` that Muon steps or in any other parameter."""
     if options.kind == "sgd":
-        return fed + bool(options.momentum)
-    return fed + (1 if matrix and options.kind == "muon" else 2)
+        return int(options.momentum > 0)
+    return 1 if matrix and options.kind == "muon" else 2
+
+
+def kept(options: Optimizer, *, matrix: bool = False) -> int:
+    """Bytes of optimizer state per element: moments, and in float32 a last update and an average of the weights."""
+    more = bool(options.feedback) + (options.ema is not None)
+    return SIZES[options.state] * moments(options, matrix=matrix) + WIDE * more
+
+
+def master(model: Model) -> int:
+    """Bytes per element of the weights that a step updates."""
+    return WIDE if model.master else SIZES[model.parameters]
+
+
+def widened(options: Optimizer, model: Model, *, matrix: bool = False) -> int:
+    """Numbers per element that a step copies to float32, a few parameters at a time, and rounds back."""
+    low = moments(options, matrix=matrix) * (SIZES[options.state] < WIDE)
+    return low + (master(model) < WIDE)
 
 
 def matrices(options: Optimizer, layers: Iterable[Layer]) -> list[tuple[int, int]]:
@@ -39,23 +57,24 @@ def elements(options: Optimizer, layers: Iterable[Layer]) -> int:
 def state_bytes(options: Optimizer, layers: Sequence[Layer], params: int) -> float:
     """Bytes of optimizer state of `params` parameters of these layers."""
     inside = min(params, elements(options, layers))
-    return float(WIDE * (numbers(options) * (params - inside) + numbers(options, matrix=True) * inside))
+    return float(kept(options) * (params - inside) + kept(options, matrix=True) * inside)
 
 
-def moved(options: Optimizer, parameters: str, *, matrix: bool = False) -> tuple[float, float]:
-    """Bytes that STEP and TENTATIVE move per parameter, in float32.
+def moved(options: Optimizer, model: Model, *, matrix: bool = False) -> tuple[float, float]:
+    """Bytes that STEP and TENTATIVE move per parameter.
 
     STEP reads gradient, weight and state (two numbers for Adam, one for momentum) and writes weight and state, and the
-    copy of the weights that forward reads, if there is one. TENTATIVE does the same on fresh copies.
+    copy of the weights that forward reads, if there is one; numbers in bfloat16 are copied to float32 and back.
+    TENTATIVE does the same on fresh copies.
     """
-    state = WIDE * numbers(options, matrix=matrix)
-    step = (
-        4 + 2 * (4 + state) + 28 * bool(options.feedback) + 12 * (options.ema is not None)
-    )  # feedback copies weights, and reads both again; an average reads weights and itself
-    publish = 6.0 if parameters == "bfloat16" else 8.0
-    ahead = options.sync == "post-validate"
-    plain = step + publish if parameters == "bfloat16" and not ahead else step
-    return plain, step + publish + 2 * (4 + state)
+    more = bool(options.feedback) + (options.ema is not None)
+    step = WIDE + 2 * WIDE * (1 + moments(options, matrix=matrix) + more)
+    step += 2 * (LOW + WIDE) * widened(options, model, matrix=matrix)
+    # Feedback copies weights, and reads both again; an average reads weights and itself.
+    step += 28 * bool(options.feedback) + 12 * (options.ema is not None)
+    publish = float(master(model) + SIZES[model.parameters])
+    apart = options.sync != "post-validate" and model.parameters == "bfloat16" and model.master
+    return step + publish * apart, step + publish + 2 * (master(model) + kept(options, matrix=matrix))
 
 
 def kernels(shape: tuple[int, int]) -> list[Kernel]:
@@ -74,7 +93,7 @@ def ms_of(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float]
     options, machine = job.optimizer, Machine.of(job)
     found = matrices(options, layers)
     inside = min(params, sum(map(math.prod, found)))
-    plain, of_matrices = (moved(options, job.model.parameters, matrix=matrix) for matrix in (False, True))
+    plain, of_matrices = (moved(options, job.model, matrix=matrix) for matrix in (False, True))
     # Each of the ranks that share a layer makes the whole matrix orthogonal.
     more = sum(machine.ms(kernels((rows * job.parallel.tp, columns))) for rows, columns in found)
     ends = zip(plain, of_matrices, strict=True)

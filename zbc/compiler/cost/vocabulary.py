@@ -177,7 +177,6 @@ def share_bytes(job: Job) -> ShareBytes | None:
     if sizes is None or not job.vocabulary:
         return None
     count, low = parameters(job), job.model.parameters == "bfloat16"
-    state = stepping.numbers(job.optimizer)
     tokens, mine = sizes.tokens, _share_of(sizes, job.parallel.pp)
     out, stream = float(sizes.width * sizes.hidden * tokens), float(sizes.stream * sizes.hidden * tokens)
     keeps = not job.adapter.rank or job.vocabulary == 2  # logits from S to T
@@ -211,7 +210,7 @@ def share_bytes(job: Job) -> ShareBytes | None:
     stepped = float(count)
     if count and job.shard != "none":  # tables are dealt in pieces
         stepped, _ = dealing.most(_tables(job), job.parallel.copies)
-    masters = 4.0 * stepped if low else 0.0
+    masters = 4.0 * stepped if low and job.model.master else 0.0
     weights = (2.0 if low else 4.0) * _held(job) + 2.0 * mine.vocab * sizes.hidden * sizes.cast  # of the output layer
-    kept = 4.0 * state * stepped + averaging(job, count)
+    kept = stepping.kept(job.optimizer) * stepped + averaging(job, count)
     return ShareBytes(StageBytes(weights, float(GRAD_BYTES * count), masters, kept, 0.0), values, needs)

@@ -21,6 +21,7 @@ from zbc.job import spec
 from zbc.job.sections import ROUNDS, OptimizerGroup
 from zbc.plan.dealing import STACK
 from zbc.runtime.core.grouped import of_expert
+from zbc.runtime.core.rounded import TYPES
 
 OUTER = ("embed.", "head.")  # layers of built-in models whose matrices are vocabulary tables: AdamW updates them
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -110,22 +111,12 @@ class Together(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = list(parts)
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self._link()
+        for part in parts:
+            part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self._parts:
             part.step()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._link()
-
-    def _link(self) -> None:
-        """Shares groups and state with the parts."""
-        groups = iter(self.param_groups)
-        for part in self._parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
-            part.state = self.state
 
 
 def muon(
@@ -150,13 +141,13 @@ def muon(
 
 def grouped(options: spec.Optimizer, named: Mapping[str, nn.Parameter], times: float = 1.0) -> list[dict[str, Any]]:
     """Groups of parameters with the same rate and weight decay; `times` multiplies the rate."""
-    groups = dict[tuple[float, float], list[nn.Parameter]]()
+    groups, stored = dict[tuple[float, float], list[nn.Parameter]](), TYPES[options.state]
     for name, parameter in named.items():
         group = of_groups(options, name)
         decay = options.weight_decay if group is None or group.weight_decay is None else group.weight_decay
         rate = 1.0 if group is None else group.rate
         groups.setdefault((times * rate, decay), []).append(parameter)
     return [
-        {"params": some, "lr": options.peak_lr * rate, "weight_decay": decay, "times": rate}
+        {"params": some, "lr": options.peak_lr * rate, "weight_decay": decay, "times": rate, "stored": stored}
         for (rate, decay), some in groups.items()
     ]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zbc.job import spec
 from zbc.plan import dealing
+from zbc.runtime.core import rounded
 from zbc.runtime.core.muon import Whole, grouped, muon
 from zbc.runtime.core.precision import lower_precision
 from zbc.runtime.core.private import scale_all
@@ -85,7 +86,7 @@ class StageOptimizer(Protocol):
 
 
 class InPlace:
-    """The default `StageOptimizer`: torch's optimizer updates the working weights themselves."""
+    """The default `StageOptimizer`: torch's optimizer updates the working weights themselves, also `lowered` ones."""
 
     apart = mirrored = False
 
@@ -95,8 +96,11 @@ class InPlace:
         parameters: Mapping[str, nn.Parameter],
         casts: Iterable[SplitLinear] = (),
         wholes: Mapping[str, Whole] = NO_WHOLES,
+        *,
+        lowered: torch.dtype | None = None,
     ) -> None:
         self.parameters = parameters
+        lower_precision(parameters.values(), lowered)
         self.optimizer = torch_optimizer(options, parameters, wholes)
         self._casts = tuple(casts)
 
@@ -106,7 +110,7 @@ class InPlace:
     def step(self, scale: float | None) -> None:
         _scale(self.parameters.values(), scale)
         if self.optimizer is not None:
-            self.optimizer.step()
+            rounded.step(self.optimizer)
 
     commit = step  # there are no masters
 
@@ -132,8 +136,8 @@ class InPlace:
 class Masters(InPlace):
     """Working weights that are copies: the optimizer updates master weights, which are then published.
 
-    Working weights that are `lowered` to another type have float32 masters and gradients, summed over microbatches in
-    float32; others have masters of their own type.
+    Working weights that are `lowered` to another type have float32 gradients, summed over microbatches in float32, and
+    if `wide` float32 masters; others have masters of their own type.
     """
 
     def __init__(
@@ -144,12 +148,12 @@ class Masters(InPlace):
         wholes: Mapping[str, Whole] = NO_WHOLES,
         *,
         lowered: torch.dtype | None,
+        wide: bool = True,
     ) -> None:
         self.parameters = parameters
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        wide = {name: lowered is not None and p.is_floating_point() for name, p in trained.items()}  # not complex ones
-        kinds = {name: torch.float32 if wide[name] else p.dtype for name, p in trained.items()}
-        self.masters = {name: nn.Parameter(p.detach().to(kinds[name], copy=True)) for name, p in trained.items()}
+        self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in trained.items()}
+        lower_precision(self.masters.values(), torch.float32 if wide and lowered is not None else lowered)
         self.optimizer = torch_optimizer(options, self.masters, wholes)
         self._casts = tuple(casts)
         self._pairs = [(p, self.masters[name]) for name, p in trained.items()]
@@ -209,7 +213,7 @@ class Masters(InPlace):
             return
         for parameter, master in pairs:
             master.grad = parameter.grad
-        self.optimizer.step()
+        rounded.step(self.optimizer)
         for _, master in pairs:
             master.grad = None
 
@@ -300,16 +304,17 @@ def build_optimizer(
     wholes: Mapping[str, Whole] = NO_WHOLES,
     *,
     lowered: torch.dtype | None,
+    masters: bool = True,
     ahead: bool = False,
 ) -> StageOptimizer:
     """The optimizer that a job asks for, over the parameters of one stage.
 
-    `lowered` is the type that forward reads, if it is not the parameters' own; `ahead`: steps may be tentative;
-    `wholes`: for parameters that are sharded over ranks.
+    `lowered` is the type that forward reads, if it is not the parameters' own; `masters`: it then updates float32
+    masters of them; `ahead`: steps may be tentative; `wholes`: for parameters that are sharded over ranks.
     """
-    if lowered is None and not ahead:
-        return InPlace(options, parameters, casts, wholes)
-    return Masters(options, parameters, casts, wholes, lowered=lowered)
+    if ahead or (masters and lowered is not None):
+        return Masters(options, parameters, casts, wholes, lowered=lowered, wide=masters)
+    return InPlace(options, parameters, casts, wholes, lowered=lowered)
 
 
 def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
@@ -348,7 +353,7 @@ def torch_optimizer(
         return None
     fused = True if all(p.is_cuda and not p.is_complex() for p in trained.values()) else None
     decay = options.weight_decay
-    groups: Any = grouped(options, trained) if options.groups else list(trained.values())
+    groups = grouped(options, trained)
     if options.kind == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, weight_decay=decay, fused=fused)
     kind = torch.optim.Adam if options.kind == "adam" else torch.optim.AdamW

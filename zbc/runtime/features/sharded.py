@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan import dealing
+from zbc.runtime.core import rounded
 from zbc.runtime.core.bucket import flags, gradient_type
 from zbc.runtime.core.muon import Whole, is_matrix
 from zbc.runtime.core.optimizer import NO_WHOLES, Held, OptimizerOver, build_optimizer, kept_by
@@ -66,7 +67,7 @@ class Sharded(OptimizerOver):
     are then all-reduced `among` all holders, and each keeps its shard.
 
     `whole` names parameters that this rank updates unsharded, and that are summed elsewhere. `lowered` is the type that
-    forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only. `frees`: the
+    forward reads, if it is not the parameters' own: a rank then has float32 `masters`, of its pieces only. `frees`: the
     weights are freed and gathered within a step, those that layers read as casts in the type `low`; `scatters`:
     gradients are reduced after each run of backwards; `cycles`: steps follow one another without a flush.
     """
@@ -85,6 +86,7 @@ class Sharded(OptimizerOver):
         among: tuple[int, ...] = (),
         whole: frozenset[str] = frozenset(),
         lowered: torch.dtype | None = None,
+        masters: bool = True,
         ahead: bool = False,
         frees: bool = False,
         low: torch.dtype | None = None,
@@ -109,12 +111,13 @@ class Sharded(OptimizerOver):
         self._width = self._length + max(map(len, self._shares))  # with a flag per piece that has a gradient
         self._own = {piece: nn.Parameter(self._place(piece)) for piece in self._shares[self._mine]}
         self._whole = {name: parameters[name] for name in sorted(whole)}
-        working = {str(piece): p for piece, p in self._own.items()} | self._whole
-        super().__init__(build_optimizer(options, working, self._casts, wholes, lowered=lowered, ahead=ahead))
+        own = {str(piece): p for piece, p in self._own.items()} | self._whole
+        of = options, own, self._casts, wholes
+        super().__init__(build_optimizer(*of, lowered=lowered, masters=masters, ahead=ahead))
         if lowered is not None:  # masters exist by now; only now the weights are lowered, and pieces are views of them
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             self.moved()
-        first = next(iter(self._own.values()), None) if lowered is None else None
+        first = next(iter(self._trained.values()), None) if lowered is None or not masters else None
         self._type = torch.float32 if first is None else first.dtype  # of the tensors that are updated
         self._kind, self._low = low, weights_read_low(self._trained, self._casts) if frees and low is not None else {}
         wide = [p for name, p in self._trained.items() if p.is_contiguous() and name not in self._low]
@@ -201,7 +204,8 @@ class Sharded(OptimizerOver):
         shares = [[piece for piece in share if piece.name == name] for share in self._shares]
         most = max(sum(piece.size for piece in share) for share in shares)
         count = 1 + len(wide)
-        mine = torch.zeros(count * most + len(single) + 1, dtype=self._type, device=self._trained[name].device)
+        kind = torch.promote_types(self._type, torch.float32)
+        mine = torch.zeros(count * most + len(single) + 1, dtype=kind, device=self._trained[name].device)
         rows, rest = mine[: count * most].view(count, most), mine[count * most :]
         state = {} if self.optimizer is None else self.optimizer.state
         held = {entry.name: entry.tensor for entry in self._inner.held()}
@@ -226,8 +230,10 @@ class Sharded(OptimizerOver):
         told = next((part[count * most :] for part in parts if part[-1]), None)
         value, *others = whole.view(count, *shape)
         if told is None:
-            return value, {}
-        return value, dict(zip(wide, others, strict=True)) | dict(zip(single, told, strict=False))
+            return value.to(self._type), {}
+        stored = rounded.TYPES[self._options.state] or kind
+        values = {key: row.to(stored if key in kept else kind) for key, row in zip(wide, others, strict=True)}
+        return value.to(self._type), values | dict(zip(single, told, strict=False))
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def _optimizer_of(
     manifest, settings = site.manifest, site.settings
     ranks, own = (meeting(manifest, Op(kind, owner), site.rank) for kind in (MAKER["total"], MAKER["weights"]))
     own = ranks if manifest.one_sided else own  # copies of two pipes take from each other, without meeting
-    options, lowered = settings.optimizer, settings.lowered
+    options, lowered, masters = settings.optimizer, settings.lowered, settings.model.master
     ahead = options.sync == "post-validate"
     if manifest.sharded and len(own) > 1:
         found: StageOptimizer = Sharded(
@@ -97,6 +97,7 @@ def _optimizer_of(
             among=ranks,
             whole=frozenset(parameters.keys() & tied),
             lowered=lowered,
+            masters=masters,
             ahead=ahead,
             frees=bool(manifest.resident),
             low=AUTOCAST.get(settings.model.dtype) if settings.model.builtin else None,
@@ -104,7 +105,7 @@ def _optimizer_of(
             cycles=manifest.flushless,
         )
     else:
-        found = build_optimizer(options, parameters, casts, wholes, lowered=lowered, ahead=ahead)
+        found = build_optimizer(options, parameters, casts, wholes, lowered=lowered, masters=masters, ahead=ahead)
     found = with_mean(options, found)
     if not manifest.flushless:
         return found

@@ -60,11 +60,9 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     cap = settings.model.logits_cap
     output = Output(head, low, AUTOCAST.get(settings.model.dtype), cap, terms_of(settings.model))
     replicas = run.ranks([site.plan.rank], site.seat.at)
-    optimizer: StageOptimizer = (
-        Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=site.rank, lowered=lowered)
-        if site.manifest.sharded and len(replicas) > 1
-        else build_optimizer(settings.optimizer, parameters, (output.cast,), lowered=lowered)
-    )
+    dealt, of = site.manifest.sharded and len(replicas) > 1, (settings.optimizer, parameters, (output.cast,))
+    build = partial(Sharded, ranks=replicas, rank=site.rank) if dealt else build_optimizer
+    optimizer: StageOptimizer = build(*of, lowered=lowered, masters=settings.model.master)
     seat = partial(run.rank, site.seat.dp, at=site.seat.at)
     ranks = tuple(sorted(map(seat, range(run.pp))))
     return Vocabulary(

@@ -100,7 +100,7 @@ class Index(Contents):
     loss_scale: _Scale | None = None  # of float16
     seed: int
     optimizer: str
-    trained: dict[str, dict[str, Any]] | None = None  # [model] and [adapter]; None in older ones
+    trained: dict[str, dict[str, Any]] | None = None  # [model], [adapter], optimizer.state; None in older ones
     plan: str
     schedule: str
     ranks: int

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job.trained import PRECISION, Difference, differences
 from zbc.plan.manifest import Manifest
+from zbc.runtime.core import rounded
 from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.core.optimizer import Held, StageOptimizer, inside
 from zbc.runtime.core.state import Worker
@@ -81,7 +82,8 @@ def _differences(reader: Reader, manifest: Manifest) -> list[Difference]:
     ours = {"train.seed": training["train"]["seed"], "optimizer.kind": training["optimizer"]["kind"]}
     theirs = {"train.seed": index.seed, "optimizer.kind": index.optimizer}
     changed = [Difference(key, theirs[key], value) for key, value in ours.items() if theirs[key] != value]
-    return changed + ([] if index.trained is None else differences(index.trained, manifest.planning))
+    now = {**manifest.planning, "optimizer": training["optimizer"]}
+    return changed + ([] if index.trained is None else differences(index.trained, now))
 
 
 def _check_training(reader: Reader, manifest: Manifest) -> None:
@@ -140,9 +142,10 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
     for held in (held for optimizer in worker.optimizers.values() for held in optimizer.held()):
         told = theirs.get(held.name)
         shape = cuts[held.name].shape if held.name in cuts else _placed(held, stacks).shape
-        here = f"{str(held.tensor.dtype).removeprefix('torch.')} {list(shape)}"
-        if told is not None and here != (there := f"{told.dtype} {told.shape}"):
-            differences.append(f"{held.name}: {there} in the checkpoint, {here} in this job")
+        here = str(held.tensor.dtype).removeprefix("torch.")
+        if told is not None and (told.shape != list(shape) or {here, told.dtype} not in ({here}, {*rounded.TYPES})):
+            there = f"{told.dtype} {told.shape} in the checkpoint"
+            differences.append(f"{held.name}: {there}, {here} {list(shape)} in this job")
     if differences:
         shown = [*differences[:6], *([f"and {len(differences) - 6} more"] if len(differences) > 6 else [])]
         text = f"run: {reader.folder} is of another model"
@@ -150,18 +153,19 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
 
 
 def _restore_weights(worker: Worker, optimizer: StageOptimizer, reader: Reader) -> None:
-    kept, states = _state_keys(reader, optimizer), dict[int, dict[str, Tensor]]()
+    kept, states = _state_keys(reader, optimizer), dict[nn.Parameter, dict[str, Tensor]]()
     cuts, stacks = worker.features.of(SharedLayers).cuts, stacks_of(worker)
-    held = [_placed(part, stacks) for part in optimizer.held()]
     for part in optimizer.incomplete():
         _fill(_placed(part, stacks), reader, cuts.get(part.name))
-    for place, part in enumerate(held):
+    for part in (_placed(held, stacks) for held in optimizer.held()):
         if part.tensor.numel() and written(worker, part.name):
             cut = cuts.get(part.name)
             _fill(part, reader, cut)
             if part.tensor.requires_grad and part.name in kept:
-                states[place] = {key: _state(reader, part, f"{OPTIM}{part.name}.{key}", cut) for key in kept[part.name]}
-    _set_state(optimizer, held, states)
+                keys = kept[part.name]
+                states[part.tensor] = {key: _state(reader, part, f"{OPTIM}{part.name}.{key}", cut) for key in keys}
+    if optimizer.optimizer is not None:
+        rounded.load(optimizer.optimizer, states)
     optimizer.loaded()
 
 
@@ -216,16 +220,6 @@ def _state(reader: Reader, held: Held, name: str, cut: Cut | None) -> Tensor:
     value = torch.empty(held.tensor.shape if whole else (), dtype=TYPES[about.dtype])
     reader.fill(value, name, held.start if whole else 0)
     return value
-
-
-def _set_state(optimizer: StageOptimizer, held: list[Held], states: Mapping[int, dict[str, Tensor]]) -> None:
-    """Sets the optimizer state by torch's own `load_state_dict`, which moves it to the right devices."""
-    inner = optimizer.optimizer
-    if inner is None:
-        return
-    order = {id(p): number for number, p in enumerate(p for group in inner.param_groups for p in group["params"])}
-    state = {order[id(held[place].tensor)]: values for place, values in states.items()}
-    inner.load_state_dict({"state": state, "param_groups": inner.state_dict()["param_groups"]})
 
 
 def _restore_buffers(worker: Worker, stage: int, reader: Reader) -> None:

@@ -182,7 +182,8 @@ class Checkpoints(Guest):
             loss_scale=None if (scaling := self.worker.features.find(Scaling)) is None else scaling.scale,
             seed=manifest.training["train"]["seed"],
             optimizer=manifest.training["optimizer"]["kind"],
-            trained={key: manifest.planning[key] for key in ("model", "adapter") if key in manifest.planning},
+            trained={key: manifest.planning[key] for key in ("model", "adapter") if key in manifest.planning}
+            | {"optimizer": {"state": manifest.training["optimizer"].get("state", "float32")}},
             plan=manifest.id,
             schedule=manifest.schedule,
             ranks=manifest.ranks,

@@ -104,9 +104,10 @@ class Stopwatch:
 
         def run(worker: Worker, op: Op) -> None:
             if not built:
-                of, lowered = worker.stages[stage], LOWERED[self.rig.job.model.parameters]
+                of, model = worker.stages[stage], self.rig.job.model
+                how: Any = {"lowered": LOWERED[model.parameters], "masters": model.master, "ahead": True}
                 options = self.rig.job.optimizer.model_copy(update={"lr": 0.0})
-                made: Any = build_optimizer(options, of.parameters, of.casts, lowered=lowered, ahead=True)
+                made: Any = build_optimizer(options, of.parameters, of.casts, **how)
                 made.commit(None)
                 built.append(made)
             self._measure(stage, "tentative", built[0].tentative)

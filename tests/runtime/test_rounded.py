@@ -1,0 +1,224 @@
+"""Moments in bfloat16, and weights without masters: by hand, for any partition and schedule, and over a restart."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.composed import TOLERANCE, apart, settings, trained
+from tests.jobs import job
+from tests.refusals import refused
+from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.runtime.test_checkpoints import TWO, at
+from tests.runtime.test_flushless_with import planned
+from tests.threads import losses_of, norms_of, run_threads
+from tests.tiers import few
+from zbc.job import spec
+from zbc.plan import dealing
+from zbc.runtime.core import rounded
+from zbc.runtime.core.optimizer import InPlace, Masters, build_optimizer, torch_optimizer
+from zbc.runtime.core.precision import lower_precision
+from zbc.training.checkpoint.files import Reader
+
+LOW = {"dtype": "bfloat16", "parameters": "bfloat16"}
+SHAPES = {"layers.0.a": (37, 5), "b": (64,), "layers.1.c": (9, 6), "d": (3, 2, 2)}
+KINDS = {name: {"kind": name, "lr": 0.02} for name in ("adamw", "adam", "muon")}
+KINDS |= {"momentum": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}
+
+
+def made(low=False):
+    generator = torch.Generator().manual_seed(3)
+    found = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    lower_precision(found.values(), torch.bfloat16 if low else None)
+    return found
+
+
+def drawn(step):
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def numbers(optimizer, named):
+    return {name: {key: value.clone() for key, value in optimizer.state[p].items()} for name, p in named.items()}
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_adamw_is_the_formula_in_float32_rounded_after_each_step(state, low):
+    """AdamW written out: m and v, and weights if they are low, are bfloat16 numbers between steps."""
+    named, (a, b), lr, eps, decay = made(low), (0.9, 0.95), 0.02, 1e-8, 0.1
+    options = spec.Optimizer(kind="adamw", lr=lr, betas=(a, b), eps=eps, weight_decay=decay, state=state)
+    optimizer = torch_optimizer(options, named)
+    own = {name: (p.detach().float(), torch.zeros(p.shape), torch.zeros(p.shape)) for name, p in named.items()}
+    kept = (lambda value: value.bfloat16().float()) if state == "bfloat16" else (lambda value: value)
+    stays = (lambda value: value.bfloat16().float()) if low else (lambda value: value)
+    for step in range(1, 6):
+        for name, grad in drawn(step).items():
+            named[name].grad = grad
+            w, m, v = own[name]
+            m, v = a * m + (1 - a) * grad, b * v + (1 - b) * grad**2
+            w = w * (1 - lr * decay) - lr * (m / (1 - a**step)) / ((v / (1 - b**step)).sqrt() + eps)
+            own[name] = stays(w), kept(m), kept(v)
+        rounded.step(optimizer)
+        found = numbers(optimizer, named)
+        for name, (w, m, v) in own.items():
+            assert named[name].dtype == (torch.bfloat16 if low else torch.float32)
+            step_of, near = 2.0**-7 if low or state == "bfloat16" else 1e-6, {"atol": 1e-6}
+            for mine, theirs in (
+                (named[name].detach(), w),
+                (found[name]["exp_avg"], m),
+                (found[name]["exp_avg_sq"], v),
+            ):
+                torch.testing.assert_close(mine.float(), theirs, rtol=step_of, **near)
+            own[name] = named[name].detach().float(), *(found[name][key].float() for key in ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_the_optimizers_own_of_float32_numbers_rounded(kind, state, low, monkeypatch):
+    """In bits; a few parameters at a time."""
+    monkeypatch.setattr(dealing, "BATCH", 100)
+    types = {"state": torch.bfloat16 if state == "bfloat16" else None, "low": torch.bfloat16 if low else None}
+    named, wide = made(low), made()
+    for name, p in wide.items():
+        p.data = named[name].detach().float().clone()
+    optimizer = torch_optimizer(spec.Optimizer.model_validate({**KINDS[kind], "state": state}), named)
+    plain = torch_optimizer(spec.Optimizer.model_validate(KINDS[kind]), wide)
+    for step in range(4):
+        for name, grad in drawn(step).items():
+            if name != "b" or step != 1:  # a parameter without a gradient stays
+                named[name].grad, wide[name].grad = grad, grad.clone()
+        rounded.step(optimizer)
+        plain.step()
+        for name, p in wide.items():
+            p.data = p.data.to(types["low"] or p.dtype).float()
+            moments = {key: value for key, value in plain.state[p].items() if key != "step"}
+            plain.state[p].update({key: v.to(types["state"] or v.dtype).float() for key, v in moments.items()})
+            assert named[name].detach().float().equal(p.detach()), name
+            assert (p.grad is None) == (named[name].grad is None)
+            for key, value in plain.state[p].items():
+                mine = optimizer.state[named[name]][key]
+                assert mine.float().equal(value), (name, key)
+                assert mine.dtype == (torch.bfloat16 if state == "bfloat16" and key in moments else torch.float32)
+            p.grad = named[name].grad = None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tentative_step_has_the_bits_of_the_commit(kind, monkeypatch):
+    monkeypatch.setattr(dealing, "BATCH", 100)
+    options = spec.Optimizer.model_validate({**KINDS[kind], "state": "bfloat16"})
+    plain = build_optimizer(options, made(), lowered=torch.bfloat16, masters=False)
+    ahead = build_optimizer(options, made(), lowered=torch.bfloat16, masters=False, ahead=True)
+    assert type(plain) is InPlace and type(ahead) is Masters
+    for step in range(3):
+        for name, grad in drawn(step).items():
+            plain.parameters[name].grad, ahead.parameters[name].grad = grad, grad.clone()
+        plain.step(None)
+        before = {name: p.detach().clone() for name, p in ahead.masters.items()}
+        ahead.tentative()
+        for name, p in plain.parameters.items():
+            assert ahead.parameters[name].dtype == torch.bfloat16 and ahead.parameters[name].equal(p)
+            assert ahead.masters[name].equal(before[name])
+        ahead.commit(None)
+        assert all(ahead.masters[name].equal(p) for name, p in plain.parameters.items())
+        plain.drop()
+        ahead.drop()
+
+
+CHOICES = {"state": {}, "no masters": {**LOW, "master": False}}
+WAYS = [("1f1b", 2, 1), ("zb-h1", 2, 1), ("zb-v", 2, 2)]
+choices = pytest.mark.parametrize("choice", CHOICES)
+
+
+@choices
+@pytest.mark.parametrize("sync", ["before-step", "post-validate"])
+@pytest.mark.parametrize(("kind", "p", "v"), few(WAYS, [WAYS[2]]))
+def test_any_schedule_has_the_bits_of_one_rank(kind, p, v, sync, choice):
+    asked = {"kind": "adamw", "lr": 0.01, "state": "bfloat16", "clip_grad_norm": 0.5}
+    one, many = (
+        run_threads(
+            make_plan(make_program(*how, sync=of), model={**GPT, **CHOICES[choice]}, optimizer={**asked, "sync": of}), 4
+        )
+        for how, of in ((("1f1b", 1, 4, 1), "before-step"), ((kind, p, 4, v), sync))
+    )
+    assert losses_of(many) == losses_of(one) and norms_of(many) == norms_of(one)
+
+
+def tables(*traits, choice="state", **optimizer):
+    found = settings(*traits)
+    found["parallel"]["pp"] = 2
+    found["model"] |= {"layers": 2, "vocab": 64, **CHOICES[choice]}
+    found["optimizer"] |= {"state": "bfloat16", **optimizer}
+    return found
+
+
+SHARDS = ["sharded optimizer", "sharded weights", "sharded gradients", "sharded all", "one-sided"]
+CUT = [[shard] for shard in SHARDS] + [["tp"], ["sharded optimizer", "tp"], ["shared vocabulary", "sharded optimizer"]]
+CUT += [["two versions", "sharded optimizer"], ["post-validate", "sharded optimizer"]]
+
+
+@choices
+@pytest.mark.parametrize("traits", few(CUT, [CUT[0], CUT[3], CUT[6], CUT[8]]), ids=" x ".join)
+def test_however_the_optimizer_is_cut_up_it_trains_alike(traits, choice):
+    both = tables(*traits, choice=choice)
+    plain = tables(*({"two versions"} & {*traits}), choice=choice)
+    plain["schedule"]["microbatches"] = both["schedule"]["microbatches"] * both["parallel"].get("dp", 1)
+    assert apart(trained(both), trained(plain)) <= (TOLERANCE if choice == "state" else 2e-2)
+
+
+@pytest.mark.parametrize("shard", few(SHARDS, SHARDS[:1]))
+def test_shards_have_the_bits_of_replicas_without_masters(shard):
+    both, plain = tables(shard, choice="no masters"), tables(choice="no masters")
+    plain["parallel"]["dp"], plain["schedule"]["microbatches"] = 2, 4
+    assert trained(both) == trained(plain)
+
+
+RESUMED = [["tp", "sharded optimizer"], ["sharded optimizer", "post-validate"], ["two versions"], ["sharded all"]]
+
+
+@choices
+@pytest.mark.parametrize("traits", few(RESUMED, RESUMED[:2]), ids=" x ".join)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_run_goes_on_with_the_same_bits(traits, choice, kind, tmp_path):
+    one = tables(*traits, choice=choice, kind=kind)
+    one["checkpoint"] = {"every": 2, "asynchronous": False, "keep": 9}
+    plan = planned(tmp_path, one)
+    whole = run_threads(plan, 3, folder=tmp_path / "a")
+    rest = run_threads(plan, 3, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))
+    assert losses_of(rest) == losses_of(whole)[2:] and norms_of(rest) == norms_of(whole)[2:]
+    types = {name: about.dtype for name, about in Reader(at(tmp_path / "a", 2)).tensors.items()}
+    moments = {kind for name, kind in types.items() if name.rpartition(".")[2] in rounded.MOMENTS}
+    assert moments == {"bfloat16"}
+    weights = {kind for name, kind in types.items() if name.startswith("model.")}
+    assert weights == {"float32" if choice == "state" else "bfloat16"}
+
+
+@pytest.mark.parametrize("to", ["float32", "bfloat16"])
+def test_a_run_goes_on_with_the_other_choice_and_says_so(to, tmp_path):
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[to]
+    ways = {
+        kind: {"model": {**GPT, **LOW, "master": kind == "float32"}, "optimizer": {"state": kind, "lr": 0.01}}
+        for kind in (to, other)
+    }
+    first, then = (make_plan(make_program("1f1b", 2, 4), checkpoint=TWO, **ways[kind]) for kind in (other, to))
+    before = run_threads(first, 4, folder=tmp_path / "a")
+    told = []
+    after = run_threads(then, 4, folder=tmp_path / "b", resume=at(tmp_path / "a", 2), tell=told.append)
+    assert losses_of(after)[0] == pytest.approx(losses_of(before)[2], rel=2e-2)
+    assert any(f"optimizer.state = {other}, this job has {to}" in line for line in told)
+    assert any("model.master = " in line for line in told)
+
+
+WRONG = {
+    "model.master": ({"model": {"master": False}}, "E110"),
+    "optimizer.state": ({"optimizer": {"kind": "sgd", "state": "bfloat16"}}, "E110"),
+    "feedback": ({"model": {**LOW, "master": False}, "optimizer": {"sync": "two-versions", "feedback": 0.5}}, "E118"),
+    "ema": ({"model": {**LOW, "master": False}, "optimizer": {"ema": 0.9}}, "E118"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_what_has_no_effect_or_would_be_lost_is_refused(key):
+    changes, code = WRONG[key]
+    with refused(code, key):
+        job(**changes)
