@@ -12,6 +12,9 @@ from tests.runtime.test_checkpoints import TWO, at
 from tests.runtime.test_flushless_with import planned
 from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
+from zbc.compiler.check.memory import ways
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import stepping
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core import rounded
@@ -173,6 +176,30 @@ def test_shards_have_the_bits_of_replicas_without_masters(shard):
     assert trained(both) == trained(plain)
 
 
+@choices
+@pytest.mark.parametrize("traits", [[], ["post-validate"]], ids=["barrier", "post-validate"])
+def test_scores_are_clipped_once_however_many_parts_a_step_has(traits, choice, monkeypatch):
+    how = tables(*traits, choice=choice, qk_clip=0.02)
+    found = trained(how)
+    assert found != trained(tables(*traits, choice=choice))
+    monkeypatch.setattr(dealing, "BATCH", 1)
+    assert trained(how) == found
+
+
+def test_replicas_that_average_save_the_means_of_their_moments(tmp_path):
+    one = tables("average")
+    one["checkpoint"] = {"every": 2, "asynchronous": False}
+    workers = run_threads(planned(tmp_path, one), 2, folder=tmp_path / "a")
+    reader = Reader(at(tmp_path / "a", 2))
+    for worker in workers:
+        for optimizer in worker.optimizers.values():
+            for name, p in optimizer.parameters.items():
+                moment = optimizer.optimizer.state[p]["exp_avg"]
+                stored = torch.empty_like(moment)
+                reader.fill(stored, f"optim.{name}.exp_avg")
+                assert moment.dtype == torch.bfloat16 and stored.equal(moment)
+
+
 RESUMED = [["tp", "sharded optimizer"], ["sharded optimizer", "post-validate"], ["two versions"], ["sharded all"]]
 
 
@@ -222,3 +249,35 @@ def test_what_has_no_effect_or_would_be_lost_is_refused(key):
     changes, code = WRONG[key]
     with refused(code, key):
         job(**changes)
+
+
+SMALL = {"hidden": 64, "seq_len": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": SMALL}, ['optimizer.state = "bfloat16"']),
+        ({"model": {**SMALL, **LOW}, "optimizer": {"kind": "sgd"}}, ["model.master = false"]),
+        ({"model": {**SMALL, **LOW, "master": False}, "optimizer": {"state": "bfloat16"}}, []),
+        ({"model": {"hidden": 32, "seq_len": 128}}, []),  # activations are the largest part
+    ],
+)
+def test_what_would_not_fit_is_told_of_them_where_they_are_the_largest_part(changes, named):
+    compiled = compile_job(job(**changes))
+    found = [way for way in ways(compiled.job, compiled.memory[1]) if way.startswith(("optimizer.", "model.master"))]
+    assert found == named
+
+
+def test_the_time_of_a_step_follows():
+    """Copies to float32 and back move more bytes than the smaller numbers save."""
+    ways = {"plain": {}, "state": {"optimizer": {"state": "bfloat16"}}}
+    ways |= {"masters": {"model": LOW}, "none": {"model": {**LOW, "master": False}}}
+    jobs = {name: job(**changes) for name, changes in ways.items()}
+    bytes_of = {name: stepping.moved(one.optimizer, one.model) for name, one in jobs.items()}
+    # STEP and TENTATIVE: gradient, weight and two moments read and written, copies, and weights that are published
+    plain = 4 + 2 * 12
+    assert bytes_of["plain"] == (plain, plain + 8 + 2 * 12)
+    assert bytes_of["state"] == (plain + 2 * 12, plain + 2 * 12 + 8 + 2 * 8)
+    assert bytes_of["masters"] == (plain + 6, plain + 6 + 2 * 12)
+    assert bytes_of["none"] == (plain + 12, plain + 12 + 4 + 2 * 10)

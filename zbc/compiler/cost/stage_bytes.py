@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import mul
 from typing import Any, NamedTuple
 
 from zbc.compiler.cost import adapters, estimate, stepping
@@ -196,7 +197,10 @@ def _owned(
     versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
     stays = experts and shares.ranks == 1  # no other rank has it
     copied = stepping.master(job.model) + stepping.kept(job.optimizer)
-    widened = float(stepping.WIDE * stepping.widened(job.optimizer, job.model) * shares.copied)
+    inside = min(params, stepping.elements(job.optimizer, owned_by(job, part, table, experts)))  # Muon's, a batch apart
+    ends = [min(shares.copied, count) for count in (params - inside, inside)]
+    wide = [stepping.widened(job.optimizer, job.model, matrix=matrix) for matrix in (False, True)]
+    widened = stepping.WIDE * float(max(map(mul, wide, ends)))
     return StageBytes(
         weights=versions * weights - low + casts + (versions == 2) * casts,
         gradients=gradients,

@@ -140,7 +140,9 @@ def meet(ranks: tuple[int, ...], tensors: Sequence[Tensor], transport: Transport
     """Replaces each tensor by its mean over all ranks, which pass them in the same order; blocks."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         alike = [tensor for tensor in tensors if tensor.dtype is dtype]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike]).to(
+            torch.promote_types(dtype, torch.float32)
+        )
         transport.all_reduce(flat, ranks)
         flat.div_(len(ranks))
         for tensor, piece in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
