@@ -205,17 +205,20 @@ RESUMED = [["tp", "sharded optimizer"], ["sharded optimizer", "post-validate"], 
 
 @choices
 @pytest.mark.parametrize("traits", few(RESUMED, RESUMED[:2]), ids=" x ".join)
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_run_goes_on_with_the_same_bits(traits, choice, kind, tmp_path):
-    one = tables(*traits, choice=choice, kind=kind)
+@pytest.mark.parametrize(("kind", "state"), [("adamw", "bfloat16"), ("muon", "bfloat16"), ("adamw", "float32")])
+def test_a_run_goes_on_with_the_same_bits(traits, choice, kind, state, tmp_path):
+    one = tables(*traits, choice=choice, kind=kind, state=state)
     one["checkpoint"] = {"every": 2, "asynchronous": False, "keep": 9}
     plan = planned(tmp_path, one)
-    whole = run_threads(plan, 3, folder=tmp_path / "a")
-    rest = run_threads(plan, 3, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))
+    whole = run_threads(plan, 4, folder=tmp_path / "a")
+    rest = run_threads(plan, 4, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))
     assert losses_of(rest) == losses_of(whole)[2:] and norms_of(rest) == norms_of(whole)[2:]
     types = {name: about.dtype for name, about in Reader(at(tmp_path / "a", 2)).tensors.items()}
     moments = {kind for name, kind in types.items() if name.rpartition(".")[2] in rounded.MOMENTS}
-    assert moments == {"bfloat16"}
+    assert moments == {state}
+    states = [of.optimizer.state for worker in rest for of in worker.optimizers.values() if of.optimizer is not None]
+    kept = {value.dtype for of in states for own in of.values() for key, value in own.items() if key in rounded.MOMENTS}
+    assert kept == {getattr(torch, state)}
     weights = {kind for name, kind in types.items() if name.startswith("model.")}
     assert weights == {"float32" if choice == "state" else "bfloat16"}
 
