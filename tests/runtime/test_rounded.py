@@ -10,7 +10,7 @@ from tests.refusals import refused
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.runtime.test_checkpoints import TWO, at
 from tests.runtime.test_flushless_with import planned
-from tests.threads import losses_of, norms_of, run_threads
+from tests.threads import losses_of, norms_of, run_threads, side_by_side
 from tests.tiers import few
 from zbc.compiler.check.memory import ways
 from zbc.compiler.compile import compile_job
@@ -20,6 +20,8 @@ from zbc.plan import dealing
 from zbc.runtime.core import rounded
 from zbc.runtime.core.optimizer import InPlace, Masters, build_optimizer, torch_optimizer
 from zbc.runtime.core.precision import lower_precision
+from zbc.runtime.features.averaging import meet
+from zbc.runtime.transports.hub import Hub
 from zbc.training.checkpoint.files import Reader
 
 LOW = {"dtype": "bfloat16", "parameters": "bfloat16"}
@@ -186,18 +188,13 @@ def test_scores_are_clipped_once_however_many_parts_a_step_has(traits, choice, m
     assert trained(how) == found
 
 
-def test_replicas_that_average_save_the_means_of_their_moments(tmp_path):
-    one = tables("average")
-    one["checkpoint"] = {"every": 2, "asynchronous": False}
-    workers = run_threads(planned(tmp_path, one), 2, folder=tmp_path / "a")
-    reader = Reader(at(tmp_path / "a", 2))
-    for worker in workers:
-        for optimizer in worker.optimizers.values():
-            for name, p in optimizer.parameters.items():
-                moment = optimizer.optimizer.state[p]["exp_avg"]
-                stored = torch.empty_like(moment)
-                reader.fill(stored, f"optim.{name}.exp_avg")
-                assert moment.dtype == torch.bfloat16 and stored.equal(moment)
+def test_replicas_that_average_save_means_of_moments_that_are_rounded_once():
+    """Before a checkpoint; sums of bfloat16 numbers are float32."""
+    torch.manual_seed(5)
+    own = [torch.randn(300).bfloat16() for _ in range(3)]
+    mean, hub = (sum(one.float() for one in own) / 3).bfloat16(), Hub(3)
+    side_by_side(3, lambda rank: meet((0, 1, 2), [own[rank]], hub.end(rank)))
+    assert all(one.equal(mean) for one in own)
 
 
 RESUMED = [["tp", "sharded optimizer"], ["sharded optimizer", "post-validate"], ["two versions"], ["sharded all"]]

@@ -139,10 +139,8 @@ def average(worker: Worker, op: Op) -> None:
 def meet(ranks: tuple[int, ...], tensors: Sequence[Tensor], transport: Transport) -> None:
     """Replaces each tensor by its mean over all ranks, which pass them in the same order; blocks."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        alike = [tensor for tensor in tensors if tensor.dtype is dtype]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike]).to(
-            torch.promote_types(dtype, torch.float32)
-        )
+        alike, wide = [one for one in tensors if one.dtype is dtype], torch.promote_types(dtype, torch.float32)
+        flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in alike])
         transport.all_reduce(flat, ranks)
         flat.div_(len(ranks))
         for tensor, piece in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
