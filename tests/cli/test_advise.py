@@ -164,7 +164,7 @@ def test_where_no_shape_is_possible_each_is_told_why_with_a_batch_that_does(mode
 def test_experts_are_shared_out(model):
     found = core.advise(document_of(model(EXPERTS), gpus=4, batch="8", seq_len=512))
     assert any(row.shape.ep > 1 for row in found.rows)
-    assert all(row.shape.ep == 1 or row.shape.dp % row.shape.ep == 0 for row in found.rows)
+    assert all(row.shape.copies * row.shape.tp % row.shape.ep == 0 for row in found.rows)
 
 
 def test_every_shape_is_looked_at_once_with_each_way_to_share_out(model):
