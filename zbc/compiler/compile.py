@@ -205,7 +205,7 @@ def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
 _FAST = 1e-3  # seconds of a search: the fast tier, with kernels that are compiled once for all shapes
 # Schedules to weigh a shape with if the schedule is open: the first two that the job allows.
 _STANDINS = ("v-auto", "zb-auto", "interleaved-1f1b", "1f1b")
-_ENOUGH = 3  # times the ranks of a pipeline: microbatches beyond which a step grows by its busiest rank's work
+ENOUGH = 3  # times the ranks of a pipeline: microbatches beyond which a step grows by its busiest rank's work
 
 
 def weighed(job: Job, shape: world.Shape, *, whole: bool = False) -> world.Weighed:
@@ -225,7 +225,7 @@ def _planned(job: Job, shape: world.Shape, *, whole: bool) -> world.Weighed:
     work on one: a step takes at least that.
     """
     row = world.Weighed(shape)
-    count = shape.microbatches if whole else min(shape.microbatches, _ENOUGH * shape.pp)
+    count = shape.microbatches if whole else min(shape.microbatches, ENOUGH * shape.pp)
     rest = shape.microbatches - count
     changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
     try:

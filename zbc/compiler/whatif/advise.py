@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from zbc.compiler.compile import Compiled, compile_job, job_of, weighed
+from zbc.compiler.compile import ENOUGH, Compiled, compile_job, job_of, weighed
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition.setup import as_ordered
 from zbc.compiler.planner.case import Case
@@ -119,6 +119,17 @@ class _Shape(NamedTuple):
     number: int
     shape: world.Shape
     document: toml.Document
+    policy: str | None  # that fits in all stages
+    mixed: bool  # whether some stages can do with less
+
+    def planned_as(self, kind: str) -> Iterator[tuple[toml.Document, toml.Document]]:
+        """Yields its job under a schedule as it is ranked, and as it is planned in full. Of a large step first with its
+        own policy, which is one of many."""
+        own = _with(self.document, {("schedule", "kind"): kind})
+        if self.policy is not None and self.shape.pp * self.shape.microbatches > LARGE:
+            quick = _with(own, {("memory", "activations"): self.policy})
+            yield quick, own if self.mixed else quick
+        yield own, own
 
 
 def state_of(document: toml.Document) -> State:
@@ -173,17 +184,17 @@ def advise(document: toml.Document, done: Callable[[str, float], None] = lambda 
         if bound >= SPARE * _last(shapes):  # nor can those after it be among the best
             break
         shape, own = every[k]
-        guess = _guess(own, shape, state, least)
+        guess, policy, mixed = _guess(own, shape, state, least)
         if guess is not None:
-            shapes.append(_Shape(guess, k, shape, own))
+            shapes.append(_Shape(guess, k, shape, own, policy, mixed))
     chosen, rows = _best(shapes), list[tuple[float, int, toml.Document, world.Shape]]()
     for k, (candidate, kind) in enumerate((candidate, kind) for candidate in chosen for kind in KINDS):
         done(PLANNING, k / len(chosen) / len(KINDS))
-        if candidate.shape.pp > 1 or kind == BASELINE:
-            own = _with(candidate.document, {("schedule", "kind"): kind})
-            row = _weighed(own, candidate.shape)
+        for quick, own in candidate.planned_as(kind) if candidate.shape.pp > 1 or kind == BASELINE else ():
+            row = _weighed(quick, candidate.shape)
             if row.error is None and row.sample_ms is not None:
                 rows.append((row.sample_ms, k, own, candidate.shape))
+                break
             _remember(least, row)
     best = list[Row]()
     for own in _few(sorted(rows, key=lambda row: row[:2])):
@@ -243,24 +254,26 @@ def _weighed(document: toml.Document, shape: world.Shape) -> world.Weighed:
 
 def _guess(
     document: toml.Document, shape: world.Shape, state: State, least: list[tuple[int, world.Shape, ZbcError]]
-) -> float | None:
-    """ms of a sample as 1F1B, with as much recompute as memory needs; None if even that does not fit."""
+) -> tuple[float | None, str | None, bool]:
+    """ms of a sample as 1F1B, with as much recompute as memory needs; the policy that fits in all stages, and whether
+    some can do with less. No time if even the most does not fit."""
     again = _weighed(_with(document, {**WHOLE, ("memory", "activations"): "recompute"}), shape)
+    policy = "recompute"
     if again.sample_ms is None or again.peak_bytes is None:
-        return again.sample_ms
+        return again.sample_ms, None, False
     room = state.room or math.inf
     if again.peak_bytes > SPARE * room:
         _remember(least, again)
-        return None
+        return None, None, False
     for what in ("selective", "keep"):  # less is recomputed each time, until that is too large
         less = _weighed(_with(document, {**WHOLE, ("memory", "activations"): what}), shape)
         if less.sample_ms is None or less.peak_bytes is None or again.sample_ms is None or again.peak_bytes is None:
             continue
         if less.peak_bytes > room:
             over = (less.peak_bytes - room) / max(1.0, less.peak_bytes - again.peak_bytes)
-            return less.sample_ms + min(1.0, over) * (again.sample_ms - less.sample_ms)
-        again = less
-    return again.sample_ms
+            return less.sample_ms + min(1.0, over) * (again.sample_ms - less.sample_ms), policy, True
+        again, policy = less, what
+    return again.sample_ms, policy, False
 
 
 def _remember(least: list[tuple[int, world.Shape, ZbcError]], row: world.Weighed) -> None:
@@ -297,14 +310,19 @@ def _whole(document: toml.Document) -> Iterator[Row]:
 
 
 def _under_all(row: Row) -> Row:
-    """The row, or its job under another schedule if one is faster. Of a large step they are looked at with the row's
-    recompute, if that is the same in all stages. A look may see more than the plan of its schedule alone; then the
-    others are looked at again."""
-    job, left = row.compiled.job.under(AUTO), {*SCHEDULES} - {row.compiled.schedule}
-    memory = row.job.memory
-    if job.parallel.pp * job.schedule.microbatches > LARGE and len(memory.chosen()) == 1:
-        job = replace(job, memory=memory.model_copy(update={"activations": next(iter(memory.chosen()))}))
-    table, step = estimate.layers(job), row.compiled.step_ms * (1 - AHEAD)
+    """The row, or its job under another schedule if one is faster. Of a large step they are looked at with fewer
+    microbatches, and with the row's recompute if that is the same in all stages. A look may see more than the plan of
+    its schedule alone; then the others are looked at again."""
+    document, left, step = row.document, {*SCHEDULES} - {row.compiled.schedule}, row.compiled.step_ms
+    axes, count = row.job.parallel, row.job.schedule.microbatches
+    if axes.pp * count > LARGE:
+        (policy, *more), count = row.job.memory.chosen(), min(count, ENOUGH * axes.pp)
+        document = _with(document, {("schedule", "microbatches"): count})
+        document = document if more else _with(document, {("memory", "activations"): policy})
+        few = _weighed(document, row.shape._replace(microbatches=count))
+        step = few.step_ms or step
+    job = _job(document).under(AUTO)
+    table, step = estimate.layers(job), step * (1 - AHEAD)
     while (name := fastest_below(job, table, left, step)) is not None:
         faster = [*_whole(_with(row.document, {("schedule", "kind"): name}))]
         if faster and faster[0].sample_ms < row.sample_ms:
