@@ -394,6 +394,7 @@ class ProgramTraits:
     ep: int = 0  # expert parallelism: neighbours that share out the experts of a block; 0: each rank has all
     folded: bool = False  # these are neighbours along tp first: each has whole experts; else parts, as of all layers
     dense: tuple[int, ...] = ()  # the stages without experts, if `ep`
+    near: int = 0  # ranks on a node, if their exchanges between nodes take two steps; see Topology.steps
     averages: int = 0  # replicas average weights and sum no gradients: 1, applied a step later; 2, at once
     flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
     duplex: bool = False  # a rank copies to its host and back at once; else it runs one copy at a time
@@ -450,6 +451,7 @@ class Program(ProgramTraits):
             where.replicas,
             ep=self.ep,
             folded=self.folded,
+            near=self.near,
         )
 
     @property

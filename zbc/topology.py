@@ -16,9 +16,9 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate, groupby, product
 from typing import Any, NamedTuple
 
 
@@ -63,6 +63,7 @@ class Topology:
     hosts: tuple[str, ...] = ()  # of each rank of a run, once they are known
     ep: int = 0  # neighbours in the list of a stage's ranks that share out its experts; 0: each rank has all
     folded: bool = False  # that list has all ranks of a stage; else those with one part of its layers
+    near: int = 0  # ranks on a node, if a row crosses to each node once, and is passed on inside; 0: in one step
 
     @property
     def world(self) -> int:
@@ -163,6 +164,16 @@ class Topology:
         """The ranks that share out experts with this one, ascending, which is the order of their experts."""
         return _groups(self)[rank].ranks
 
+    def steps(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks with which this one exchanges rows of experts, in each step of an exchange: those at its place on
+        all nodes, then those on its node; or all at once."""
+        group = self.sharing(rank)
+        nodes = by_node(group, self.near) if self.near else (group,)
+        if not even(nodes):
+            return (group,)
+        own = next(ranks for ranks in nodes if rank in ranks)
+        return tuple(ranks[own.index(rank)] for ranks in nodes), own
+
     def whole(self, rank: int) -> tuple[int, ...]:
         """The ranks, ascending, that have all experts together with this one, each once."""
         group = self.sharing(rank)
@@ -239,6 +250,16 @@ class Topology:
         inside = zip(INNER, self.inner, place.at, strict=True)
         axes += [f"{axis.name} {at}" for axis, count, at in inside if count > 1]
         return f"rank {rank} [{', '.join(axes)}]"
+
+
+def by_node(ranks: Iterable[int], size: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks of a run, ascending, by nodes of `size` ranks."""
+    return tuple(tuple(some) for _, some in groupby(ranks, lambda rank: rank // size))
+
+
+def even(nodes: Sequence[Sequence[int]]) -> bool:
+    """Whether these are several nodes with equally many ranks each, more than one."""
+    return len(nodes) > 1 and len({len(ranks) for ranks in nodes}) == 1 < len(nodes[0])
 
 
 class _OfExperts(NamedTuple):

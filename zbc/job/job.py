@@ -73,6 +73,7 @@ class Job:
     filler: Filler
     profile: Profile | None = None  # the file of costs.profile
     links: LinkTable | None = None  # the file of hardware.links
+    near: int = 0  # ranks on a node, once exchanges of experts' rows between nodes are planned in two steps
     weighed: tuple[Weighed, ...] = ()  # the candidates for pp and dp, if the job left them open
 
     def __repr__(self) -> str:

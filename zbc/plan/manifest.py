@@ -19,8 +19,8 @@ VERSION = 1
 MANIFEST = "plan.json"
 # Fields that a manifest has only if they differ from their defaults.
 OPTIONAL = frozenset(
-    {"averages", "balance", "cp", "cuts", "dense", "duplex", "edges", "ep", "flushless", "folded", "one_sided"}
-    | {"vocabulary"}
+    {"averages", "balance", "cp", "cuts", "dense", "duplex", "edges", "ep", "flushless", "folded", "near", "one_sided"}
+    | {"scatters", "vocabulary"}
 )
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 STEPS = "steps"  # capability: ops of the next step
@@ -106,6 +106,7 @@ class Manifest(_Strict):
     ep: Index = 0  # expert parallelism: neighbours that share out the experts of a block; 0: each rank has all
     folded: bool = False  # these are neighbours along tp first: each has whole experts; else parts, as of all layers
     dense: list[Index] = []  # the stages without experts, if `ep`
+    near: Index = 0  # ranks on a node, if exchanges of rows between nodes take two steps; else 0
     averages: Index = 0  # replicas average weights and sum no gradients: 1, applied a step later; 2, at once
     balance: Unequal | None = None  # absent if all replicas have the same number of microbatches
     vocabulary: Words | None = None  # absent if the first and the last stage have it
@@ -147,7 +148,7 @@ class Manifest(_Strict):
         counts = tuple(len(set(ranks)) for ranks in self.placement) if pipes > 1 else ()
         replicas = counts if sum(counts) == self.ranks else ()
         axes = self.ranks, self.copies, pipes, node, self.slices, self.microbatches, inner_of(self)
-        return Topology(*axes, order, replicas, self._hosts, self.ep, self.folded)
+        return Topology(*axes, order, replicas, self._hosts, self.ep, self.folded, self.near)
 
     @property
     def tokens(self) -> tuple[int, ...]:

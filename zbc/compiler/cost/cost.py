@@ -100,6 +100,7 @@ class Costs:
     tied: float = 0.0  # bytes of the gradient of a weight that two stages share
     experts: tuple[StageBytes, ...] = ()  # memory of a stage's experts, if replicas share these out
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, on one node
+    near: int = 0  # ranks on a node, if exchanges of experts' rows between nodes take two steps
     overlap: float = 0.0  # the share of the shorter op of an overlap group that the longer one hides
     slices: int = 1  # of a microbatch; with several, an entry of F, B, W and their values has one for each
     unequal: int = 0  # microbatches, if they differ: then these entries, and those of links, have one for each of them

@@ -8,15 +8,18 @@ product does not hide the norm before it. A message takes a latency and its byte
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
+from zbc.compiler.cost.choices import Choices
 from zbc.job.links import LinkTable
 from zbc.job.spec import Hardware, Job
-from zbc.topology import Topology
+from zbc.topology import Topology, by_node, even
 
 # What a message costs each of its ranks: us of the host, and a share of its transfer (evidence: docs/costs.md).
 _MESSAGE = {"cuda": (15.0, 0.06), "cpu": (15.0, 0.7)}
@@ -141,14 +144,34 @@ class Machine:
         latency, speed = self._slowest(pair for ranks in self.topology.circles(axis) for pair in _ring(ranks))
         return latency + halves * (count - 1) / count * size / speed
 
-    def swap_ms(self, size: float) -> float:
-        """ms of an all-to-all: each rank sends shares of `size` bytes to those that share out experts with it."""
-        run, ep = self.topology, self.topology.ep
-        groups = {run.sharing(rank) for rank in range(run.world)}
-        # Neighbours, and both ends, are on as many nodes as all pairs.
-        pairs = _ring if self.links is None else _pairs
-        latency, speed = self._slowest(pair for ranks in groups for pair in pairs(ranks))
-        return latency + (ep - 1) / ep * size / speed
+    def swaps_ms(self, size: float, choices: Choices | None) -> tuple[float, float]:
+        """ms of an all-to-all of rows to experts, in one step and in two. A rank has `size` bytes of rows, for all
+        `choices` of its tokens, in equal shares for the ranks that share out experts with it.
+
+        In one step rows inside a node and rows between nodes are sent at once, over links of their own. In two a
+        token's row crosses to each node once, and is then sent on there; inf if the ranks are not evenly on several
+        nodes, or choices are not known.
+        """
+        one, two, spans = 0.0, 0.0, False
+        for nodes in _by_nodes(self.topology, self.node):
+            most, least, ep = max(map(len, nodes)), min(map(len, nodes)), sum(map(len, nodes))
+            near, far = self._inside(nodes), self._across(nodes)
+            direct = near.ms((most - 1) / ep * size) if most > 1 else 0.0
+            direct = max(direct, far.ms((ep - least) / ep * size)) if len(nodes) > 1 else direct
+            one = max(one, direct)
+            if choices is not None and even(nodes):
+                once, spans = size / choices.top_k * choices.away(len(nodes)), True
+                direct = far.ms(once) + near.ms((most - 1) / most * size)
+            two = max(two, direct)
+        return one, two if spans else math.inf
+
+    def _inside(self, nodes: Sequence[Sequence[int]]) -> Link:
+        return self.near if self.links is None else self._slowest(pair for ranks in nodes for pair in _pairs(ranks))
+
+    def _across(self, nodes: Sequence[Sequence[int]]) -> Link:
+        if self.links is None:
+            return self.far
+        return self._slowest(pair for one, other in combinations(nodes, 2) for pair in itertools.product(one, other))
 
     def experts_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
         """ms of a ring all-reduce of `size` bytes over the ranks with the same experts, as `sum_ms`; 0 for one rank."""
@@ -184,6 +207,12 @@ class Machine:
             return 0.0
         latency, speed = self._slowest(pair for ranks in rings for pair in _ring(ranks))
         return latency + halves * (count - 1) / count * size / speed
+
+
+@functools.lru_cache(maxsize=64)
+def _by_nodes(run: Topology, size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The ranks that share out experts, of each group by nodes of `size` ranks."""
+    return tuple(by_node(group, size) for group in {run.sharing(rank) for rank in range(run.world)})
 
 
 def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -8,13 +8,13 @@ n ranks, and the rows that ranks with other experts exchange across nodes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from zbc.compiler.cost.choices import Choices
 from zbc.ir import Placement
-from zbc.topology import Topology
+from zbc.topology import Topology, by_node, even
 
 
 def choose(
@@ -27,11 +27,13 @@ def choose(
     *,
     together: bool = False,
     swapped: Sequence[float] = (),
+    choices: Choices | None = None,
 ) -> tuple[int, int]:
     """Returns the pipeline neighbours, and the replicas of each, of a run in a node of `size` ranks of pipelines.
 
     `boundaries` are the bytes of the tensor after each stage but the last, `grads` the bytes of each stage's gradients,
-    `swapped` the bytes of rows per microbatch that each rank of a run exchanges, by stage. `together`: all replicas
+    `swapped` the bytes of rows per microbatch that each rank of a run has for experts, by stage, for all `choices` of
+    its tokens. `together`: all replicas
     of a rank on one node, if possible. On a tie the replicas of the pipeline come one after another.
     """
     p, dp = placement.ranks, run.dp
@@ -44,20 +46,24 @@ def choose(
         alike or ((p, 1), *tiles),
         key=lambda tile: (
             between(Topology(p, dp, node=tile), placement, size, microbatches, boundaries, grads)
-            + _swaps(replace(run, node=tile), placement, size, [microbatches * each for each in swapped])
+            + _swaps(replace(run, node=tile), placement, size, [microbatches * each for each in swapped], choices)
         ),
     )
 
 
-def _swaps(run: Topology, placement: Placement, size: int, swapped: Sequence[float]) -> float:
-    """Bytes of expert rows that a step sends between nodes: each rank sends equal shares to those with other experts;
-    per rank of a pipeline, as the other bytes, of the ranks that it is subdivided into."""
+def _swaps(run: Topology, placement: Placement, size: int, swapped: Sequence[float], choices: Choices | None) -> float:
+    """Bytes of expert rows that a step sends between nodes: each rank sends equal shares to those with other experts,
+    or a token's row to each node once, if that is less; per rank of a pipeline, as the other bytes, of the ranks that
+    it is subdivided into."""
     total = 0.0
     for stage, rows in enumerate(swapped):
         for pp in placement.holders(stage) if rows else ():
             for group in {run.sharing(rank) for rank in run.held(pp)}:
-                counts = Counter(rank // (size * run.width) for rank in group).values()
-                total += (len(group) - sum(count * count for count in counts) / len(group)) * rows / run.width
+                seats = by_node(group, size * run.width)
+                away = len(group) - sum(len(ranks) ** 2 for ranks in seats) / len(group)
+                if choices is not None and even(seats):
+                    away = min(away, len(group) * choices.away(len(seats)) / choices.top_k)
+                total += away * rows / run.width
     return total
 
 

@@ -11,6 +11,7 @@ from operator import add, mul, sub
 from typing import NamedTuple
 
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
+from zbc.compiler.cost.choices import Choices
 from zbc.compiler.cost.cost import (
     BY_MICROBATCH,
     BY_SLICE,
@@ -221,7 +222,7 @@ def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tabl
     if job.profile is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.copies * placement.ranks),))
     costs = _with_optimizer(costs, job, placement, stages, table)
-    return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node)
+    return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node, near=job.near)
 
 
 def _of_ops(
@@ -262,15 +263,21 @@ def _with_copies(costs: Costs, job: Job) -> Costs:
 def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:
     """The job with its ranks assigned to nodes."""
     parallel = job.parallel
-    if parallel.node is not None:
-        return job
+    if parallel.node is None:
+        node = _node(job, placement, stages, table)
+        job = replace(job, parallel=parallel.model_copy(update={"node": node}))
+    return replace(job, near=_near(job)) if parallel.ep > 1 else job
+
+
+def _node(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[int, int]:
+    parallel = job.parallel
     if parallel.order is not None or job.links is not None:  # the given order has replicas one after another
-        return replace(job, parallel=parallel.model_copy(update={"node": (parallel.pp, 1)}))
+        return parallel.pp, 1
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
     size, together = max(1, size // parallel.width), parallel.one_sided
     swapped = [4 * one for one in _swapped(job, stages, table)] if parallel.ep > 1 else []  # in F and B, and back
-    node = nodes.choose(
+    return nodes.choose(
         placement,
         parallel.topology,
         size,
@@ -279,8 +286,8 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
         grads,
         together=together,
         swapped=swapped,
+        choices=choices_of(job),
     )
-    return replace(job, parallel=parallel.model_copy(update={"node": node}))
 
 
 def _times(
@@ -430,18 +437,32 @@ def _swaps(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) ->
     """ms of expert-parallel all-to-alls in F and in B: two in every block, to the experts and back, of a row for each
     choice of a token, after an exchange of their counts."""
     machine, blocks = Machine.of(job), [sum(bool(table[i].apart) for i in part) for part in stages]
-    rows = _swapped(job, stages, table)
-    each = [machine.swap_ms(one / count) if count else 0.0 for one, count in zip(rows, blocks, strict=True)]
-    counts = machine.swap_ms(0.0)
-    found = tuple(count * (2 * ms + counts) for count, ms in zip(blocks, each, strict=True))
+    choices, two = choices_of(job), bool(job.near)
+    rows, counts = (machine.swaps_ms(size, choices)[two] for size in (_of_block(job), 0.0))
+    found = tuple(count * (2 * rows + counts) for count in blocks)
     return found, found
 
 
 def _swapped(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
-    """Bytes of the rows that the blocks of each stage send to experts in an F."""
-    z = estimate.sizes_of(job)
-    one = 0.0 if z is None else float(z.top_k * z.uneven * z.tokens * z.hidden * z.width)
+    """Bytes of the rows that the blocks of each stage have for experts in an F."""
+    one = _of_block(job)
     return [one * sum(bool(table[i].apart) for i in part) for part in stages]
+
+
+def _of_block(job: Job) -> float:
+    z = estimate.sizes_of(job)
+    return 0.0 if z is None else float(z.top_k * z.uneven * z.tokens * z.hidden * z.width)
+
+
+def choices_of(job: Job) -> Choices | None:
+    """The choices of a token among experts, if they are known."""
+    return Choices(job.model.experts, job.model.met) if job.model.experts and job.model.builtin else None
+
+
+def _near(job: Job) -> int:
+    """The ranks on a node, if exchanges of rows between nodes are faster in two steps; else 0."""
+    one, two = Machine.of(job).swaps_ms(_of_block(job), choices_of(job))
+    return job.hardware.ranks_per_node if two < one else 0
 
 
 def _repeated(job: Job, placement: Placement, found: Sequence[Exchange]) -> PerStage:

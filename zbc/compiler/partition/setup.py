@@ -437,6 +437,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         ep=ep,
         folded=job.parallel.folded,
         dense=tuple(s for s, part in enumerate(stages) if ep and not any(i in routed for i in part)),
+        near=costs.near,
         averages=_averages(job),
         one_sided=job.parallel.one_sided,
     )
