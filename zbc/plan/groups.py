@@ -55,9 +55,9 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
 
 
 def swapping(manifest: Manifest) -> list[tuple[int, ...]]:
-    """The sets of ranks of the run that shard the experts of their blocks, in the order in which they make groups."""
+    """The sets of ranks of the run that exchange rows of experts, in the order in which they make groups."""
     run = manifest.topology
-    return sorted({run.sharing(rank) for rank in range(run.world)}) if manifest.ep else []
+    return sorted({ranks for rank in range(run.world) for ranks in run.steps(rank)}) if manifest.ep else []
 
 
 def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:

@@ -4,18 +4,23 @@
     B   the same for gradients, in reverse
     W   none
 
+Between nodes an exchange may take two steps (`Topology.steps`): a token's row is sent once to each node with one of its
+experts, to the rank at the same place, with the token's choices and their weights; that rank exchanges rows inside its
+node, adds up the token's weighted outputs there, and sends back their sum.
+
 All ranks of a group run the same ops in the same order. Their waits may be hidden like the all-reduces of tensor
 parallelism (tensor_parallel.py): by weight gradients of the same op, or by the other op of an overlap group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 
 from zbc.errors import ZbcError
 from zbc.job import userobject
@@ -47,6 +52,34 @@ class Swaps(NamedTuple):
         per_rank = len(experts) // self.group.size
         first = per_rank * self.group.place
         return nn.ModuleDict(dict(islice(experts.items(), first, first + per_rank)))
+
+    def dispatch(
+        self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, lowered: Callable[[Tensor], Tensor]
+    ) -> Met:
+        """Sends the `rows` (N, H) of tokens to the experts `chosen` (N, k), with `weights` (N, k) for their outputs;
+        `counts` (E): the choices of each expert; `lowered`: makes rows of the type in which they are sent. All ranks of
+        the group call this together, and `combine` after it."""
+        if self.group is None or len(self.group.steps) < 2:
+            order = chosen.flatten().argsort(stable=True)
+            return Met(self.sent(lowered(rows.index_select(0, order // chosen.shape[1])), counts), order, weights)
+        rows, chosen, weights, counts, pairs, home = _crossed(
+            self.group.steps[0], lowered(rows), chosen, weights, len(counts)
+        )
+        order = chosen.flatten().argsort(stable=True)[:pairs]
+        copies = Copies.rows(order // chosen.shape[1], len(rows))
+        picked = copies.spread(rows)
+        del rows  # and below `picked`, as in `sent`
+        inside = Swaps(self.group.steps[1])
+        return Met(inside.sent(picked, counts), order, weights, inside, copies, home)
+
+    def combine(self, met: Met, made: Tensor) -> Tensor:
+        """(N, H): for each token the sum of its experts' outputs times their weights; `made` are those of the rows of
+        this rank's experts."""
+        if met.home is None or met.copies is None or met.inside is None:
+            found = self.back(met.sent, made).index_select(0, met.order.argsort()).view(*met.weights.shape, -1)
+            return (found * met.weights.to(found.dtype)[..., None]).sum(1)
+        found, weights = met.inside.back(met.sent, made), met.weights.flatten().index_select(0, met.order)
+        return met.home.back(met.copies.summed(found * weights.to(found.dtype)[:, None]))
 
     def run(self, rows: Tensor, counts: Tensor, experts: Iterable[nn.Module]) -> Tensor:
         """The experts' outputs for `rows` (N, H), which are sorted by expert, `counts` (E) for each; `experts` are
@@ -86,6 +119,112 @@ class Swaps(NamedTuple):
         if self.group is None or sent.order is None:
             return made
         return _swapped(made.index_select(0, sent.order.argsort()), sent.into, sent.out, self.group)
+
+
+class Copies(NamedTuple):
+    """Copies of rows: `of` (P) is the row of each, `order` (P) lists them row by row, from `starts` (N) on."""
+
+    of: Tensor
+    order: Tensor
+    starts: Tensor
+
+    @classmethod
+    def rows(cls, of: Tensor, count: int) -> Copies:
+        """Copies of the rows `of`, of `count` rows."""
+        sums = of.new_zeros(count + 1).scatter_add_(0, of + 1, torch.ones_like(of)).cumsum(0)
+        return cls(of, of.argsort(stable=True), sums[:-1])
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """The copies of (N, H), whose gradients are added up in their order: (P, H)."""
+        made: Tensor = _Spread.apply(rows, self)  # type: ignore[no-untyped-call]
+        return made
+
+    def summed(self, copies: Tensor) -> Tensor:
+        """(N, H): the sums of each row's `copies` (P, H), in their order."""
+        made: Tensor = _Summed.apply(copies, self)  # type: ignore[no-untyped-call]
+        return made
+
+    def add(self, copies: Tensor) -> Tensor:
+        if not len(self.of):
+            return copies.new_zeros(len(self.starts), copies.shape[1])
+        return embedding_bag(self.order, copies.contiguous(), self.starts, mode="sum")
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return rows.index_select(0, copies.of)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.copies.add(grads[0]), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return copies.add(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].index_select(0, ctx.copies.of), None
+
+
+class Home(NamedTuple):
+    """The way back across nodes: the tokens' `copies`, of which `out` went to each node, and `into` came from it."""
+
+    copies: Copies
+    out: Sequence[int]
+    into: Sequence[int]
+    group: Group
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The sums of what all nodes send back for each token; `rows` are those that this rank sends."""
+        return self.copies.summed(_swapped(rows, self.into, self.out, self.group))
+
+
+class Met(NamedTuple):
+    """Rows `sent` to experts, and their way back: the `order` of their choices among all, and the `weights` (N, k) of
+    these. After a step across nodes the tokens are those that have come here, with `copies` for their choices
+    `inside` the node."""
+
+    sent: Sent
+    order: Tensor
+    weights: Tensor
+    inside: Swaps | None = None
+    copies: Copies | None = None
+    home: Home | None = None
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number of a row
+
+
+def _crossed(
+    group: Group, rows: Tensor, chosen: Tensor, weights: Tensor, experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Home]:
+    """Sends the rows of tokens once to each node with one of their experts: the rows that have come here, their choices
+    (the number of the node's experts where one is on another node), weights, the choices of each expert of the node and
+    of all, and the way back."""
+    (nodes, (tokens, k)), own = (group.size, chosen.shape), experts // group.size
+    node = chosen // own
+    met = torch.zeros(tokens, nodes, dtype=torch.bool, device=rows.device).scatter_(1, node, value=True)
+    pairs = node.new_zeros(nodes).scatter_add_(0, node.flatten(), torch.ones_like(node.flatten()))
+    told, one = torch.stack((met.sum(0), pairs), 1), (1,) * nodes
+    got = torch.empty_like(told)
+    group.transport.start_swap(told, one, got, one, group.ranks).wait()
+    out, into, paired = torch.stack((told[:, 0], got[:, 0], got[:, 1])).tolist()  # at once, since a GPU's host waits
+    copies = Copies.rows(met.t().flatten().argsort(descending=True, stable=True)[: sum(out)] % tokens, tokens)
+    bits = chosen.to(_BITS[rows.itemsize]).view(rows.dtype)
+    packed = torch.cat((rows, weights.to(rows.dtype), bits), 1)
+    come = _swapped(copies.spread(packed), out, into, group)
+    rows, weights, bits = torch.split_with_sizes(come, (rows.shape[1], k, k), 1)
+    local = bits.detach().contiguous().view(_BITS[rows.itemsize]).long() - own * group.place
+    local = local.where((local >= 0) & (local < own), own)
+    each = local.flatten()
+    counts = each.new_zeros(own + 1).scatter_add_(0, each, torch.ones_like(each))[:-1]
+    return rows, local, weights.contiguous(), counts, sum(paired), Home(copies, out, into, group)
 
 
 class _Swap(torch.autograd.Function):

@@ -67,6 +67,7 @@ class Group(NamedTuple):
     sequence: bool = False  # sequence parallel: tokens are sharded between the layers
     meter: Meter | None = None  # of waits, if they can be measured
     folded: bool = False  # each rank has whole experts of its own
+    steps: tuple[Group, ...] = ()  # in which its ranks exchange rows, if not all at once
 
     @property
     def size(self) -> int:

@@ -93,9 +93,13 @@ def shared_with(site: Site) -> Shared:
             ranks, ranks.index(site.rank), site.transport, axis.parts and bool(site.shares_sequence), meter, folded
         )
         inner[axis.name] = group if group.size > 1 else None
-    ranks = site.topology.sharing(site.rank)
-    swaps = Group(ranks, ranks.index(site.rank), site.transport, meter=meter) if site.manifest.ep else None
-    return Shared(inner["tp"], swaps, inner["cp"])
+    if not site.manifest.ep:
+        return Shared(inner["tp"], None, inner["cp"])
+    swaps, *steps = (
+        Group(ranks, ranks.index(site.rank), site.transport, meter=meter)
+        for ranks in (site.topology.sharing(site.rank), *site.topology.steps(site.rank))
+    )
+    return Shared(inner["tp"], swaps._replace(steps=tuple(steps)), inner["cp"])
 
 
 def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[str, nn.Module], None]:

@@ -151,16 +151,13 @@ class Experts(nn.Module):
         if self.normed:
             weights = weights / weights.sum(-1, keepdim=True)
         each = chosen.flatten()
-        order = each.argsort(stable=True)
         counts = each.new_zeros(self.count).scatter_add_(0, each, torch.ones_like(each))  # bincount waits for a GPU
         if self.place is not None:
             tell_load(self.place, counts)
         all_x = self.enter(own)
         given, weights = all_x.flatten(0, -2), self.meet(weights)
-        sent = self.swaps.sent(_lowered(given.index_select(0, order // self.top_k)), counts)
-        found = self.swaps.back(sent, self.experts(sent.rows, sent.groups))
-        found = found.index_select(0, order.argsort()).view(*chosen.shape, -1)
-        y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
+        met = self.swaps.dispatch(given, chosen, weights, counts, _lowered)
+        y = self.swaps.combine(met, self.experts(met.sent.rows, met.sent.groups))
         tokens, shape = len(likely), all_x.shape
         if self.fold is not None:
             y, given, tokens, shape = (

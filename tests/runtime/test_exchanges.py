@@ -1,0 +1,132 @@
+"""Exchanges of experts' rows between nodes: a row crosses to each once, is sent on there, and their sum comes back."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.composed import TOLERANCE, apart
+from tests.runtime.test_expert_parallel import numbers, plan
+from tests.threads import each_parameter, run_threads
+from tests.tiers import few
+from zbc.compiler.compile import load_job
+from zbc.compiler.cost import estimate, pricing
+from zbc.runtime.features.expert_parallel import Copies
+from zbc.runtime.features.tensor_parallel import SharedLayers
+from zbc.training.models.experts import Experts
+
+FAST, SLOW = 8.0, 0.01  # Gbit/s inside a node and between nodes
+HARDWARE = {"ranks_per_node": 2, "link_gbps": FAST, "link_us": 0.0, "inter_node_gbps": SLOW, "inter_node_us": 0.0}
+MODEL = {"experts": 8, "top_k": 3}
+
+
+def planned(folder, way, *, steps=2, **parallel):
+    """A plan whose exchanges take one step or two; a group of four is on two nodes."""
+    hardware = HARDWARE if steps == 2 else {**HARDWARE, "inter_node_gbps": FAST}
+    found = plan(folder, {"model": {}, **way, "hardware": {**way.get("hardware", {}), **hardware}}, **parallel)
+    assert found.manifest.near == (2 if steps == 2 else 0)
+    return found
+
+
+WAYS = [
+    ({"schedule": {"kind": "zb-v"}, "model": MODEL}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "1f1b"}}, {"tp": 2, "dp": 2, "ep": 4}),
+    (
+        {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}},
+        {"dp": 4, "ep": 4},
+    ),
+    ({"schedule": {"kind": "interleaved-1f1b"}, "model": MODEL}, {"dp": 8, "ep": 4, "shard": "all"}),
+    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}, "model": MODEL}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "1f1b"}, "model": {**MODEL, "dtype": "bfloat16"}}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "braid-v"}}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "dualpipe-v", "overlap": True}, "model": MODEL}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "1f1b"}}, {"tp": 2, "ep": 4, "dp": 2, "tp_sequence": True}),
+    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "selective"}}, {"dp": 4, "ep": 4, "shard": "optimizer"}),
+    ({"schedule": {"kind": "zb-v"}}, {"dp": 4, "ep": 4, "shard": "weights"}),
+    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "cp": 2, "ep": 4, "shard": "gradients"}),
+    ({"schedule": {"kind": "1f1b"}, "model": {"router": "sigmoid", "shared_hidden": None}}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "dualpipe"}, "model": MODEL}, {"dp": 4, "ep": 4}),
+]
+
+
+@pytest.mark.parametrize(("way", "parallel"), few(WAYS, 3), ids=str)
+def test_experts_on_several_nodes_train_as_in_one_process(tmp_path, way, parallel):
+    single = plan(tmp_path / "one", {key: way[key] for key in ("model",) if key in way}, pp=1)
+    found = numbers(run_threads(planned(tmp_path / "all", way, **parallel), 3))
+    assert apart(found, numbers(run_threads(single, 3))) <= (0.02 if "bfloat16" in str(way) else TOLERANCE)
+
+
+def skewed(self, likely):
+    """Most tokens choose the same experts, so that a node and some ranks get few rows; none chooses the last one."""
+    found = likely[:, :-1].topk(self.top_k, -1).indices
+    found[len(likely) // 8 :] = torch.arange(self.top_k)
+    return found
+
+
+def one_node(self, likely):
+    return torch.arange(self.top_k).repeat(len(likely), 1)
+
+
+@pytest.mark.parametrize("choose", [skewed, one_node])
+def test_weights_after_two_steps_are_those_after_one_whatever_the_loads(tmp_path, monkeypatch, choose):
+    monkeypatch.setattr(Experts, "_chosen", choose)
+    way, found = {"schedule": {"kind": "1f1b"}, "model": MODEL, "optimizer": {"kind": "sgd", "lr": 0.1}}, []
+    for steps in (1, 2):
+        workers = run_threads(planned(tmp_path / str(steps), way, steps=steps, dp=4, ep=4), 2)
+        found.append({(worker.rank, name): p for worker, name, p in each_parameter(workers)})
+    for key, weight in found[0].items():
+        torch.testing.assert_close(weight, found[1][key], rtol=1e-5, atol=1e-7)
+
+
+def every(self, likely):
+    """All choices of top_k experts, in turn."""
+    those = torch.tensor([*itertools.combinations(range(self.count), self.top_k)])
+    return those[torch.arange(len(likely)) % len(those)]
+
+
+def test_a_rank_sends_the_rows_that_are_priced(tmp_path, monkeypatch):
+    """In F and B, over each link; counts are exchanged once per step."""
+    monkeypatch.setattr(Experts, "_chosen", every)
+    model = {**MODEL, "seq_len": 56, "balance_loss": 0.0, "router_z_loss": 0.0}
+    way, sent, counts = {"schedule": {"kind": "1f1b"}, "model": model}, Counter(), Counter()
+    made = planned(tmp_path, way, dp=4, ep=4)
+
+    def watch(worker):
+        transport = worker.features.of(SharedLayers).swaps.transport
+        start = transport.start_swap
+
+        def started(mine, out, parts, into, ranks):
+            place = ranks.index(worker.rank)
+            if mine.is_floating_point():
+                rows = sum(count for at, count in enumerate(out) if at != place)
+                sent[worker.rank, ranks[1] - ranks[0] > 1] += rows
+            else:
+                counts[worker.rank, worker.progress.index, ranks] += 1
+            return start(mine, out, parts, into, ranks)
+
+        transport.start_swap = started
+
+    run_threads(made, 1, setup=watch)
+    found = load_job(tmp_path / "zbc.toml")
+    placement = made.manifest.to_placement()
+    stages, table = [[0, 1, 2], [3, 4, 5]], estimate.layers(found)
+    (one,) = pricing.exchanges(pricing._seated(found, placement, stages, table), stages, table)
+    ms = made.manifest.microbatches * (one.forward[0] + one.backward[0])
+    for rank in (rank for rank in range(8) if made.manifest.topology.of(rank).pp == 0):
+        size = 32 * 4 * 8 / 1e6
+        assert size * (sent[rank, True] / SLOW + sent[rank, False] / FAST) == pytest.approx(ms)
+    assert {*counts.values()} == {2}  # of two blocks
+
+
+def test_copies_are_added_row_by_row_in_their_order():
+    of = torch.tensor([4, 0, 2, 0, 4, 4])
+    copies, x = Copies.rows(of, 5), torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(copies.summed(x), torch.zeros(5, 3, dtype=torch.float64).index_add(0, of, x))
+    assert torch.equal(copies.spread(rows), rows[of])
+    assert torch.autograd.gradcheck(copies.summed, x) and torch.autograd.gradcheck(copies.spread, rows)
+    nothing = Copies.rows(of[:0], 5)
+    assert torch.equal(nothing.summed(x[:0]), torch.zeros(5, 3, dtype=torch.float64))
