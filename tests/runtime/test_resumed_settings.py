@@ -43,6 +43,8 @@ CHANGES = {  # key -> a model, and what it is changed to
     "first_dense": (LLAMA | MOE, {"first_dense": 1}),
     "balance_loss": (LLAMA | MOE, {"balance_loss": 0.1}),
     "balance_rate": (LLAMA | MOE, {"balance_rate": 0.1}),
+    "expert_groups": (LLAMA | MOE | {"expert_groups": 4, "node_limit": 1}, {"expert_groups": 2}),
+    "node_limit": (LLAMA | MOE | {"expert_groups": 4, "node_limit": 1}, {"node_limit": 2}),
     "router_z_loss": (LLAMA | MOE, {"router_z_loss": 0.1}),
     "vocab": (LLAMA, {"vocab": 32}),
     "padding_token": (LLAMA, {"padding_token": 3}),

@@ -407,7 +407,7 @@ def _nearest(kind: str) -> str:
 # ---- a job against a folder ----------------------------------------------------------------------------------
 
 _COMPARED = ("family", "layers", "hidden", "heads", "head_width", "kv_width", "vocab", "norm_eps")
-_OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "normed", "router", "first_dense")
+_OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "normed", "router", "first_dense", "expert_groups")
 
 
 def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
@@ -596,6 +596,8 @@ def _experts_config(model: Model) -> dict[str, Any]:
         wrong = "a mixtral whose weights of experts do not add up to 1"
     elif model.router != "softmax":
         wrong = f"a {model.variant} with a {model.router} router"
+    elif model.expert_groups:
+        wrong = f"a {model.variant} with groups of experts"
     elif model.first_dense and not model.variant.startswith("qwen"):
         wrong = f"a {model.variant} with blocks without experts"
     if wrong is not None:

@@ -69,6 +69,7 @@ def _deepseek(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "variant": "qwen2_moe" if config.get("n_shared_experts") else "qwen3_moe",
         "norm_top_k": bool(config.get("norm_topk_prob", config["model_type"] == "deepseek_v3")),
         "router": config.get("scoring_func") or ("sigmoid" if config["model_type"] == "deepseek_v3" else "softmax"),
+        **_groups(config),
         **({"first_dense": dense, "ffn_hidden": config["intermediate_size"]} if dense else {}),
     }
     less = 1 - 2 * size / (key + rope + value)
@@ -79,6 +80,13 @@ def _deepseek(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if config.get("num_nextn_predict_layers"):
         differences.append("blocks that predict further tokens (MTP) are left out")
     return values, differences
+
+
+def _groups(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The groups of experts, if a token meets those of some groups only."""
+    groups, limit = config.get("n_group") or 1, config.get("topk_group") or 1
+    limits = config["model_type"] == "deepseek_v3" or config.get("topk_method") == "group_limited_greedy"
+    return {"expert_groups": groups, "node_limit": limit} if limits and limit < groups else {}
 
 
 def _gpt_oss(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

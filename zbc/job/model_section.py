@@ -32,6 +32,8 @@ _EXPERTS = (
     "shared_hidden",
     "norm_top_k",
     "router",
+    "expert_groups",
+    "node_limit",
     "first_dense",
     "balance_loss",
     "balance_rate",
@@ -176,6 +178,10 @@ class Model(Section):
     )
     router: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="what makes the scores of experts, by which they are chosen and weighed"
+    )
+    expert_groups: Width | None = Field(None, description="equal groups of experts, of which a token meets node_limit")
+    node_limit: Width | None = Field(
+        None, description="of expert_groups, those that a token's experts are in: by the two largest scores of each"
     )
     first_dense: Annotated[int, Field(ge=0)] = Field(
         0, description="blocks at the beginning that have an MLP of ffn_hidden in place of experts"
@@ -379,6 +385,7 @@ def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
         text = f"config: model.top_k = {model.top_k} is more than model.experts = {model.experts}"
         where = document.where(("model", "top_k"))
         yield ZbcError("E110", text, where=where, hint=f"use top_k = {model.experts} or less")
+    yield from _groups(model, document)
     if model.met == 1 and model.normed and not model.balance_loss:
         text = "config: model.norm_top_k makes the weight of a token's only expert 1, so that routers get no gradient"
         hint = "drop it, or set model.balance_loss, from which they learn"
@@ -394,6 +401,28 @@ def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
     if model.experts is None and model.variant in MOE:
         text = f'config: model.variant = "{model.variant}" has experts, model.experts is not set'
         yield ZbcError("E110", text, where=document.where(("model", "variant")), hint="set model.experts")
+
+
+def _groups(model: Model, document: Document) -> Iterator[ZbcError]:
+    experts, groups, limit = model.experts, model.expert_groups, model.node_limit
+    if experts is None or groups is limit is None:
+        return
+    key, hint = "node_limit", "drop both"
+    if groups is None or limit is None:
+        key, other = ("node_limit", "expert_groups") if groups is None else ("expert_groups", "node_limit")
+        text, hint = f"goes with model.{other}, which is not set", f"set model.{other}, or drop it"
+    elif experts % groups:
+        key, text = "expert_groups", f"does not divide model.experts = {experts}"
+        hint = "use a divisor, such as the number of nodes that have the experts of a block"
+    elif limit > groups:
+        text, hint = f"is more than model.expert_groups = {groups}", f"use {groups} or less"
+    elif model.met > limit * experts // groups:
+        text = f"leaves a token {limit * experts // groups} experts, and it meets model.top_k = {model.met}"
+        hint = f"use node_limit = {-(-model.met * groups // experts)} or more"
+    else:
+        return
+    text = f"config: model.{key} = {getattr(model, key)} {text}"
+    yield ZbcError("E110", text, where=document.where(("model", key)), hint=hint)
 
 
 def _missing(model: Model, document: Document) -> Iterator[ZbcError]:

@@ -456,7 +456,10 @@ def _of_block(job: Job) -> float:
 
 def choices_of(job: Job) -> Choices | None:
     """The choices of a token among experts, if they are known."""
-    return Choices(job.model.experts, job.model.met) if job.model.experts and job.model.builtin else None
+    model = job.model
+    if not model.experts or not model.builtin:
+        return None
+    return Choices(model.experts, model.met, model.expert_groups or 1, model.node_limit or 1)
 
 
 def _near(job: Job) -> int:

@@ -119,12 +119,14 @@ class Experts(nn.Module):
         balance: float = 0.0,
         z: float = 0.0,
         rate: float = 0.0,
+        groups: tuple[int, int] = (1, 1),
     ) -> None:
         """`count` experts of `width`; `shared`: width of the shared expert, 0 for none; `scores`: function from logits
-        to scores; `rate`: change of an expert's bias per step, 0 for none."""
+        to scores; `rate`: change of an expert's bias per step, 0 for none; `groups` of experts, and how many of these
+        a token meets."""
         super().__init__()
         self.count, self.top_k, self.normed, self.balance, self.z = count, top_k, normed, balance, z
-        self.scores = scores
+        self.scores, self.groups = scores, groups
         made = functools.partial(Expert, hidden, layers=layers, gated=gated, activation=activation)
         self.router = linear(hidden, count, bias=False)
         self.experts = Stack(count, functools.partial(made, width))
@@ -175,7 +177,13 @@ class Experts(nn.Module):
 
     def _chosen(self, likely: Tensor) -> Tensor:
         """(N, top_k): the experts of each token, by descending score plus bias."""
-        return (likely if self.bias is None else likely + self.bias).topk(self.top_k, -1).indices
+        likely, (groups, met) = likely if self.bias is None else likely + self.bias, self.groups
+        if met < groups:  # of groups with the largest sums of two scores (arXiv 2412.19437, section 2.1.2)
+            apart = likely.view(-1, groups, self.count // groups)
+            some = apart.topk(min(2, apart.shape[-1]), -1).values.sum(-1).topk(met, -1).indices
+            others = torch.ones_like(apart[..., 0], dtype=torch.bool).scatter_(1, some, value=False)
+            likely = apart.masked_fill(others[..., None], -torch.inf).view_as(likely)
+        return likely.topk(self.top_k, -1).indices
 
     def share_experts(self, group: Group) -> str:
         """Keeps only this rank's experts, with expert parallelism over `group`."""

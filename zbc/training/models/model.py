@@ -203,6 +203,7 @@ def _experts(model: spec.Model, kind: Block) -> Experts | None:
         balance=model.balance_loss,
         z=model.router_z_loss,
         rate=model.balance_rate,
+        groups=(model.expert_groups or 1, model.node_limit or 1),
     )
 
 

@@ -1,0 +1,109 @@
+"""Routers that choose a token's experts among those of a few groups, as DeepSeek-V3's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.composed import TOLERANCE, apart
+from tests.jobs import job
+from tests.refusals import refused
+from tests.runtime.test_exchanges import planned
+from tests.runtime.test_expert_parallel import numbers, plan
+from tests.threads import run_threads
+from zbc.job import hfplanned, trained
+from zbc.training.models.experts import Experts
+
+LIMITED = {"experts": 8, "top_k": 2, "expert_groups": 4, "node_limit": 2}
+
+
+@pytest.mark.parametrize(("groups", "limit", "k"), [(8, 4, 8), (4, 1, 3), (16, 2, 4)])
+def test_choices_and_weights_are_those_of_transformers(groups, limit, k):
+    module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    sizes = {"hidden_size": 16, "n_routed_experts": 32, "num_experts_per_tok": k, "norm_topk_prob": True}
+    config = module.DeepseekV3Config(**sizes, n_group=groups, topk_group=limit, routed_scaling_factor=1.0)
+    theirs = module.DeepseekV3TopkRouter(config)
+    layer = Experts(
+        16, 8, 32, k, layers=1, activation=nn.SiLU(), scores=torch.sigmoid, rate=0.01, groups=(groups, limit)
+    )
+    torch.manual_seed(1)
+    with torch.no_grad():
+        theirs.weight.copy_(layer.router.weight.normal_())
+        theirs.e_score_correction_bias.copy_(layer.bias.normal_(std=0.2))
+        x = torch.randn(200, 16)
+        _, weights, chosen = theirs(x)
+        likely = layer.router(x).sigmoid()
+        ours = layer._chosen(likely)
+        weighed = likely.gather(-1, ours)
+        dense = [torch.zeros(200, 32).scatter_(1, *some) for some in ((chosen, weights), (ours, weighed))]
+        dense[1] /= dense[1].sum(-1, keepdim=True)
+    torch.testing.assert_close(*dense)
+    assert {len(row.unique()) for row in ours // (32 // groups)} <= {*range(1, limit + 1)}
+
+
+def test_a_token_has_groups_of_single_experts():
+    layer = Experts(4, 8, 4, 2, layers=1, activation=nn.SiLU(), groups=(4, 2))
+    likely = torch.rand(20, 4)
+    assert torch.equal(layer._chosen(likely), likely.topk(2).indices)
+
+
+def test_experts_of_a_few_groups_train_over_nodes_as_in_one_process(tmp_path):
+    way = {"schedule": {"kind": "1f1b"}, "model": LIMITED}
+    found = numbers(run_threads(planned(tmp_path / "all", way, dp=4, ep=4), 3))
+    other = numbers(run_threads(plan(tmp_path / "one", {"model": LIMITED}, pp=1), 3))
+    assert apart(found, other) <= TOLERANCE
+    free = plan(tmp_path / "free", {"model": {"experts": 8, "top_k": 2}}, pp=1)
+    assert apart(other, numbers(run_threads(free, 3))) > TOLERANCE
+
+
+MODEL = {"family": "llama", "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32, "expert_hidden": 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"expert_groups": 3}, "model.expert_groups = 3 does not divide model.experts = 8"),
+        ({"node_limit": 5}, "model.node_limit = 5 is more than model.expert_groups = 4"),
+        ({"node_limit": 1, "top_k": 3}, "leaves a token 2 experts, and it meets model.top_k = 3"),
+        ({"expert_groups": None}, "goes with model.expert_groups, which is not set"),
+        ({"node_limit": None}, "goes with model.node_limit, which is not set"),
+        (
+            {"experts": None, "expert_groups": None, "top_k": None, "expert_hidden": None},
+            "model.node_limit is for models with experts",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(change, text):
+    model = {key: value for key, value in {**MODEL, **LIMITED, **change}.items() if value is not None}
+    with refused("E110", text):
+        job(layers=2, pp=2, model=model)
+
+
+def test_a_checkpoint_knows_its_groups():
+    now = {"model": {**MODEL, **LIMITED, "layers": 2}}
+    before = {
+        "model": {key: value for key, value in now["model"].items() if key not in ("expert_groups", "node_limit")}
+    }
+    keys = [one.key for one in trained.differences(before, now)]
+    assert keys == ["model.expert_groups", "model.node_limit"]
+
+
+CONFIG = {"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 32}
+CONFIG |= {"num_experts_per_tok": 8, "moe_intermediate_size": 32, "vocab_size": 256, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({"n_group": 8, "topk_group": 4}, (8, 4)),
+        ({"n_group": 8, "topk_group": 8}, (None, None)),
+        ({}, (None, None)),
+        ({"model_type": "deepseek_v2", "n_group": 8, "topk_group": 3}, (None, None)),
+        ({"model_type": "deepseek_v2", "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"}, (8, 3)),
+    ],
+)
+def test_a_config_tells_its_groups(changes, groups):
+    model, _ = hfplanned.model_of({**CONFIG, **changes}, "config.json")
+    assert (model.expert_groups, model.node_limit) == groups
