@@ -10,6 +10,7 @@
                    quarter of the memory of 1F1B, over that of interleaved 1F1B; op times and bytes are estimated
     W              of Table 9 of arXiv 2401.10241, estimated with gradients added in products as Megatron-LM does
     sequence       64 to 512 A100s, Table 5 of arXiv 2205.05198: step; op times are estimated
+    experts        128 and 256 H100s, Megatron-Core's mixtures of experts: step; op times are estimated
 
 The rows and their sources are in tests/reference/published. Where op times are given, only the simulation is compared.
 One number per model is fitted: what Megatron-LM's synchronous exchange of a message costs its ranks
@@ -195,6 +196,48 @@ def sequence_parallel() -> Iterator[Large]:
         yield Large(Step(row["model"], made.step_ms / 1e3, float(row["seconds"])), held / 2**30)
 
 
+LOW = {"family": "llama", "dtype": "bfloat16", "parameters": "bfloat16", "head_size": 128}
+MIXTURES = {  # layers, and the model
+    "qwen3": (
+        94,
+        {"variant": "qwen3_moe", "hidden": 4096, "heads": 64, "kv_heads": 4, "vocab": 151936, "experts": 128}
+        | {"top_k": 8, "expert_hidden": 1536},
+    ),
+    "mixtral": (
+        56,
+        {"variant": "mixtral", "hidden": 6144, "heads": 48, "kv_heads": 8, "vocab": 32768, "experts": 8}
+        | {"top_k": 2, "expert_hidden": 16384},
+    ),
+}
+
+
+def _flops(model: Mapping[str, object], layers: int, seq: int) -> float:
+    """Operations per token as Megatron-Core counts them: of the weights that it meets, and half of the scores."""
+    hidden, heads, groups, k, width, vocab = (
+        int(str(model[key])) for key in ("hidden", "heads", "kv_heads", "top_k", "expert_hidden", "vocab")
+    )
+    weights = layers * hidden * (256 * (heads + groups) + 3 * k * width + int(str(model["experts"]))) + hidden * vocab
+    return 6.0 * weights + 6.0 * layers * heads * 128 * seq
+
+
+def mixtures(only: Collection[str] = ()) -> Iterator[Step]:
+    """Seconds of steps; `only`: names of rows, else all."""
+    for row in rows("experts_steps.csv"):
+        if only and row["name"] not in only:
+            continue
+        layers, sizes = MIXTURES[row["model"]]
+        tp, cp, ep, pp, v, dp, m, seq = (int(row[key]) for key in ("tp", "cp", "ep", "pp", "v", "dp", "m", "seq"))
+        kind = {"kind": "interleaved-1f1b", "chunks": v} if v > 1 else {"kind": "1f1b"}
+        kind |= {"overlap": True, "early": 1} if row["overlap"] else {}
+        tables = {"model": {**LOW, **sizes, "seq_len": seq}, "schedule": {**kind, "microbatch_size": 1}}
+        tables |= {"hardware": {"gpu": "h100", "memory_gib": 1000}, "train": {"fused_gradients": True}}
+        tables |= {"memory": {"activations": row["activations"]}}
+        axes = {"tp": tp, "cp": cp, "dp": dp, "ep": ep, "shard": "optimizer", "tp_sequence": "regather"}
+        made = compile_job(job(layers=layers, pp=pp, m=m, parallel=axes, **tables), suggest=False, budget=0.0)
+        work = _flops(sizes, layers, seq) * m * dp * seq / (pp * tp * cp * dp)
+        yield Step(f"{row['model']} {row['name']}", made.step_ms / 1e3, work / (float(row["tflops"]) * 1e12))
+
+
 def main() -> None:
     console = Console(width=100)
     steps = list(one_f_one_b())
@@ -226,6 +269,10 @@ def main() -> None:
         table.add_row(
             step.name, f"{step.predicted:.2f}", f"{step.measured:.2f}", f"{step.ratio:.3f}", f"{large.gib:.1f}"
         )
+    console.print(table)
+    table = Table("experts", "predicted s", "measured s", "ratio", box=None)
+    for step in mixtures():
+        table.add_row(step.name, f"{step.predicted:.1f}", f"{step.measured:.1f}", f"{step.ratio:.2f}")
     console.print(table)
 
 

@@ -87,3 +87,10 @@ def test_a_block_that_gathers_again_keeps_what_korthikanti_count_but_what_they_n
     assert sizes is not None
     kept = regathered(sizes).act_b / (2048 * made.schedule.microbatch_size * hidden / 8)
     assert kept == pytest.approx(34 - 2 - 4, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["experts over 4 nodes", "16k tokens", "32k tokens", "1 chunk"])
+def test_mixtures_of_experts_take_as_long_as_they_were_measured(name):
+    (step,) = published.mixtures([name])
+    assert step.ratio == pytest.approx(1, abs=0.2), step
+    assert name != "experts over 4 nodes" or step.measured == pytest.approx(19.7, rel=0.01)

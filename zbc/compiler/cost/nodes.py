@@ -8,6 +8,7 @@ n ranks, and the rows that ranks with other experts exchange across nodes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -55,15 +56,23 @@ def _swaps(run: Topology, placement: Placement, size: int, swapped: Sequence[flo
     """Bytes of expert rows that a step sends between nodes: each rank sends equal shares to those with other experts,
     or a token's row to each node once, if that is less; per rank of a pipeline, as the other bytes, of the ranks that
     it is subdivided into."""
+    return sum(
+        _away(run, pp, size * run.width, choices) * rows / run.width
+        for stage, rows in enumerate(swapped)
+        for pp in (placement.holders(stage) if rows else ())
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _away(run: Topology, pp: int, size: int, choices: Choices | None) -> float:
+    """The ranks of `pp` times the share of a rank's rows that leaves its node of `size` ranks."""
     total = 0.0
-    for stage, rows in enumerate(swapped):
-        for pp in placement.holders(stage) if rows else ():
-            for group in {run.sharing(rank) for rank in run.held(pp)}:
-                seats = by_node(group, size * run.width)
-                away = len(group) - sum(len(ranks) ** 2 for ranks in seats) / len(group)
-                if choices is not None and even(seats):
-                    away = min(away, len(group) * choices.away(len(seats)) / choices.top_k)
-                total += away * rows / run.width
+    for group in {run.sharing(rank) for rank in run.held(pp)}:
+        seats = by_node(group, size)
+        away = len(group) - sum(len(ranks) ** 2 for ranks in seats) / len(group)
+        if choices is not None and even(seats):
+            away = min(away, len(group) * choices.away(len(seats)) / choices.top_k)
+        total += away
     return total
 
 
