@@ -38,17 +38,7 @@ from zbc.text import GIB
 _SINCE: dict[
     str, tuple[str, ...]
 ] = {  # keys that a plan stores only if they are set: ids of plans from before these keys stay the same
-    "model": (
-        "expert_groups",
-        "graph",
-        "groups",
-        "node_limit",
-        "loss_chunk",
-        "z_loss",
-        "label_smoothing",
-        "loss_scale",
-        "loss_scale_steps",
-    ),
+    "model": ("graph", "groups", "loss_chunk", "z_loss", "label_smoothing", "loss_scale", "loss_scale_steps"),
     "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches", "tokens", "renumber"),
     "parallel": ("cp", "vocabulary", "vocabulary_sums"),
     "hardware": ("gpu",),

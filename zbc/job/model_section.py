@@ -404,12 +404,11 @@ def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
 
 
 def _groups(model: Model, document: Document) -> Iterator[ZbcError]:
-    experts, groups, limit = model.experts, model.expert_groups, model.node_limit
+    experts, groups, limit, key = model.experts, model.expert_groups, model.node_limit, "node_limit"
     if experts is None or groups is limit is None:
         return
-    key, hint = "node_limit", "drop both"
     if groups is None or limit is None:
-        key, other = ("node_limit", "expert_groups") if groups is None else ("expert_groups", "node_limit")
+        key, other = (key, "expert_groups") if groups is None else ("expert_groups", key)
         text, hint = f"goes with model.{other}, which is not set", f"set model.{other}, or drop it"
     elif experts % groups:
         key, text = "expert_groups", f"does not divide model.experts = {experts}"

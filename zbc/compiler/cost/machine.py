@@ -155,7 +155,10 @@ class Machine:
         one, two, spans = 0.0, 0.0, False
         for nodes in _by_nodes(self.topology, self.node):
             most, least, ep = max(map(len, nodes)), min(map(len, nodes)), sum(map(len, nodes))
-            near, far = self._inside(nodes), self._across(nodes)
+            near, far = self.near, self.far
+            if self.links is not None:
+                near = self._slowest(pair for ranks in nodes for pair in combinations(ranks, 2))
+                far = self._slowest(pair for some in combinations(nodes, 2) for pair in itertools.product(*some))
             direct = near.ms((most - 1) / ep * size) if most > 1 else 0.0
             direct = max(direct, far.ms((ep - least) / ep * size)) if len(nodes) > 1 else direct
             one = max(one, direct)
@@ -164,14 +167,6 @@ class Machine:
                 direct = far.ms(once) + near.ms((most - 1) / most * size)
             two = max(two, direct)
         return one, two if spans else math.inf
-
-    def _inside(self, nodes: Sequence[Sequence[int]]) -> Link:
-        return self.near if self.links is None else self._slowest(pair for ranks in nodes for pair in _pairs(ranks))
-
-    def _across(self, nodes: Sequence[Sequence[int]]) -> Link:
-        if self.links is None:
-            return self.far
-        return self._slowest(pair for one, other in combinations(nodes, 2) for pair in itertools.product(one, other))
 
     def experts_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
         """ms of a ring all-reduce of `size` bytes over the ranks with the same experts, as `sum_ms`; 0 for one rank."""
@@ -213,10 +208,6 @@ class Machine:
 def _by_nodes(run: Topology, size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """The ranks that share out experts, of each group by nodes of `size` ranks."""
     return tuple(by_node(group, size) for group in {run.sharing(rank) for rank in range(run.world)})
-
-
-def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return combinations(ranks, 2)
 
 
 def _ring(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -62,24 +62,24 @@ class Swaps(NamedTuple):
         if self.group is None or len(self.group.steps) < 2:
             order = chosen.flatten().argsort(stable=True)
             return Met(self.sent(lowered(rows.index_select(0, order // chosen.shape[1])), counts), order, weights)
-        rows, chosen, weights, counts, pairs, home = _crossed(
-            self.group.steps[0], lowered(rows), chosen, weights, len(counts)
-        )
+        across, inside = self.group.steps
+        rows, chosen, weights, counts, pairs, home = _crossed(across, lowered(rows), chosen, weights, len(counts))
         order = chosen.flatten().argsort(stable=True)[:pairs]
         copies = Copies.rows(order // chosen.shape[1], len(rows))
         picked = copies.spread(rows)
-        del rows  # and below `picked`, as in `sent`
-        inside = Swaps(self.group.steps[1])
-        return Met(inside.sent(picked, counts), order, weights, inside, copies, home)
+        del rows
+        return Met(Swaps(inside).sent(picked, counts), order, weights, copies, home)
 
     def combine(self, met: Met, made: Tensor) -> Tensor:
         """(N, H): for each token the sum of its experts' outputs times their weights; `made` are those of the rows of
         this rank's experts."""
-        if met.home is None or met.copies is None or met.inside is None:
-            found = self.back(met.sent, made).index_select(0, met.order.argsort()).view(*met.weights.shape, -1)
+        last = self if met.copies is None or self.group is None else Swaps(self.group.steps[-1])
+        found = last.back(met.sent, made)
+        if met.copies is None:
+            found = found.index_select(0, met.order.argsort()).view(*met.weights.shape, -1)
             return (found * met.weights.to(found.dtype)[..., None]).sum(1)
-        found, weights = met.inside.back(met.sent, made), met.weights.flatten().index_select(0, met.order)
-        return met.home.back(met.copies.summed(found * weights.to(found.dtype)[:, None]))
+        weights = met.weights.flatten().index_select(0, met.order).to(found.dtype)
+        return met.home(met.copies.summed(found * weights[:, None]))
 
     def run(self, rows: Tensor, counts: Tensor, experts: Iterable[nn.Module]) -> Tensor:
         """The experts' outputs for `rows` (N, H), which are sorted by expert, `counts` (E) for each; `experts` are
@@ -135,67 +135,46 @@ class Copies(NamedTuple):
         return cls(of, of.argsort(stable=True), sums[:-1])
 
     def spread(self, rows: Tensor) -> Tensor:
-        """The copies of (N, H), whose gradients are added up in their order: (P, H)."""
-        made: Tensor = _Spread.apply(rows, self)  # type: ignore[no-untyped-call]
-        return made
+        """The copies (P, H) of `rows` (N, H)."""
+        return _Copy.apply(rows, self, Copies._taken, Copies._added)  # type: ignore[no-any-return, no-untyped-call]
 
     def summed(self, copies: Tensor) -> Tensor:
-        """(N, H): the sums of each row's `copies` (P, H), in their order."""
-        made: Tensor = _Summed.apply(copies, self)  # type: ignore[no-untyped-call]
-        return made
+        """The sums (N, H) of each row's `copies` (P, H), in their order."""
+        return _Copy.apply(copies, self, Copies._added, Copies._taken)  # type: ignore[no-any-return, no-untyped-call]
 
-    def add(self, copies: Tensor) -> Tensor:
+    def _taken(self, rows: Tensor) -> Tensor:
+        return rows.index_select(0, self.of)
+
+    def _added(self, copies: Tensor) -> Tensor:
         if not len(self.of):
             return copies.new_zeros(len(self.starts), copies.shape[1])
         return embedding_bag(self.order, copies.contiguous(), self.starts, mode="sum")
 
 
-class _Spread(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
-        return rows.index_select(0, copies.of)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.copies.add(grads[0]), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
-        return copies.add(rows)
+    def forward(ctx: Any, x: Tensor, copies: Copies, there: _Way, back: _Way) -> Tensor:
+        ctx.copies, ctx.back = copies, back
+        return there(copies, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].index_select(0, ctx.copies.of), None
+        return ctx.back(ctx.copies, grads[0]), None, None, None
 
 
-class Home(NamedTuple):
-    """The way back across nodes: the tokens' `copies`, of which `out` went to each node, and `into` came from it."""
-
-    copies: Copies
-    out: Sequence[int]
-    into: Sequence[int]
-    group: Group
-
-    def back(self, rows: Tensor) -> Tensor:
-        """The sums of what all nodes send back for each token; `rows` are those that this rank sends."""
-        return self.copies.summed(_swapped(rows, self.into, self.out, self.group))
+_Way = Callable[[Copies, Tensor], Tensor]
 
 
 class Met(NamedTuple):
     """Rows `sent` to experts, and their way back: the `order` of their choices among all, and the `weights` (N, k) of
-    these. After a step across nodes the tokens are those that have come here, with `copies` for their choices
-    `inside` the node."""
+    these. After a step across nodes the tokens are those that have come here, with `copies` for their choices; `home`
+    brings back what each token's copies on all nodes add up to."""
 
     sent: Sent
     order: Tensor
     weights: Tensor
-    inside: Swaps | None = None
     copies: Copies | None = None
-    home: Home | None = None
+    home: Callable[[Tensor], Tensor] = lambda rows: rows
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number of a row
@@ -203,7 +182,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a nu
 
 def _crossed(
     group: Group, rows: Tensor, chosen: Tensor, weights: Tensor, experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Home]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Callable[[Tensor], Tensor]]:
     """Sends the rows of tokens once to each node with one of their experts: the rows that have come here, their choices
     (the number of the node's experts where one is on another node), weights, the choices of each expert of the node and
     of all, and the way back."""
@@ -224,7 +203,8 @@ def _crossed(
     local = local.where((local >= 0) & (local < own), own)
     each = local.flatten()
     counts = each.new_zeros(own + 1).scatter_add_(0, each, torch.ones_like(each))[:-1]
-    return rows, local, weights.contiguous(), counts, sum(paired), Home(copies, out, into, group)
+    home = lambda rows: copies.summed(_swapped(rows, into, out, group))  # noqa: E731
+    return rows, local, weights.contiguous(), counts, sum(paired), home
 
 
 class _Swap(torch.autograd.Function):
