@@ -10,13 +10,14 @@ import pytest
 
 from tests.jobs import job
 from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import nodes
 from zbc.compiler.cost.choices import Choices
 from zbc.compiler.cost.machine import Link, Machine
 from zbc.topology import Topology
 
 
 @pytest.mark.parametrize(
-    ("choices", "nodes"),
+    ("choices", "count"),
     [
         (Choices(8, 3), 2),
         (Choices(8, 3), 4),
@@ -25,15 +26,15 @@ from zbc.topology import Topology
         (Choices(12, 3, 4, 2), 3),
     ],
 )
-def test_nodes_that_a_token_chooses_are_counted_over_all_its_choices(choices, nodes):
+def test_nodes_that_a_token_chooses_are_counted_over_all_its_choices(choices, count):
     """With groups also where nodes do not align with them."""
-    size, share = choices.experts // choices.groups, choices.experts // nodes
+    size, share = choices.experts // choices.groups, choices.experts // count
     found = list[int]()
     for some in itertools.combinations(range(choices.groups), choices.limit):
         inside = [group * size + i for group in some for i in range(size)]
         for chosen in itertools.combinations(inside, choices.top_k):
-            found += [len({e // share for e in chosen} - {own}) for own in range(nodes)]
-    assert choices.away(nodes) == pytest.approx(sum(found) / len(found), rel=1e-12)
+            found += [len({e // share for e in chosen} - {own}) for own in range(count)]
+    assert choices.away(count) == pytest.approx(sum(found) / len(found), rel=1e-12)
 
 
 def test_all_choices_of_one_group_on_a_node_cross_once():
@@ -76,15 +77,22 @@ MODEL |= {"experts": 8, "top_k": 4, "expert_hidden": 32}
 NODES = {"ranks_per_node": 2, "link_gbps": 800.0, "link_us": 1.0, "inter_node_us": 1.0, "device": "cuda"}
 
 
-@pytest.mark.parametrize(("far", "near"), [(10.0, 2), (800.0, 0)])
-def test_a_plan_takes_two_steps_where_they_are_faster(far, near):
-    table = {"model": MODEL, "hardware": {**NODES, "inter_node_gbps": far}, "parallel": {"dp": 4, "ep": 4}}
-    made = compile_job(
-        job(layers=2, pp=1, m=2, schedule={"kind": "1f1b", "microbatch_size": 1}, **table), suggest=False, budget=0.0
-    )
+@pytest.mark.parametrize(
+    ("far", "near", "groups"), [(10.0, 2, {}), (10.0, 2, {"expert_groups": 2, "node_limit": 1}), (800.0, 0, {})]
+)
+def test_a_plan_takes_two_steps_where_they_are_faster(far, near, groups):
+    table = {"model": MODEL | groups, "hardware": {**NODES, "inter_node_gbps": far}, "parallel": {"dp": 4, "ep": 4}}
+    schedule = {"kind": "1f1b", "microbatch_size": 1}
+    made = compile_job(job(layers=2, pp=1, m=2, schedule=schedule, **table), suggest=False, budget=0.0)
     assert made.program.topology.near == made.costs.near == near
     ms = 256 * 4 * 64 * 4 / (800.0 * 1e6 / 8)  # of all rows inside a node
-    once = Choices(8, 4).away(2) / 4
+    once = Choices(8, 4, *groups.values()).away(2) / 4
     there = 0.002 + (1 / 2 + once * 800 / far) * ms if near else 0.001 + ms / 2
     counts = 0.002 if near else 0.001
     assert made.costs.of("f_sums", 0) == pytest.approx(2 * (2 * there + counts))
+
+
+def test_ranks_are_seated_by_the_rows_that_cross():
+    assert nodes._away(RUN, 0, 4, None) == 4  # half of the rows of eight ranks
+    assert nodes._away(RUN, 0, 4, Choices(8, 2)) == pytest.approx(8 * (1 - 6 / 28) / 2)
+    assert nodes._away(RUN, 0, 3, Choices(8, 2)) == pytest.approx(8 - 22 / 8)  # 3, 3 and 2 ranks
