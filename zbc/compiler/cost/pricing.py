@@ -455,9 +455,9 @@ def _of_block(job: Job) -> float:
 
 
 def choices_of(job: Job) -> Choices | None:
-    """The choices of a token among experts, if they are known."""
+    """The choices of a token among experts, if they are known, and are told in two bytes each."""
     model = job.model
-    if not model.experts or not model.builtin:
+    if not model.experts or not model.builtin or model.experts > 2**15:
         return None
     return Choices(model.experts, model.met, model.expert_groups or 1, model.node_limit or 1)
 
