@@ -40,6 +40,7 @@ SHARDS = ("optimizer", "all")  # ZeRO-1; weights and gradients too, as in FSDP
 SHAPES, ROWS, OF_SHAPE = 4, 5, 2  # numbers of planned shapes, of rows, and of rows per shape at most
 LARGE = 300  # forwards of a step beyond which only one policy of recompute is tried under other schedules
 AHEAD = 0.001  # of a step, below which another schedule is no faster
+ACTIVATIONS = "memory", "activations"
 WHOLE = {("partition", "mode"): "uniform"}  # settings of the looks at shapes
 SPARE = 1.03  # ratio of memory or guesses up to which they count as equal
 
@@ -120,16 +121,13 @@ class _Shape(NamedTuple):
     shape: world.Shape
     document: toml.Document
     policy: str | None  # that fits in all stages
-    mixed: bool  # whether some stages can do with less
 
-    def planned_as(self, kind: str) -> Iterator[tuple[toml.Document, toml.Document]]:
-        """Yields its job under a schedule as it is ranked, and as it is planned in full. Of a large step first with its
-        own policy, which is one of many."""
+    def planned_as(self, kind: str) -> Iterator[toml.Document]:
+        """Yields its job under a schedule; of a large step first with its own policy, which is one of many."""
         own = _with(self.document, {("schedule", "kind"): kind})
         if self.policy is not None and self.shape.pp * self.shape.microbatches > LARGE:
-            quick = _with(own, {("memory", "activations"): self.policy})
-            yield quick, own if self.mixed else quick
-        yield own, own
+            yield _with(own, {ACTIVATIONS: self.policy})
+        yield own
 
 
 def state_of(document: toml.Document) -> State:
@@ -184,14 +182,14 @@ def advise(document: toml.Document, done: Callable[[str, float], None] = lambda 
         if bound >= SPARE * _last(shapes):  # nor can those after it be among the best
             break
         shape, own = every[k]
-        guess, policy, mixed = _guess(own, shape, state, least)
+        guess, policy = _guess(own, shape, state, least)
         if guess is not None:
-            shapes.append(_Shape(guess, k, shape, own, policy, mixed))
+            shapes.append(_Shape(guess, k, shape, own, policy))
     chosen, rows = _best(shapes), list[tuple[float, int, toml.Document, world.Shape]]()
     for k, (candidate, kind) in enumerate((candidate, kind) for candidate in chosen for kind in KINDS):
         done(PLANNING, k / len(chosen) / len(KINDS))
-        for quick, own in candidate.planned_as(kind) if candidate.shape.pp > 1 or kind == BASELINE else ():
-            row = _weighed(quick, candidate.shape)
+        for own in candidate.planned_as(kind) if candidate.shape.pp > 1 or kind == BASELINE else ():
+            row = _weighed(own, candidate.shape)
             if row.error is None and row.sample_ms is not None:
                 rows.append((row.sample_ms, k, own, candidate.shape))
                 break
@@ -204,7 +202,8 @@ def advise(document: toml.Document, done: Callable[[str, float], None] = lambda 
         raise _nothing_fits(state, document, least)
     best.sort(key=lambda row: row.sample_ms)
     done(COMPARING, 0.0)
-    return Advice((_under_all(best[0]), *best[1:]), state, len(every), len(chosen))
+    first = _mixed(_under_all(best[0]))
+    return Advice((first, *best[1:]), state, len(every), len(chosen))
 
 
 LOOKING, PLANNING, FINISHING = "looking at shapes", "planning the best shapes", "planning whole steps"
@@ -229,7 +228,7 @@ def _shapes(document: toml.Document) -> Iterator[tuple[world.Shape, toml.Documen
 def _bound(document: toml.Document) -> float:
     """ms of a sample that 1F1B takes at least; none if it cannot be planned, which a look at it tells."""
     try:
-        job = _job(_with(document, {**WHOLE, ("memory", "activations"): "keep"}))
+        job = _job(_with(document, {**WHOLE, ACTIVATIONS: "keep"}))
         case = Case(job, estimate.layers(job), find(BASELINE), None)
         samples = job.schedule.microbatches * job.schedule.microbatch_size * job.parallel.dp
         return case.setup(case.start).least_step / samples
@@ -254,26 +253,26 @@ def _weighed(document: toml.Document, shape: world.Shape) -> world.Weighed:
 
 def _guess(
     document: toml.Document, shape: world.Shape, state: State, least: list[tuple[int, world.Shape, ZbcError]]
-) -> tuple[float | None, str | None, bool]:
-    """ms of a sample as 1F1B, with as much recompute as memory needs; the policy that fits in all stages, and whether
-    some can do with less. No time if even the most does not fit."""
-    again = _weighed(_with(document, {**WHOLE, ("memory", "activations"): "recompute"}), shape)
+) -> tuple[float | None, str | None]:
+    """ms of a sample as 1F1B, with as much recompute as memory needs, and the policy that fits in all stages; no time
+    if even the most does not fit."""
+    again = _weighed(_with(document, {**WHOLE, ACTIVATIONS: "recompute"}), shape)
     policy = "recompute"
     if again.sample_ms is None or again.peak_bytes is None:
-        return again.sample_ms, None, False
+        return again.sample_ms, None
     room = state.room or math.inf
     if again.peak_bytes > SPARE * room:
         _remember(least, again)
-        return None, None, False
+        return None, None
     for what in ("selective", "keep"):  # less is recomputed each time, until that is too large
-        less = _weighed(_with(document, {**WHOLE, ("memory", "activations"): what}), shape)
+        less = _weighed(_with(document, {**WHOLE, ACTIVATIONS: what}), shape)
         if less.sample_ms is None or less.peak_bytes is None or again.sample_ms is None or again.peak_bytes is None:
             continue
         if less.peak_bytes > room:
             over = (less.peak_bytes - room) / max(1.0, less.peak_bytes - again.peak_bytes)
-            return less.sample_ms + min(1.0, over) * (again.sample_ms - less.sample_ms), policy, True
+            return less.sample_ms + min(1.0, over) * (again.sample_ms - less.sample_ms), policy
         again, policy = less, what
-    return again.sample_ms, policy, False
+    return again.sample_ms, policy
 
 
 def _remember(least: list[tuple[int, world.Shape, ZbcError]], row: world.Weighed) -> None:
@@ -318,7 +317,7 @@ def _under_all(row: Row) -> Row:
     if axes.pp * count > LARGE:
         (policy, *more), count = row.job.memory.chosen(), min(count, ENOUGH * axes.pp)
         document = _with(document, {("schedule", "microbatches"): count})
-        document = document if more else _with(document, {("memory", "activations"): policy})
+        document = document if more else _with(document, {ACTIVATIONS: policy})
         few = _weighed(document, row.shape._replace(microbatches=count))
         step = few.step_ms or step
     job = _job(document).under(AUTO)
@@ -329,6 +328,13 @@ def _under_all(row: Row) -> Row:
             return faster[0]
         left.remove(name)
     return row
+
+
+def _mixed(row: Row) -> Row:
+    """The row, with less recompute in some stages if it was planned with one policy and that is faster."""
+    if row.document.values["memory"]["activations"] == "auto":
+        return row
+    return min([row, *_whole(_with(row.document, {ACTIVATIONS: "auto"}))], key=lambda one: one.sample_ms)
 
 
 def _no_shape(document: toml.Document, shapes: Sequence[world.Shape]) -> ZbcError:
