@@ -185,7 +185,7 @@ class Topology:
 
     def alike(self, of: Iterable[int], rank: int) -> tuple[int, ...]:
         """The ranks of the run with the same experts, for these ranks of the pipeline in any replica; ascending."""
-        return self.experts(of)[_groups(self)[rank].share]
+        return self.experts(of).get(_groups(self)[rank].share, ())
 
     def experts(self, of: Iterable[int]) -> dict[tuple[int, int], tuple[int, ...]]:
         """All such sets for these ranks of the pipeline."""

@@ -122,6 +122,11 @@ class _Shape(NamedTuple):
     document: toml.Document
     policy: str | None  # that fits in all stages
 
+    @property
+    def cut(self) -> world.Shape:
+        """How it cuts up the model but for the experts."""
+        return self.shape._replace(ep=1)
+
     def planned_as(self, kind: str) -> Iterator[toml.Document]:
         """Yields its job under a schedule; of a large step first with its own policy, which is one of many."""
         own = _with(self.document, {("schedule", "kind"): kind})
@@ -240,7 +245,7 @@ def _last(found: Sequence[_Shape]) -> float:
     """The guess of the last of the best shapes; infinite while they are fewer."""
     best = dict[world.Shape, float]()
     for one in found:
-        best[one.shape] = min(one.guess, best.get(one.shape, math.inf))
+        best[one.cut] = min(one.guess, best.get(one.cut, math.inf))
     return sorted(best.values())[SHAPES - 1] if len(best) >= SHAPES else math.inf
 
 
@@ -282,11 +287,11 @@ def _remember(least: list[tuple[int, world.Shape, ZbcError]], row: world.Weighed
 
 
 def _best(found: Sequence[_Shape]) -> list[_Shape]:
-    """The best shapes, each with the first way to shard that is as good as any other."""
+    """The best shapes, each with its best ep and the first way to shard that is as good as any other."""
     of = dict[world.Shape, _Shape]()
     for candidate in sorted(found, key=lambda one: one.number):
-        if candidate.shape not in of or candidate.guess < of[candidate.shape].guess / SPARE:
-            of[candidate.shape] = candidate
+        if candidate.cut not in of or candidate.guess < of[candidate.cut].guess / SPARE:
+            of[candidate.cut] = candidate
     return sorted(of.values())[:SHAPES]
 
 
