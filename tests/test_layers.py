@@ -162,8 +162,9 @@ def test_the_runtime_stays_as_large_as_it_is():
 # float16 with a loss scale 80, steps that datasets split 244, experts without a flush 15,
 # groups whose backward begins with an all-to-all 6, adapters, graphs and slices with others 57,
 # rows of microbatches as long as planned, or as their samples 297, experts as grouped products 352,
-# steps of what is stored in bfloat16 70, exchanges of experts between nodes 130
-LINES_OF_RUNTIME = 27_888
+# steps of what is stored in bfloat16 70, exchanges of experts between nodes 130,
+# dry profiles 295, which fall when the formulas they replace go
+LINES_OF_RUNTIME = 28_183
 
 
 AT_HOME = re.compile(r"zbc\.(ops|ir|runtime\.handlers|(compiler\.(passes|schedules|features)|runtime\.features)\..*)")

@@ -38,6 +38,18 @@ def test_a_profile_is_made_planned_with_and_the_plan_trains(zbc, tmp_path):
     run_here(tmp_path / "plan", 2, tmp_path / "run", steps=1)
 
 
+def test_a_dry_profile_is_made_without_a_device_and_planned_with(zbc, tmp_path):
+    (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, hardware={"device": "cuda"}))
+    code, out, err = zbc("profile", "zbc.toml", "--dry", "-o", "p.json")
+    assert (code, err) == (0, "") and "a dry run" in out and "ms per microbatch, estimated" in out and "link" not in out
+    assert read(tmp_path / "p.json").on.device == "cuda"
+    code, out, err = zbc("plan", "zbc.toml", "--profile", "p.json", "--budget", "0")
+    assert code == 0 and "estimated from [model]" in out and "bytes of layers: a dry run" in out, err
+    for more in ("--device=cpu", "--threads=1", "--together=1"):
+        code, _, err = zbc("profile", "zbc.toml", "--dry", more)
+        assert code == 2 and "--dry measures nothing" in err
+
+
 def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(zbc, tmp_path):
     (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, kind="zb-h1", data={"kind": "synthetic"}))
     assert zbc("plan", "zbc.toml", "-q")[0] == 0

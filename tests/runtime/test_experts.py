@@ -52,7 +52,7 @@ def of_one(layer, place, x):
     """What one expert gives."""
     counts = torch.zeros(layer.count, dtype=torch.int64)
     counts[place] = len(x)
-    return layer.experts(x, Groups.of(counts))
+    return layer.experts(x, Groups.of(counts, counts.tolist()))
 
 
 def of_one_token(layer, x):

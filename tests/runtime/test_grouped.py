@@ -77,7 +77,7 @@ def test_weight_gradients_are_those_of_each_matrix(counts, outputs, inputs, stac
     kept = grouped.STACK
     grouped.STACK = stack
     try:
-        grouped.accumulate_weights(weight, grad, rows, Groups.of(torch.tensor(counts)), fused=fused)
+        grouped.accumulate_weights(weight, grad, rows, Groups.of(torch.tensor(counts), counts), fused=fused)
     finally:
         grouped.STACK = kept
     torch.testing.assert_close(weight.grad, wanted)
@@ -95,7 +95,7 @@ def test_a_matrix_without_rows_gets_zeros_where_a_kernel_leaves_them_unwritten(m
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", unwritten)
     weight = nn.Parameter(torch.randn(3, 8, 8))
-    groups = Groups.of(torch.tensor([2, 0, 3]))
+    groups = Groups.of(torch.tensor([2, 0, 3]), [2, 0, 3])
     grouped.accumulate_weights(weight, torch.randn(5, 8), torch.randn(5, 8), groups, fused=False)
     assert torch.equal(weight.grad[1], torch.zeros(8, 8)) and weight.grad.isfinite().all()
 

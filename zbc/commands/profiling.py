@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.job.profile import Profile
+    from zbc.job.spec import Job
 
 
 _ANY = 1e5  # GB/s; faster than any link
@@ -57,6 +58,9 @@ def profile(
     links: Annotated[
         bool, typer.Option("--links", help="Under torchrun: measure the links between all ranks, into links.toml.")
     ] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Run nothing: bytes exact, times as estimated. Needs no device.")
+    ] = False,
     schedule: ScheduleName = None,
     settings: Settings = None,
     json: AsJson = False,
@@ -66,18 +70,21 @@ def profile(
     """Measure the costs of a job's layers on this machine.
 
     One layer of each kind runs as in training; times, memory and transfers are measured. `zbc plan JOB.toml --profile
-    FILE` plans with the result. With --from-trace nothing runs: the costs of layers come from a recorded run.
+    FILE` plans with the result. With --from-trace nothing runs: the costs of layers come from a recorded run. --dry
+    computes nothing: layers run on tensors without numbers, for their bytes.
     """
     if links:
-        if job is not None or from_trace or threads or together or settings or schedule:
+        if job is not None or from_trace or threads or together or settings or schedule or dry:
             raise typer.BadParameter("--links measures between ranks, whatever the job: leave out all but --device, -o")
         _links(output, device, rounds, as_json=json, quiet=quiet)
         return
     if from_trace is not None:
-        if job is not None or device or threads or together or settings or schedule:
+        if job is not None or device or threads or together or settings or schedule or dry:
             raise typer.BadParameter("--from-trace measures nothing: leave out JOB.toml and how to measure")
         _derive(from_trace, phase, base, output, as_json=json, quiet=quiet)
         return
+    if dry and (device or threads or together):
+        raise typer.BadParameter("--dry measures nothing: leave out --device, --threads and --together")
     if job is None:
         raise typer.BadParameter("give JOB.toml to measure, or --from-trace RUN to derive")
     for option, value in (("--base", base), ("--phase", phase)):
@@ -86,6 +93,11 @@ def profile(
     from zbc.compiler.compile import load_job
 
     loaded = load_job(job, [*(settings or ()), 'costs.profile=""'], schedule)
+    made_of = [str(job), *(f"--set={setting}" for setting in settings or ())]
+    if dry:
+        refuse_unwritable(output)
+        _write(_dry(loaded), made_of, output, as_json=json, quiet=quiet)
+        return
     from zbc.training.launch.forking import fork_server
 
     fork_server()  # loads torch while this process does
@@ -97,7 +109,15 @@ def profile(
     how = effort(loaded, device=device, threads=threads, together=together, rounds=rounds)
     with progress("profiling", rounds + 1, quiet=quiet) as done:
         measured = measure(loaded, how, done)
-    _write(measured, [str(job), *(f"--set={setting}" for setting in settings or ())], output, as_json=json, quiet=quiet)
+    _write(measured, made_of, output, as_json=json, quiet=quiet)
+
+
+def _dry(job: Job) -> Profile:
+    """The profile of a job without running it. Raises as `dry.profile`."""
+    from zbc.compiler.cost import estimate
+    from zbc.training.profiling import dry
+
+    return dry.profile(job, [(layer.f, layer.b, layer.w) for layer in estimate.layers(job)])
 
 
 def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, quiet: bool) -> None:
@@ -170,16 +190,25 @@ def summary(found: Profile) -> Iterator[RenderableType]:
     how = [f"{on.name or on.device}" + (f", torch {on.torch}" if on.torch else "")]
     if on.source == "trace":
         how.append(f"{on.rounds} recorded step{'s' if on.rounds > 1 else ''} of {on.together} ranks")
+    elif not found.timed:
+        how.append("a dry run: layers ran without numbers, for their bytes")
     elif on.device == "cpu":
         ranks = f"{on.together} rank{'s' if on.together > 1 else ''} at once"
         how.append(f"{on.threads} thread{'s' if on.threads > 1 else ''} per rank, {ranks}")
     yield labelled("on", *how)
-    yield labelled("layers", "ms per microbatch, medians; spread: the widest distance of quartiles")
+    told = "medians; spread: the widest distance of quartiles" if found.timed else "estimated; plans estimate them anew"
+    yield labelled("layers", f"ms per microbatch, {told}")
     yield indented(_layers(found))
     if any(layer.bytes is not None for layer in found.layers.values()):
         yield labelled("memory", "per layer: what stays, and what is kept for one microbatch")
         yield indented(_memory(found, "weights", "gradients", "masters", "optimizer"))
         yield indented(_memory(found, "kept_b", "kept_w", "output"))
+    if found.timed:
+        yield from _of_ranks(found)
+
+
+def _of_ranks(found: Profile) -> Iterator[RenderableType]:
+    """What was measured beside layers."""
     yield labelled("link", _link(found))
     if found.sums is not None:
         speed = f"{short(found.sums.latency_us, 3)} us and {short(found.sums.gbps, 3)} GB/s"

@@ -382,7 +382,7 @@ def _gap(ms: float, bound: float, *, loose: bool = False, memory: bool = True) -
 def _costs(compiled: Compiled) -> Iterator[str]:
     from zbc.compiler.cost.machine import assumed_link
 
-    profile, most = compiled.job.profile, max(compiled.report.per_rank, key=lambda rank: rank.messages_ms)
+    profile, most = compiled.job.timed, max(compiled.report.per_rank, key=lambda rank: rank.messages_ms)
     if most.messages_ms:
         part = percent(most.messages_ms / most.busy_ms)
         yield f"messages keep rank {most.rank} from computing for {short(most.messages_ms)} ms, {part} of its work"
@@ -396,6 +396,8 @@ def _costs(compiled: Compiled) -> Iterator[str]:
         first, *rest = _estimated(compiled) if compiled.report.costs == "estimated" else _COSTS[compiled.report.costs]
         yield f"{first}; without costs.message a message costs its ranks nothing" if silent else first
         yield from rest
+        if (dry := compiled.job.profile) is not None:
+            yield f"bytes of layers: a dry run of them, torch {dry.on.torch}"
         return
     on = profile.on
     how = "measured" if on.source == "measured" else "read off a recorded run"

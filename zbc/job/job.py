@@ -87,6 +87,11 @@ class Job:
         return self.document.where(path)
 
     @property
+    def timed(self) -> Profile | None:
+        """The profile, if it has measured times."""
+        return self.profile if self.profile is not None and self.profile.timed else None
+
+    @property
     def shard(self) -> str:
         """The effective `parallel.shard`: optimizer.zero1 is "optimizer"."""
         return "optimizer" if self.parallel.shard == "none" and self.optimizer.zero1 else self.parallel.shard

@@ -1,4 +1,4 @@
-"""`profile.json`: costs of a model's layers on a device, measured or derived from a recorded run.
+"""`profile.json`: costs of a model's layers on a device, measured, derived from a recorded run, or bytes of a dry run.
 
     zbc profile JOB.toml -o profile.json       zbc plan JOB.toml --profile profile.json
 
@@ -200,9 +200,10 @@ class WordTimes(Section):
 
 
 class Origin(Section):
-    """The device and method of the measurements."""
+    """The device and method of the measurements. "dry": layers ran without numbers, for their bytes; times are
+    estimates, which plans make anew."""
 
-    source: Literal["measured", "trace"] = "measured"
+    source: Literal["measured", "trace", "dry"] = "measured"
     device: Literal["cpu", "cuda"]
     name: str = Field("", description="of the processor or GPU")
     threads: Count = Field(1, description="per rank")
@@ -236,6 +237,11 @@ class Profile(Section):
     tokens: list[Count] = Field(
         default_factory=list, description="of the rows of each microbatch of the recorded steps, if unequal"
     )
+
+    @property
+    def timed(self) -> bool:
+        """Whether its times were measured."""
+        return self.on.source != "dry"
 
     def plain(self) -> dict[str, Any]:
         """The profile as plain data, as in files."""
@@ -295,6 +301,11 @@ def model_of(model: Model) -> dict[str, Any]:
         keys |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width}
         keys["ffn_hidden"] = model.mlp_width
     return keys
+
+
+def order_of(kinds: Sequence[str]) -> list[str]:
+    """`Profile.order` of layers of these kinds."""
+    return FAMILY if {*kinds} == {*FAMILY} else list(kinds)
 
 
 def misfits(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.runtime.core.private import Dropouts, TorchDispatchMode
+from zbc.runtime.core.private import Dropouts, TorchDispatchMode, real_tensors
 
 RNG_LOCK: Any = threading.RLock()
 _CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def reading() -> Iterator[Callable[[int], None]]:
     For reading data: every rank has to draw the same for a sample. Restores the generators afterwards.
     """
     numpy: Any = importlib.import_module("numpy.random") if "numpy" in sys.modules else None
-    with RNG_LOCK, _READING:
+    with RNG_LOCK, _READING, real_tensors():
         torchs, pythons = torch.default_generator.get_state(), random.getstate()
         numpys = None if numpy is None else numpy.get_bit_generator()
 

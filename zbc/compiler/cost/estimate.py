@@ -113,12 +113,26 @@ def _whole(job: Job) -> list[Layer]:
     if job.profile is not None:
         found = profiled.measurements(job.profile, [layer.name for layer in table], job.optimizer.name)
         found = _without_words(job, table, found) if job.vocabulary else found
-        return [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
-    if job.costs.per == "layer" and job.costs.f is not None:
-        found_ends = [replace(layer, f=0.0, b=0.0, w=0.0) for layer in (table[0], table[-1])]
-        given = _given(table, job.costs)
-        return [found_ends[0], *given[1:-1], found_ends[1]] if job.vocabulary else given
-    return table
+        measured = [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
+        return measured if job.profile.timed else list(map(_as_counted, measured, _priced(job, table)))
+    return _priced(job, table)
+
+
+def _priced(job: Job, table: list[Layer]) -> list[Layer]:
+    """The table with the times of each layer that the job gives, if it does."""
+    if job.costs.per != "layer" or job.costs.f is None:
+        return table
+    ends, given = [replace(layer, f=0.0, b=0.0, w=0.0) for layer in (table[0], table[-1])], _given(table, job.costs)
+    return [ends[0], *given[1:-1], ends[1]] if job.vocabulary else given
+
+
+def _as_counted(layer: Layer, counted: Layer) -> Layer:
+    """The bytes of a layer with the times of `counted`."""
+    f, b, w, one = counted.f, counted.b, counted.w, layer.measured
+    if one is not None:
+        one = replace(one, f=f, b=b, w=w, bw=b + w, again=counted.again, step=None, tentative=None)
+    cheap = {again: Spared(size, counted.spared[again].cheap) for again, (size, _) in layer.spared.items()}
+    return replace(layer, f=f, b=b, w=w, once=counted.once, spared=cheap, measured=one)
 
 
 def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement]) -> list[Measurement]:
@@ -222,7 +236,8 @@ def of_slice(job: Job, table: Sequence[Layer], begin: int, share: Mapping[str, f
     own = _family(job, begin)
     if own is not None and job.profile is None and not (job.costs.per == "layer" and job.costs.f is not None):
         return own
-    return [part_of(layer, None if own is None else own[i], share, rows) for i, layer in enumerate(table)]
+    found = [part_of(layer, None if own is None else own[i], share, rows) for i, layer in enumerate(table)]
+    return list(map(_as_counted, found, own)) if own is not None and job.profile and not job.timed else found
 
 
 def _of_length(job: Job, table: Sequence[Layer], tokens: int) -> list[Layer]:

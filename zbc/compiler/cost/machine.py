@@ -57,8 +57,8 @@ def message_of(job: Job) -> tuple[float, float]:
     """
     if job.costs.message is not None:
         return job.costs.message, 0.0
-    if job.profile is not None:
-        us, share = job.profile.host.transfer_us, job.profile.host.transfer_share
+    if job.timed is not None:
+        us, share = job.timed.host.transfer_us, job.timed.host.transfer_share
     else:
         estimated = job.costs.f is None and job.model.builtin
         us, share = _MESSAGE[job.hardware.device] if estimated else (0.0, 0.0)

@@ -219,8 +219,8 @@ def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tabl
     costs = _of_ops(job, placement, stages, table, stage_bytes.of_stages(job, placement, stages, table))
     costs = replace(costs, paces=estimate.paces_of(job, placement))
     costs = costs.over(job.hardware.transfer or ("eager" if job.costs.f is not None else "rendezvous"))
-    if job.profile is not None:
-        costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.copies * placement.ranks),))
+    if job.timed is not None:
+        costs = costs.with_ms(agree=(profiled.agree_ms(job.timed.host, job.parallel.copies * placement.ranks),))
     costs = _with_optimizer(costs, job, placement, stages, table)
     return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node, near=job.near)
 
@@ -236,7 +236,7 @@ def _of_ops(
     given, times = job.costs.f is not None, _times(job, placement, stages, table)
     size = _sizes(job, placement, stages, table, bytes)
     known = job.model.builtin
-    source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
+    source = "profiled" if job.timed else "given" if given else "estimated" if known else "assumed equal"
     links, occupies = _transfers(job, placement, stages, table)
     return Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
 
@@ -304,11 +304,11 @@ def _times(
     more = tuple(ms if s in again else 0.0 for s, ms in enumerate(more))
     b = tuple(map(add, b, more))
     slow = estimate.slow_of(job, placement)
-    if job.profile is None:
+    if job.timed is None:
         times = {"f": f, "b": b, "w": w}
         return _with_shared_layers(_slowed(times, slow), job, placement, stages, table)
     fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
-    host = profiled.host_ms(job.profile.host, placement)
+    host = profiled.host_ms(job.timed.host, placement)
     f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("f", f), ("b", b), ("w", w), ("bw", fused)))
     times = {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
     return _with_shared_layers(_slowed(times, slow), job, placement, stages, table)

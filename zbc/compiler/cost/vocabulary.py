@@ -84,8 +84,8 @@ def _output(job: Job, rows: float) -> Times:
         return (0.0, 0.0, 0.0) if one is None else (one.f * rows / p, one.b * rows / p, one.w * rows / p)
     if sizes is None:
         return 0.0, 0.0, 0.0
-    if job.profile is not None:
-        whole = measurements(job.profile, ["embed", "layers.0", "head"], job.optimizer.name)[2]
+    if job.timed is not None:
+        whole = measurements(job.timed, ["embed", "layers.0", "head"], job.optimizer.name)[2]
         shares = estimate.shares_of_words(Machine.of(job), work.words(sizes), work.head(sizes))
         return tuple(ms * part * rows / p for ms, part in zip((whole.f, whole.b, whole.w), shares, strict=True))  # type: ignore[return-value]
     return estimate.times_of(Machine.of(job), work.words(_share_of(sizes, p)))
@@ -99,8 +99,8 @@ def _embedding(job: Job, rows: float) -> tuple[float, float]:
         return (0.0, 0.0) if one is None else (one.f * rows / p, (one.b + one.w) * rows / p)
     if sizes is None:
         return 0.0, 0.0
-    if job.profile is not None:
-        whole = measurements(job.profile, ["embed", "layers.0", "head"], job.optimizer.name)[0]
+    if job.timed is not None:
+        whole = measurements(job.timed, ["embed", "layers.0", "head"], job.optimizer.name)[0]
         f, _, w = estimate.shares_of_words(Machine.of(job), work.look_up(sizes), work.embedding(sizes))
         return whole.f * f * rows, whole.w * w * rows / p
     f, _, w = estimate.times_of(Machine.of(job), work.look_up(_share_of(sizes, p)))

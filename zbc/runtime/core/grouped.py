@@ -6,7 +6,8 @@ bits of a loop of products; types and sizes that it refuses are multiplied one m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -27,9 +28,25 @@ class Groups(NamedTuple):
     ends: Tensor
 
     @staticmethod
-    def of(counts: Tensor, on_host: list[int] | None = None) -> Groups:
-        """Groups of `counts` (E) rows; `on_host`: the same numbers, which otherwise are fetched now."""
-        return Groups(counts.tolist() if on_host is None else on_host, counts.cumsum(0, dtype=torch.int32))
+    def of(counts: Tensor, on_host: list[int]) -> Groups:
+        """Groups of `counts` (E) rows; `on_host`: the same numbers."""
+        return Groups(on_host, counts.cumsum(0, dtype=torch.int32))
+
+
+class Loads:
+    """The numbers of rows as the host needs them, from counts on the device. A dry run answers for it."""
+
+    answer: Callable[[int, list[int]], list[list[int]]] | None = None
+
+    @classmethod
+    def of(cls, rows: int, counts: Sequence[Tensor]) -> list[list[int]]:
+        """Each of `counts` as a list, fetched together since a GPU's host waits. The first is how this rank's `rows`
+        are shared out, the others how those that it gets are."""
+        sizes = [len(each) for each in counts]
+        if cls.answer is not None:
+            return cls.answer(rows, sizes)
+        found, ends = torch.cat([*counts]).tolist(), accumulate(sizes)
+        return [found[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:

@@ -5,14 +5,16 @@ Those that are only faster than a public function have it as a fallback. Gains w
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # tensors of a device without its memory
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # tensors of a device without its memory
 from torch.autograd import graph
 from torch.nn.modules.dropout import _DropoutNd as Dropouts  # the base of all dropout modules
 from torch.utils import _pytree as pytree  # dicts, lists, tuples and registered types
@@ -22,7 +24,7 @@ from torch.utils._pytree import tree_leaves  # the elements of dicts, lists and 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not in __all__
 
-__all__ = ["Dropouts", "FakeTensorMode", "Store", "TorchDispatchMode", "pytree", "tree_leaves"]
+__all__ = ["Dropouts", "FakeTensor", "FakeTensorMode", "Store", "TorchDispatchMode", "pytree", "tree_leaves"]
 
 # ---- faster than the public functions ------------------------------------------------------------------------
 
@@ -87,6 +89,50 @@ def shares_memory(tensor: Tensor) -> bool:
     """Whether another tensor shares this one's storage; True if torch cannot tell."""
     storage = tensor.untyped_storage()
     return _holders is None or _holders(storage._cdata) > 2  # the tensor and `storage` itself
+
+
+def valued(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers: not on the meta device, nor a fake one."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+# Raised by ops on fake tensors that need numbers, or have no rule for shapes alone.
+NUMBERLESS: tuple[type[Exception], ...] = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+grouped_kernel: Any = getattr(torch, "_grouped_mm", None)  # what functional.grouped_mm calls
+_FAKE: Any = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "FAKE", None)
+
+
+def load_fakes() -> None:
+    """Imports what the first op on fake tensors would import, which fails inside of a kernel; 1.3 s."""
+    import torch._dynamo  # noqa: F401
+
+
+def reader(within: str) -> str:
+    """The module that reads a number of a fake tensor, called from the module `within`. Its `tolist` reads each."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"] in (within, fake_tensor.__name__):
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"])
+
+
+def fake_mode() -> object:
+    """The mode that makes new tensors fake, if one does; .1 us."""
+    return None if _FAKE is None else torch._C._get_dispatch_mode(_FAKE)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """New tensors are not fake in it: of data, whose makers look at numbers."""
+    mode = None if fake_mode() is None else torch._C._unset_dispatch_mode(_FAKE)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            torch._C._set_dispatch_mode(mode)
 
 
 def unversioned(tensors: tuple[Tensor, ...]) -> AbstractContextManager[None]:

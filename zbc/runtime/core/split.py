@@ -23,7 +23,7 @@ from zbc.errors import ZbcError
 from zbc.runtime.core import grouped
 from zbc.runtime.core.again import Remade, remade_of
 from zbc.runtime.core.grouped import Groups
-from zbc.runtime.core.private import transforming
+from zbc.runtime.core.private import FakeTensor, transforming
 from zbc.runtime.core.slot import Slot, accumulate, accumulate_product, current_slot
 
 # ---- linear --------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def _own(module: nn.Module) -> bool:
 
 def _plain_parameter(parameter: nn.Parameter) -> bool:
     hooks = getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    fit = type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.numel() > 0
+    fit = type(parameter) in (nn.Parameter, FakeTensor) and parameter.is_floating_point() and parameter.numel() > 0
     return fit and not hooks
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
+
+from zbc.runtime.core.private import fake_mode
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of an output and its target: one number
 
@@ -17,7 +19,30 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-@functools.lru_cache(maxsize=256)
+P = ParamSpec("P")
+
+
+def cached(maxsize: int) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
+    """A cache of the last `maxsize` results of a function that makes tensors. Fake ones belong to their mode, and those
+    of a compiler to what it compiles."""
+
+    def around(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
+        kept: Any = functools.lru_cache(maxsize)(lambda mode, *args, **named: make(*args, **named))
+
+        @functools.wraps(make)
+        def run(*args: P.args, **named: P.kwargs) -> Tensor:
+            if torch.compiler.is_compiling():
+                return make(*args, **named)
+            found: Tensor = kept(fake_mode(), *args, **named)
+            return found
+
+        run.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+        return run
+
+    return around
+
+
+@cached(256)
 def constant(values: tuple[int, ...] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of `values` on `device`, cached since its copy to the device blocks. Not to be written to."""
     return torch.tensor(values, dtype=dtype, device=device)

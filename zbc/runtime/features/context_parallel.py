@@ -13,7 +13,7 @@ If a sequence has slices, each slice is sharded like this; keys and values gathe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from zbc.runtime.core.slot import current_slot
+from zbc.runtime.core.tensors import cached
 from zbc.runtime.features.packing import Rows, rows_now, zeros_like
 from zbc.runtime.features.slicing import Limits, attend, causal
 from zbc.runtime.features.tensor_parallel import Group
@@ -36,7 +37,7 @@ def rows_of(cuts: Sequence[int], place: int, ranks: int) -> Tensor:
     return torch.cat(positions)
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def rows_in(length: int, place: int, ranks: int, device: torch.device | str = "cpu") -> Tensor:
     """Positions of a rank's tokens in rows of `length` tokens without slices; each is copied to a device once."""
     return rows_of((0, length), place, ranks).to(device)

@@ -24,7 +24,7 @@ from torch.nn.functional import embedding_bag
 
 from zbc.errors import ZbcError
 from zbc.job import userobject
-from zbc.runtime.core.grouped import Groups
+from zbc.runtime.core.grouped import Groups, Loads
 from zbc.runtime.core.slot import current_slot
 from zbc.runtime.features.tensor_parallel import Group
 
@@ -93,20 +93,19 @@ class Swaps(NamedTuple):
         freed when it returns: an argument lives as long as its call where Python does not inline calls, as in a process
         that runs compiled code."""
         if self.group is None:
-            return Sent(rows, Groups.of(counts))
+            return Sent(rows, Groups.of(counts, *Loads.of(len(rows), [counts])))
         size, per_rank = self.group.size, len(counts) // self.group.size
         got = torch.empty_like(counts)
         each = (per_rank,) * size
         # Nothing is computed between the counts and the rows: the other op of a group gets the turn at the rows.
         self.group.transport.start_swap(counts, each, got, each, self.group.ranks).wait()
         come = got.view(size, per_rank)  # by source rank
-        sums = counts.view(size, per_rank).sum(1), come.sum(1), come.sum(0)
-        found = torch.cat(sums).tolist()  # at once, since a GPU's host waits
-        out, into, own = found[:size], found[size : 2 * size], found[2 * size :]
+        each_own = come.sum(0)
+        out, into, own = Loads.of(len(rows), [counts.view(size, per_rank).sum(1), come.sum(1), each_own])
         places = torch.arange(per_rank, device=rows.device).repeat(size)
         kind = places.repeat_interleave(got, output_size=sum(into))
         order = kind.argsort(stable=True)  # by expert, then by source rank
-        groups = Groups.of(sums[2], own)
+        groups = Groups.of(each_own, own)
         return Sent(_swapped(rows, out, into, self.group).index_select(0, order), groups, order, out, into)
 
     def results(self, sent: Sent, experts: Iterable[nn.Module]) -> Tensor:

@@ -6,7 +6,6 @@ rest of a row is padding: no token attends to it, and its targets do not count.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from zbc.ir import Op
 from zbc.runtime.core.current import Current
+from zbc.runtime.core.tensors import cached
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -31,7 +31,7 @@ def rows_now() -> Rows | None:
     return _current.value
 
 
-@functools.lru_cache(maxsize=64)
+@cached(64)
 def places(rows: Rows, length: int, device: torch.device) -> Tensor:
     """The position of each token in its sample: (rows, length) int64; padding starts from 0, too."""
     positions = torch.zeros(len(rows), length, dtype=torch.int64)

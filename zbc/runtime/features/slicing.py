@@ -23,6 +23,7 @@ from torch.nn import functional
 from zbc.errors import ZbcError
 from zbc.runtime.core.again import Around, around
 from zbc.runtime.core.current import Current
+from zbc.runtime.core.tensors import cached
 from zbc.runtime.features.added import tell_peaks
 from zbc.runtime.features.packing import each_alone, places, rows_now
 from zbc.runtime.features.words import IGNORED, wide
@@ -292,8 +293,7 @@ def _limited(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
     grouped, window, mixed = k.shape[-3] < q.shape[-3], limits.window or k.shape[-2], list[Tensor]()
     for some, first, stop in _chunks(q, k, window):
         keys, values = k[..., first:stop, :], v[..., first:stop, :]
-        keeps = type(q) is Tensor and not torch.compiler.is_compiling()  # a mask without values is of no use later
-        mask = (_lower_right if keeps else _mask)(some.shape[-2], stop - first, window, q.dtype, q.device)
+        mask = _lower_right(some.shape[-2], stop - first, window, q.dtype, q.device)
         if limits.cap is None:
             mixed.append(functional.scaled_dot_product_attention(some, keys, values, mask, enable_gqa=grouped))
         else:
@@ -370,4 +370,4 @@ def _mask(rows: int, length: int, window: int, dtype: torch.dtype, device: torch
     return torch.zeros(rows, length, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
-_lower_right = functools.lru_cache(maxsize=64)(_mask)
+_lower_right = cached(64)(_mask)

@@ -53,7 +53,8 @@ def build_stage(
     for plan in plans:
         module = adapt(plan.name, plan.build(seed), ways(plan.name))
         share(plan.name, module)
-        module.to(device)
+        if any(t.device != device for t in (*module.parameters(), *module.buffers())):
+            module.to(device)
         seen = traits[plan.name]
         seen = replace(seen, random=seen.random or draws(module))
         chosen = compiles and plan.compiles

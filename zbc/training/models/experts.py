@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from zbc.runtime.core.again import made_again
 from zbc.runtime.core.grouped import Groups
+from zbc.runtime.core.private import valued
 from zbc.runtime.core.remembered import decided
 from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.added import add_loss, tell_load
@@ -73,7 +74,7 @@ class Stack(Expert):
             if isinstance(inner, nn.Linear):
                 bias = inner.bias is not None
                 setattr(self, name, GroupedLinear(count, inner.in_features, inner.out_features, bias=bias))
-        for place in range(0 if one.down.weight.is_meta else count):
+        for place in range(count if valued(one.down.weight) else 0):
             one = made() if place else one
             for name, parameter in one.named_parameters():
                 self.get_parameter(name).data[place] = parameter.data

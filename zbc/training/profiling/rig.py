@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program, forward
 from zbc.job.learning_rate import RateSchedule
 from zbc.job.spec import Job
@@ -92,8 +93,17 @@ class Apart(HubTransport):
         return Started(self._hub, self.rank, Round(ranks, over=True), (offer.source, offer.target))
 
 
+def refuse_graph(job: Job) -> None:
+    """Raises E110 for a graph of layers, which is no chain."""
+    if job.model.graph:
+        text = "profile: layers are run one after the other, and model.graph is no chain"
+        raise ZbcError("E110", text, where=job.where("model", "graph"), hint="give times in [costs], per layer")
+
+
 def build_rig(job: Job, device: torch.device) -> Rig:
-    """A rig with each kind of layer of a job. Raises E5xx if its model or its data do not work."""
+    """A rig with each kind of layer of a job. Raises E110 for a graph of layers, E5xx if its model or its data do not
+    work."""
+    refuse_graph(job)
     plans = [replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [forward(0)], 1).manifest))]
     shapes = _shapes(job, plans, device)
     inputs, packed = shapes.inputs, [(shapes.inputs[i], shapes.packed[plan.name]) for i, plan in enumerate(plans)]

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from zbc.errors import ZbcError
 from zbc.host.cores import cores, threads_of
-from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, SliceTime, WordTimes, model_of
+from zbc.job import profile
+from zbc.job.profile import Copy, Host, LayerProfile, Measured, Origin, Profile, SliceTime, WordTimes, model_of
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
 from zbc.runtime.core.private import workspaces
@@ -37,7 +38,7 @@ from zbc.training import devices, frames
 from zbc.training.launch.forking import fork_server
 from zbc.training.profiling.link import HostCopies, Pair, fit, share_of, sums_of
 from zbc.training.profiling.link import Samples as LinkSamples
-from zbc.training.profiling.rig import IDLE, build_rig
+from zbc.training.profiling.rig import IDLE, build_rig, refuse_graph
 from zbc.training.profiling.slices import BLOCK, Took, slice_times
 from zbc.training.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, Stopwatch, measured, quick
 from zbc.training.profiling.weigh import Weighed, weigh
@@ -96,9 +97,7 @@ def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) ->
 
     Raises E110 for a graph of layers, E5xx if the model or its data do not work, E702 if a process dies.
     """
-    if job.model.graph:
-        text = "profile: layers are run one after the other, and model.graph is no chain"
-        raise ZbcError("E110", text, where=job.where("model", "graph"), hint="give times in [costs], per layer")
+    refuse_graph(job)
     with tempfile.TemporaryDirectory() as folder:
         found = _layers(job, how, done)
         link, sums, tp = LinkSamples(), LinkSamples(), job.parallel.tp
@@ -130,7 +129,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
         microbatch_size=job.schedule.microbatch_size,
         optimizer=job.optimizer.name,
         layers={kind: _layer(found, kind, host) for kind in dict.fromkeys(found.order)},
-        order=FAMILY if {*found.order} == {*FAMILY} else list(found.order),
+        order=profile.order_of(found.order),
         cp=job.parallel.cp,
         tp=job.parallel.tp,
         link=fit(found.link),

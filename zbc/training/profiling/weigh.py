@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zbc.ir import Op
+from zbc.ir import Kind, Op
 from zbc.job.profile import LayerBytes
 from zbc.ops import round_trip
 from zbc.runtime.core.execute import run_step
@@ -24,7 +24,9 @@ from zbc.training.profiling.rig import Rig
 from zbc.training.recording.measure import Ledger, Reading, Scale, categories
 
 Handler = Callable[[Worker, Op], None]
-_APART, _WHOLE = 1, 2  # microbatches with separate B and W, and with BW, after the one that makes the gradients
+# Microbatches: the first has a BW that makes the gradients, then come B and W and a BW that add to them, B and W that
+# make them again, and an F that recomputes.
+_MADE, _APART, _WHOLE, _AGAIN, _ALONE = range(5)
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,15 @@ class Weighed:
 def weigh(rig: Rig, device: torch.device) -> dict[str, Weighed]:
     """Measures every kind of layer of a rig, in steps of a separate worker."""
     rig = rig.plain()
-    worker = rig.worker(device, microbatches=3)
+    worker = rig.worker(device)
     gradients = _gradients(worker)
     scale = Scale(worker)
-    for step in range(2):
-        run_step(worker, step)
-    keep = _changes(scale.readings)
-    first = _first(worker, scale, step=2)
-    for stage in worker.stages.values():
-        stage.recompute = True
-    run_step(worker, 3)
-    again = _changes(scale.readings)
+    _prepare(worker)
+    run_step(worker, 0)
+    changes = _changes(scale.readings)
     found = {
         kind: Weighed(
-            _layer(rig, worker, stage, keep, first, again, gradients[stage]),
+            _layer(rig, worker, stage, changes, gradients[stage]),
             sum(p.numel() for p in worker.stages[stage].parameters.values()),
             [p.numel() for p in worker.stages[stage].parameters.values() if p.requires_grad],
         )
@@ -81,23 +78,31 @@ def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
     return found
 
 
-def _first(worker: Worker, scale: Scale, step: int) -> dict[Op, _Change]:
-    """The changes of a step in which every backward is the first: its stage has no gradients before."""
+def _prepare(worker: Worker) -> None:
+    """Changes stages between the microbatches of a step: gradients go, then F recomputes."""
 
-    def dropping(handler: Handler) -> Handler:
+    def forgets(stage: Stage) -> None:
+        for parameter in stage.parameters.values():
+            parameter.grad = None
+
+    def recomputes(stage: Stage) -> None:
+        stage.recompute = True
+
+    def after(change: Callable[[Stage], None], handler: Handler) -> Handler:
         def run(worker: Worker, op: Op) -> None:
-            for parameter in worker.stages[op.stage].parameters.values():
-                parameter.grad = None
+            change(worker.stages[op.stage])
             handler(worker, op)
 
         return run
 
-    script = list(worker.script)
-    backward = {op for _, op, _ in script if op.kind.computes and not op.kind.is_forward}
-    worker.script[:] = [(dropping(run) if op in backward else run, op, text) for run, op, text in script]
-    run_step(worker, step)
-    worker.script[:] = script
-    return _changes(scale.readings)
+    split, changed = round_trip(split=True), list[tuple[Handler, Op, str]]()
+    for handler, op, text in worker.script:
+        if op.mb == _AGAIN and op.kind is split[1]:
+            handler = after(forgets, handler)
+        elif op.mb == _ALONE and op.kind is split[0]:
+            handler = after(recomputes, handler)
+        changed.append((handler, op, text))
+    worker.script[:] = changed
 
 
 def _gradients(worker: Worker) -> dict[int, int]:
@@ -120,16 +125,18 @@ def _layer(
     rig: Rig,
     worker: Worker,
     stage: int,
-    keep: dict[Op, _Change],
-    first: dict[Op, _Change],
-    again: dict[Op, _Change],
+    changes: dict[Op, _Change],
     gradients: int,
 ) -> LayerBytes:
     of, given = worker.stages[stage], rig.output(stage)
-    ops = [Op(kind, stage, mb) for mb in (_APART, _WHOLE) for kind in round_trip(split=mb == _APART)]
-    f, b, w, _, bw = (keep[op] for op in ops)
-    _, first_b, first_w, _, first_bw = (first[op] for op in ops)
-    alone = again[ops[0]]
+    split, (forward, fused) = round_trip(split=True), round_trip(split=False)
+
+    def of_mb(mb: int, *kinds: Kind) -> list[_Change]:
+        return [changes[Op(kind, stage, mb)] for kind in kinds]
+
+    f, b, w = of_mb(_APART, *split)
+    (bw,), (first_bw,), (alone,) = of_mb(_WHOLE, fused), of_mb(_MADE, fused), of_mb(_ALONE, forward)
+    first_b, first_w = of_mb(_AGAIN, *split[1:])
     entry, result = _bytes(rig.inputs[stage]), 0 if given is None else _bytes(given)
     keeps = _keeps(of, rig.inputs[stage], worker, last=given is None)
     # B ends with the gradient it passes on, without the one it got.

@@ -108,7 +108,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             storage = tensor.untyped_storage()
             size = storage.nbytes()
-            if id(storage) in self._numbers or not size or storage.device.type == "meta":
+            if id(storage) in self._numbers or not size or tensor.device.type == "meta":
                 continue
             with self._lock:
                 self.count = number = self.count + 1

@@ -1,0 +1,206 @@
+"""Profiles of layers that ran on fake tensors: the bytes of a measured profile, and plans made with them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.jobs import job
+from tests.refusals import refused
+from tests.tiers import few
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import estimate
+from zbc.compiler.cost.profiled import measurements
+from zbc.job.profile import misfits, read
+from zbc.runtime.core.grouped import Loads
+from zbc.runtime.core.private import FakeTensor, fake_mode
+from zbc.runtime.core.tensors import constant
+from zbc.training.profiling import dry
+from zbc.training.profiling.rig import build_rig
+from zbc.training.profiling.weigh import weigh
+
+CPU = torch.device("cpu")
+HERE = "tests.runtime.test_dry"
+GPT = {"layers": 2, "vocab": 40, "seq_len": 16}
+LLAMA = {**GPT, "family": "llama", "kv_heads": 2}
+MOE = {**LLAMA, "experts": 8, "top_k": 2, "ffn_hidden": 16}
+
+
+def of(model=GPT, *, pp=1, data=None, **changes):
+    return job(model=model, pp=pp, m=4, data=data or {"kind": "synthetic"}, **changes)
+
+
+def factory(name, data="Noise", **changes):
+    model = {"family": f"{HERE}:{name}", "layers": 3, "loss": "cross_entropy", "seq_len": None, "vocab": None}
+    return of(model, data={"kind": f"{HERE}:{data}"}, **changes)
+
+
+# Fields that differ, with the reason: none so far.
+KINDS = {
+    "gpt": lambda: of(),
+    "llama": lambda: of(LLAMA),
+    "gemma": lambda: of({**LLAMA, "variant": "gemma2"}),
+    "qwen": lambda: of({**LLAMA, "variant": "qwen3"}),
+    "windows": lambda: of({**LLAMA, "window": 8, "whole_every": 2}),
+    "tied": lambda: of({**GPT, "tie_embeddings": True}),
+    "bfloat16": lambda: of({**LLAMA, "dtype": "bfloat16"}),
+    "parameters": lambda: of({**LLAMA, "dtype": "bfloat16", "parameters": "bfloat16"}),
+    "fused gradients": lambda: of(train={"fused_gradients": True}),
+    "chunks": lambda: of({**GPT, "loss_chunk": 8}),
+    "tp": lambda: of(parallel={"tp": 2}),
+    "tokens": lambda: of(LLAMA, parallel={"tp": 2, "tp_sequence": True}),
+    "regather": lambda: of(LLAMA, parallel={"tp": 2, "tp_sequence": "regather"}),
+    "cp": lambda: of(parallel={"cp": 2}),
+    "slices": lambda: of(pp=2, kind="zb-h1", schedule={"slices": 2}),
+    "vocabulary": lambda: of(pp=2, parallel={"vocabulary": "shared"}),
+    "selective": lambda: of(LLAMA, memory={"activations": "selective"}),
+    "recompute": lambda: of(memory={"activations": "recompute"}),
+    "adapter": lambda: of(adapter={"rank": 4}),
+    "experts": lambda: of(MOE),
+    "experts of a gpt": lambda: of({**GPT, "experts": 4, "top_k": 2}),
+    "experts in bfloat16": lambda: of({**MOE, "dtype": "bfloat16"}),
+    "a shared expert": lambda: of({**MOE, "shared_hidden": 16, "balance_loss": 0.01}),
+    "cut experts": lambda: of(MOE, parallel={"tp": 2, "expert_tp": 2}),
+    "whole experts": lambda: of(MOE, parallel={"tp": 2, "ep": 2}),
+    "muon": lambda: of(optimizer={"kind": "muon"}),
+    "sgd": lambda: of(optimizer={"kind": "sgd"}),
+    "tentative": lambda: of(pp=2, kind="zb-h1", optimizer={"sync": "post-validate"}),
+    "factory": lambda: factory("layers"),
+    "data that look at numbers": lambda: factory("layers", "Looks"),
+}
+OFTEN = ("llama", "parameters", "windows", "tokens", "adapter", "whole experts", "data that look at numbers")
+
+
+def layers():
+    return [nn.Conv1d(1, 4, 3, padding=1), Norm(), nn.Sequential(nn.Flatten(), nn.Linear(32, 3))]
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return x + self.norm(x).relu()
+
+
+class Noise:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.randn(1, 8), torch.tensor(index % 3)
+
+
+class Looks(Noise):
+    def __getitem__(self, index):
+        x, label = super().__getitem__(index)
+        return torch.from_numpy(x.numpy()), torch.tensor(int(label) % 3)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x.transpose(1, 2)).transpose(1, 2) * (1.0 if x.sum().item() else 2.0)
+
+
+def readers():
+    return [nn.Conv1d(1, 4, 3, padding=1), Reads(), layers()[-1]]
+
+
+@pytest.mark.parametrize("name", few(KINDS, OFTEN))
+def test_the_bytes_are_those_of_layers_that_compute(name):
+    made = KINDS[name]()
+    measured, (rig, found) = weigh(build_rig(made, CPU), CPU), dry.weighed(made)
+    assert {*found} == {*measured} == {*rig.order}
+    for kind in measured:
+        assert found[kind].bytes.model_dump() == measured[kind].bytes.model_dump(), kind
+        assert (found[kind].parameters, found[kind].parts) == (measured[kind].parameters, measured[kind].parts)
+        assert found[kind].bytes.optimizer > 0 or name == "sgd" or not sum(found[kind].parts)
+
+
+PLANS = {
+    "vshape": lambda: of({**GPT, "layers": 6}, pp=2, kind="zb-v"),
+    "selective": lambda: of({**LLAMA, "layers": 4}, pp=2, kind="zb-h1", memory={"activations": "selective"}),
+    "slices": lambda: of({**GPT, "layers": 4}, pp=2, kind="zb-h1", schedule={"slices": 2}),
+    "vocabulary": lambda: of({**GPT, "layers": 4}, pp=2, parallel={"vocabulary": "shared"}),
+    "tp": lambda: of({**GPT, "layers": 4}, pp=2, parallel={"tp": 2}),
+}
+
+
+def written(made):
+    """The profile of a dry run of a job, with its estimated times."""
+    return dry.profile(made, [(layer.f, layer.b, layer.w) for layer in estimate.layers(made)])
+
+
+@pytest.mark.parametrize("name", few(PLANS, ("vshape", "slices")))
+def test_a_plan_with_it_has_the_times_of_estimates(name, tmp_path):
+    plain, profile = PLANS[name](), written(PLANS[name]())
+    (tmp_path / "p.json").write_text(profile.dumps())
+    assert read(tmp_path / "p.json").dumps() == profile.dumps()
+    a, b = compile_job(plain), compile_job(replace(plain, profile=profile))
+    took, expected = (one.found.complete.timeline.makespan for one in (b, a))
+    assert b.report.costs == "estimated" and took == pytest.approx(expected, rel=1e-12)
+    ours, theirs = (max(rank.peak_bytes for rank in one.report.per_rank) for one in (b, a))
+    assert ours == pytest.approx(theirs, rel=0.1)
+
+
+def test_layers_of_a_factory_have_bytes_and_no_times():
+    made = factory("layers", pp=3)
+    profile = written(made)
+    report = compile_job(replace(made, profile=profile)).report
+    assert report.costs == "assumed equal" and report.bytes_known
+    assert profile.on.source == "dry" and not profile.timed
+
+
+def test_given_times_of_layers_stay():
+    costs = {"per": "layer", "f": 1.0, "b": 2.0, "w": 3.0}
+    found = estimate.layers(replace(of(costs=costs), profile=written(of())))
+    assert (found[1].f, found[1].b, found[1].backward) == (1.0, 2.0, 5.0)
+
+
+@pytest.mark.parametrize("low", few([{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}], 1))
+def test_on_a_gpu_a_norm_saves_one_number_per_row(low):
+    """As the formulas count."""
+    model = {**LLAMA, **low}
+    made = of(model, hardware={"device": "cuda"})
+    profile = written(made)
+    fits = {"device": "cuda", "microbatch_size": 2, "inner": (1, 1)}
+    assert misfits(profile, made.model, made.adapter, **fits) == []
+    names = [layer.name for layer in estimate.layers(made)]
+    size, counted = measurements(profile, names, "adamw")[1].size, estimate.layers(made)[1].size
+    assert (size.act_b, size.act_w, size.more_b) == (counted.act_b, counted.act_w, counted.more_b)
+    on_cpu = measurements(written(of(model)), names, "adamw")[1].size
+    assert on_cpu.act_b - size.act_b >= 2 * 2 * 16 * 32 * (2 if low else 4)
+
+
+def test_a_layer_that_reads_numbers_is_told():
+    with refused("E505", "cannot run without numbers", hint="zbc profile JOB.toml") as caught:
+        dry.weighed(factory("readers"))
+    assert any("layers.1" in line for line in caught.value.details)
+    assert any("x.sum().item()" in line for line in caught.value.details)
+
+
+def test_a_graph_is_refused():
+    groups = {"graph": {"a": [], "b": ["a"]}, "groups": {"a": 1, "b": 2}}
+    with refused("E110", "no chain"):
+        dry.weighed(job(model={**factory("layers").model.model_dump(exclude_unset=True), **groups}))
+
+
+def test_loads_are_even_times_the_imbalance_of_a_rank():
+    with dry.fakes(of({**MOE, "imbalance": 1.5})):
+        assert Loads.of(8, [torch.zeros(2), torch.zeros(2), torch.zeros(5)]) == [[4, 4], [6, 6], [3, 3, 2, 2, 2]]
+    assert Loads.of(3, [torch.tensor([1, 2])]) == [[1, 2]]
+
+
+def test_nothing_of_it_stays():
+    made = (1, 2, 7)
+    with dry.fakes(of()):
+        assert isinstance(constant(made, torch.float32, CPU), FakeTensor)
+    assert fake_mode() is None and constant(made, torch.float32, CPU).tolist() == [*made]
+    with dry.fakes(of()):
+        assert isinstance(constant(made, torch.float32, CPU), FakeTensor)

@@ -1,0 +1,189 @@
+"""The rig on fake tensors: the bytes of layers without a device, and without their numbers.
+
+Shapes, types, views, saved tensors and autograd graphs are those of a run, since its own code runs under torch's
+FakeTensorMode; nothing is computed and no memory is taken. What code would read off a tensor is answered: losses and
+norms are 1, and experts have even loads, times `model.imbalance` on a rank that shares them with others.
+
+Fake tensors are of the CPU: those of a GPU need a torch built with CUDA. `GPU` has what its kernels save otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from zbc.errors import ZbcError
+from zbc.job.profile import LayerProfile, Measured, Origin, Profile, model_of, order_of
+from zbc.job.spec import Job
+from zbc.job.userobject import FAILURES
+from zbc.runtime.core.grouped import Loads
+from zbc.runtime.core.private import NUMBERLESS, FakeTensor, FakeTensorMode, grouped_kernel, load_fakes, reader
+from zbc.training import frames
+from zbc.training.profiling.rig import Rig, build_rig, refuse_graph
+from zbc.training.profiling.weigh import Weighed, weigh
+
+CPU = torch.device("cpu")
+
+
+def profile(job: Job, times: Sequence[tuple[float, float, float]]) -> Profile:
+    """The profile of a job with the bytes of its layers; `times`: of each layer the ms of F, B and W to write down.
+
+    Raises E110 for a graph of layers, E505 for layers that need numbers to run, E5xx as training.
+    """
+    rig, found = weighed(job)
+    each = dict(zip(reversed(rig.order), reversed(times), strict=True))  # the first of each kind
+
+    def layer(kind: str) -> LayerProfile:
+        size = found[kind]
+        told: dict[str, Any] = dict(zip("fbw", (Measured(ms=ms) for ms in each[kind]), strict=True))
+        return LayerProfile(**told, parameters=size.parameters, parts=size.parts, bytes=size.bytes)
+
+    about: dict[str, Any] = {"source": "dry", "device": job.hardware.device, "torch": torch.__version__}
+    made: dict[str, Any] = {
+        "on": Origin(**about),
+        "model": model_of(job.model),
+        "adapter": job.adapter.timed,
+        "microbatch_size": job.schedule.microbatch_size,
+        "cp": job.parallel.cp,
+        "tp": job.parallel.tp,
+        "optimizer": job.optimizer.name,
+        "layers": {kind: layer(kind) for kind in dict.fromkeys(rig.order)},
+        "order": order_of(rig.order),
+    }
+    return Profile(**made)
+
+
+def weighed(job: Job) -> tuple[Rig, dict[str, Weighed]]:
+    """The rig of a job, and the bytes of each kind of layer. Raises as `profile`."""
+    refuse_graph(job)
+    try:
+        with fakes(job):
+            rig = build_rig(job, CPU)
+            return rig, weigh(rig, CPU)
+    except FAILURES as error:
+        causes: list[BaseException] = [error]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        if not any(isinstance(cause, NUMBERLESS) for cause in causes):
+            raise
+        text = "profile: a layer, or the loss, cannot run without numbers"
+        hint = "measure it on its device: `zbc profile JOB.toml -o FILE`, without --dry"
+        raise ZbcError("E505", text, hint=hint, details=_told(causes)) from error
+
+
+def _told(causes: Sequence[BaseException]) -> list[str]:
+    """Who failed, and where in users' code."""
+    first, last = causes[0], causes[-1]
+    who = [first.message] if isinstance(first, ZbcError) else list(getattr(first, "__notes__", []))
+    return [*who, *frames.raised(last)]
+
+
+@contextmanager
+def fakes(job: Job) -> Iterator[None]:
+    """Tensors that are made in it are fake, of the device of a job."""
+
+    def even(rows: int, sizes: list[int]) -> list[list[int]]:
+        got = math.ceil(rows * job.model.imbalance)
+        return [_shared(total, count) for total, count in zip((rows, *len(sizes) * [got]), sizes, strict=False)]
+
+    load_fakes()
+    before, Loads.answer = Loads.answer, even
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), Answers(GPU if job.hardware.device == "cuda" else {}):
+            yield
+    finally:
+        Loads.answer = before
+
+
+def _shared(total: int, parts: int) -> list[int]:
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+class Answers(TorchFunctionMode):
+    """Functions that a fake tensor cannot compute, or computes otherwise on its device."""
+
+    def __init__(self, more: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._rows: dict[Any, Callable[..., Any]] = {**ANSWERS, **more}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        row = self._rows.get(func) if args and isinstance(args[0], FakeTensor) else None  # data are real
+        if row is None or (func in READS and not _ends_step(reader(__name__))):
+            return func(*args, **(kwargs or {}))
+        return row(*args, **(kwargs or {}))
+
+
+def _ends_step(module: str) -> bool:
+    return module.startswith(_ENDS) and not module.startswith(_INSIDE)
+
+
+def _one(x: Tensor) -> float | int:
+    return 1.0 if x.is_floating_point() else 1
+
+
+def _grouped(a: Tensor, b: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
+    """The result of a grouped product, of any type."""
+    groups = (len(offs),) if a.dim() == b.dim() == 2 else ()
+    return a.new_empty(*groups, a.shape[0], b.shape[-1])
+
+
+def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A deep copy; torch's own looks at addresses."""
+    made = x.detach().clone()
+    memo[id(x)] = made = nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+    return made
+
+
+# Losses, norms and the like that end a step. Inside of layers shapes may depend on what is read.
+READS: dict[Any, Callable[..., Any]] = {
+    Tensor.item: _one,
+    Tensor.__float__: lambda x: 1.0,
+    Tensor.__int__: lambda x: 1,
+    Tensor.__bool__: lambda x: True,
+}
+_ENDS, _INSIDE = ("zbc.", "torch.optim."), "zbc.runtime.features."
+
+
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    **READS,
+    Tensor.__deepcopy__: _copied,
+    grouped_kernel: _grouped,  # the kernel's own rule of shapes takes bfloat16 alone
+}
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel, which saves its input and a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        rows = x.new_empty((*x.shape[:-dims], *dims * [1]), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rows)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        return *(torch.empty_like(t) if need else None for t, need in zip((x, weight), needs, strict=True)), None
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if weight is not None and weight.dtype is not input.dtype:  # torch has no kernel for two types
+        return functional.rms_norm(input, normalized_shape, weight, eps)
+    found: Tensor = _RmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return found
+
+
+# On a GPU. RMSNorm is one kernel that saves a number per row, as torch declares it (not measured). The runtime's own
+# choices there: products add to sums of gradients, and an optimizer steps in one kernel.
+GPU: dict[Any, Callable[..., Any]] = {
+    functional.rms_norm: _rms_norm,
+    Tensor.is_cuda.__get__: lambda x: True,  # type: ignore[attr-defined]
+}
