@@ -195,6 +195,8 @@ def test_batches_are_sequences_or_tokens():
     assert advising._samples("64k", 1024) == 64
     opened = advising.opened({"model": {"seq_len": 8192}}, toml.Document("x", {}), 48, None).values["schedule"]
     assert opened["batch"] % 48 == 0 and opened["microbatch_size"] == 1
+    axes = [advising.opened({"model": {"seq_len": n}}, toml.Document("x", {}), 8, None) for n in (8192, 16384)]
+    assert [one.values["parallel"].get("cp") for one in axes] == [None, "auto"]
     assert advising.opened({"model": {"seq_len": 1024}}, toml.Document("x", {}), 2, 6).values["schedule"] == {
         "batch": 6,
         "microbatch_size": 3,

@@ -179,6 +179,7 @@ def opened(tables: Mapping[str, Any], places: toml.Document, gpus: int, batch: i
     batch = batch or max(1, round(TOKENS / (length or 1) / size / gpus)) * gpus * size
     parallel = {"world": gpus, "tp": "auto", "tp_sequence": True}
     parallel |= {"ep": "auto"} if model.get("experts") else {}
+    parallel |= {"cp": "auto"} if (length or 1) > LONGEST else {}
     schedule = {"batch": batch, "microbatch_size": math.gcd(min(size, max(1, batch // gpus)), batch)}
     values = {"zbc": 1, **tables, "parallel": parallel, "schedule": schedule, "memory": {"activations": "auto"}}
     return toml.Document(places.source, values, {}, places.places)

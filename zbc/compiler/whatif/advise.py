@@ -39,6 +39,7 @@ KINDS = (
 SHARDS = ("optimizer", "all")  # ZeRO-1; weights and gradients too, as in FSDP
 SHAPES, ROWS, OF_SHAPE = 4, 5, 2  # numbers of planned shapes, of rows, and of rows per shape at most
 LARGE = 300  # forwards of a step beyond which only one policy of recompute is tried under other schedules
+FEW = 3  # other schedules that are planned in full for a large step, whose looks are rough
 AHEAD = 0.001  # of a step, below which another schedule is no faster
 ACTIVATIONS = "memory", "activations"
 WHOLE = {("partition", "mode"): "uniform"}  # settings of the looks at shapes
@@ -326,13 +327,14 @@ def _under_all(row: Row) -> Row:
         few = _weighed(document, row.shape._replace(microbatches=count))
         step = few.step_ms or step
     job = _job(document).under(AUTO)
-    table, step = estimate.layers(job), step * (1 - AHEAD)
-    while (name := fastest_below(job, table, left, step)) is not None:
-        faster = [*_whole(_with(row.document, {("schedule", "kind"): name}))]
-        if faster and faster[0].sample_ms < row.sample_ms:
-            return faster[0]
+    table, step, best, tried = estimate.layers(job), step * (1 - AHEAD), row, 0
+    while tried < FEW and (name := fastest_below(job, table, left, step)) is not None:
+        best = min([best, *_whole(_with(row.document, {("schedule", "kind"): name}))], key=lambda one: one.sample_ms)
+        if best is not row and document is row.document:  # what the look saw
+            return best
         left.remove(name)
-    return row
+        tried += best is not row
+    return best
 
 
 def _mixed(row: Row) -> Row:
