@@ -56,7 +56,8 @@ class OneProcess:
         self.stages = [[layers[name] for name in names] for names in manifest.layers]
         self.weights = [[p for layer in stage for p in layer.parameters()] for stage in self.stages]
         self.named = {f"{n}.{local}": p for n, one in layers.items() for local, p in one.named_parameters()}
-        self.optimizers = [torch_optimizer(options, dict(enumerate(weights))) for weights in self.weights]
+        named = [{str(k): p for k, p in enumerate(weights)} for weights in self.weights]
+        self.optimizers = [torch_optimizer(options, one) for one in named]
         self.before = [[p.data.clone() for p in weights] for weights in self.weights]
         late = {s: n for ops in plan.program.ranks for s, n in lateness(ops).items()}
         self.tau = [late[s] if options.lookahead else 0 for s in range(manifest.stages)]

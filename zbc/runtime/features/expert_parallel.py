@@ -75,6 +75,7 @@ class Swaps(NamedTuple):
         this rank's experts."""
         last = self if met.copies is None or self.group is None else Swaps(self.group.steps[-1])
         found = last.back(met.sent, made)
+        del made
         if met.copies is None:
             found = found.index_select(0, met.order.argsort()).view(*met.weights.shape, -1)
             return (found * met.weights.to(found.dtype)[..., None]).sum(1)
@@ -202,7 +203,10 @@ def _crossed(
     local = local.where((local >= 0) & (local < own), own)
     each = local.flatten()
     counts = each.new_zeros(own + 1).scatter_add_(0, each, torch.ones_like(each))[:-1]
-    home = lambda rows: copies.summed(_swapped(rows, into, out, group))  # noqa: E731
+
+    def home(rows: Tensor) -> Tensor:
+        return copies.summed(_swapped(rows, into, out, group))
+
     return rows, local, weights.contiguous(), counts, sum(paired), home
 
 
