@@ -196,7 +196,7 @@ def summary(found: Profile) -> Iterator[RenderableType]:
         ranks = f"{on.together} rank{'s' if on.together > 1 else ''} at once"
         how.append(f"{on.threads} thread{'s' if on.threads > 1 else ''} per rank, {ranks}")
     yield labelled("on", *how)
-    told = "medians; spread: the widest distance of quartiles" if found.timed else "estimated; plans estimate them anew"
+    told = "medians; spread: the widest distance of quartiles" if found.timed else "estimated, as each plan does itself"
     yield labelled("layers", f"ms per microbatch, {told}")
     yield indented(_layers(found))
     if any(layer.bytes is not None for layer in found.layers.values()):

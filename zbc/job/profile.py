@@ -201,7 +201,7 @@ class WordTimes(Section):
 
 class Origin(Section):
     """The device and method of the measurements. "dry": layers ran without numbers, for their bytes; times are
-    estimates, which plans make anew."""
+    estimates, which every plan makes for itself."""
 
     source: Literal["measured", "trace", "dry"] = "measured"
     device: Literal["cpu", "cuda"]

@@ -138,11 +138,7 @@ class Machine:
 
         `halves` is as in `sum_ms`.
         """
-        count = self.topology.along(axis)
-        if count == 1:
-            return 0.0
-        latency, speed = self._slowest(pair for ranks in self.topology.circles(axis) for pair in _ring(ranks))
-        return latency + halves * (count - 1) / count * size / speed
+        return self._rings_ms(self.topology.circles(axis), size, halves)
 
     def swaps_ms(self, size: float, choices: Choices | None) -> tuple[float, float]:
         """ms of an all-to-all of rows to experts, in one step and in two. A rank has `size` bytes of rows, for all
@@ -170,12 +166,7 @@ class Machine:
 
     def experts_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
         """ms of a ring all-reduce of `size` bytes over the ranks with the same experts, as `sum_ms`; 0 for one rank."""
-        rings = self.topology.experts(holders).values()
-        count = max(map(len, rings))
-        if count == 1:
-            return 0.0
-        latency, speed = self._slowest(pair for ranks in rings for pair in _ring(ranks))
-        return latency + halves * (count - 1) / count * size / speed
+        return self._rings_ms(self.topology.experts(holders).values(), size, halves)
 
     def between(self, a: int, b: int) -> Link:
         """The link between two ranks of the run."""
@@ -193,14 +184,17 @@ class Machine:
     def sum_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
         """ms of a ring all-reduce of `size` bytes over these ranks of all replicas; 0 for one rank.
 
-        `halves` = 2 is reduce-scatter and all-gather, 1 is one of them: (n-1)/n of the bytes each. A ring is as fast as
-        its slowest link.
+        `halves` = 2 is reduce-scatter and all-gather, 1 is one of them: (n-1)/n of the bytes each.
         """
-        rings = {self.topology.ranks(holders, at) for at in self.topology.every}
-        count = self.topology.copies * len({*holders})
+        return self._rings_ms({self.topology.ranks(holders, at) for at in self.topology.every}, size, halves)
+
+    def _rings_ms(self, rings: Iterable[Sequence[int]], size: float, halves: int) -> float:
+        """ms of a collective over rings of ranks at once, as fast as the slowest link of any; 0 for one rank."""
+        every = [*rings]
+        count = max(map(len, every), default=1)
         if count == 1:
             return 0.0
-        latency, speed = self._slowest(pair for ranks in rings for pair in _ring(ranks))
+        latency, speed = self._slowest(pair for ranks in every for pair in _ring(ranks))
         return latency + halves * (count - 1) / count * size / speed
 
 

@@ -127,18 +127,15 @@ class Best:
         return min(scores, key=lambda entry: entry[:3])[3:] if scores else None
 
     def too_large_ones(self) -> list[tuple[Case, Choice]]:
-        """Of each case with shorter steps than the best, none of which fits, the choice that exceeds the limits least;
-        the shortest step first."""
-        found = dict[Case, list[tuple[float, float, int, Choice]]]()
-        for k, (key, (over, step)) in enumerate(self._known.items()):
+        """Of each schedule of which no order fits, and some are shorter than the best, the choice that exceeds the
+        limits least; the shortest first."""
+        found = dict[str, list[tuple[float, float, int, Case, Choice]]]()
+        for k, ((case, choice, *_), (over, step)) in enumerate(self._known.items()):
             if step < INF:
-                found.setdefault(key[0], []).append((over, step, k, key[1]))
-        ranked = list[tuple[float, int, Case, Choice]]()
-        for case, some in found.items():
-            (over, _, k, choice), least = min(some, key=lambda one: one[:3]), min(step for _, step, *_ in some)
-            if over and least < self.step * (1 - SAME):
-                ranked.append((least, k, case, choice))
-        return [(case, choice) for _, _, case, choice in sorted(ranked, key=lambda one: one[:2])]
+                found.setdefault(case.card.name, []).append((over, step, k, case, choice))
+        nearest = [(min(one[1] for one in some), *min(some, key=lambda one: one[:3])) for some in found.values()]
+        promising = [one for one in nearest if one[1] and one[0] < self.step * (1 - SAME)]
+        return [(case, choice) for *_, case, choice in sorted(promising, key=lambda one: one[0])]
 
     def refuse(self, error: ZbcError, needed: float = INF) -> None:
         """Records an impossible variant, and the limit from which it would be possible."""

@@ -2,11 +2,12 @@
 
 1. Looks: every variant is planned from each starting partition, a searched order by the fast part of its search;
    variants with the least lower bound first, and none whose bound is not below the best step.
-2. Moves: from the best variants to a better neighbour while there is one, and again from a few moves away.
+2. Moves: from the best variants to a better neighbour while there is one, and again from a few moves away; first into
+   the limit, of schedules that would be faster and do not fit.
 3. The budget goes to the best looking searched orders.
 
 All of it is scored by the step of the complete plan. The looks of a larger budget begin with those of a smaller one; a
-small one has no moves, so that with more memory, which lets more variants fit, it is never worse.
+small one has no other moves, so that with more memory, which lets more variants fit, it is hardly ever worse.
 """
 
 from __future__ import annotations

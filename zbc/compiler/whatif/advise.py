@@ -6,6 +6,7 @@
    the least bound come first, and none whose bound is beyond the best SHAPES.
 3. The best SHAPES are planned with each of KINDS, with recompute and layers chosen by stage.
 4. The best are planned in full, as complete jobs that can be written to files.
+   Of large steps 3 and 4 take the policy of recompute of 2, and mixes are tried for the first row alone.
 5. The first of these is planned under all schedules that `zbc compare` tries, as far as bounds do not rule them out,
    and gives way to a faster one.
 """
@@ -38,8 +39,8 @@ KINDS = (
 )  # available in other trainers, too; the first row is planned under all others as well
 SHARDS = ("optimizer", "all")  # ZeRO-1; weights and gradients too, as in FSDP
 SHAPES, ROWS, OF_SHAPE = 4, 5, 2  # numbers of planned shapes, of rows, and of rows per shape at most
-LARGE = 300  # forwards of a step beyond which only one policy of recompute is tried under other schedules
-FEW = 3  # other schedules that are planned in full for a large step, whose looks are rough
+LARGE = 300  # forwards of a step beyond which looks are rough: with one policy of recompute, and few microbatches
+FEW = 3  # faster schedules that are planned in full, if looks are rough
 AHEAD = 0.001  # of a step, below which another schedule is no faster
 ACTIVATIONS = "memory", "activations"
 WHOLE = {("partition", "mode"): "uniform"}  # settings of the looks at shapes
@@ -131,9 +132,13 @@ class _Shape(NamedTuple):
     def planned_as(self, kind: str) -> Iterator[toml.Document]:
         """Yields its job under a schedule; of a large step first with its own policy, which is one of many."""
         own = _with(self.document, {("schedule", "kind"): kind})
-        if self.policy is not None and self.shape.pp * self.shape.microbatches > LARGE:
+        if self.policy is not None and _is_large(self.shape):
             yield _with(own, {ACTIVATIONS: self.policy})
         yield own
+
+
+def _is_large(shape: world.Shape) -> bool:
+    return shape.pp * shape.microbatches > LARGE
 
 
 def state_of(document: toml.Document) -> State:
@@ -185,7 +190,8 @@ def advise(document: toml.Document, done: Callable[[str, float], None] = lambda 
     bounds = [(_bound(own), k) for k, (_, own) in enumerate(every)]
     for count, (bound, k) in enumerate(sorted(bounds)):
         done(LOOKING, count / len(every))
-        if bound >= SPARE * _last(shapes):  # nor can those after it be among the best
+        chosen = _best(shapes)
+        if len(chosen) == SHAPES and bound >= SPARE * chosen[-1].guess:  # nor can those after it be among the best
             break
         shape, own = every[k]
         guess, policy = _guess(own, shape, state, least)
@@ -240,14 +246,6 @@ def _bound(document: toml.Document) -> float:
         return case.setup(case.start).least_step / samples
     except ZbcError:
         return 0.0
-
-
-def _last(found: Sequence[_Shape]) -> float:
-    """The guess of the last of the best shapes; infinite while they are fewer."""
-    best = dict[world.Shape, float]()
-    for one in found:
-        best[one.cut] = min(one.guess, best.get(one.cut, math.inf))
-    return sorted(best.values())[SHAPES - 1] if len(best) >= SHAPES else math.inf
 
 
 def _weighed(document: toml.Document, shape: world.Shape) -> world.Weighed:
@@ -318,23 +316,19 @@ def _under_all(row: Row) -> Row:
     """The row, or its job under another schedule if one is faster. Of a large step they are looked at with fewer
     microbatches, and with the row's recompute if that is the same in all stages. A look may see more than the plan of
     its schedule alone; then the others are looked at again."""
-    document, left, step = row.document, {*SCHEDULES} - {row.compiled.schedule}, row.compiled.step_ms
-    axes, count = row.job.parallel, row.job.schedule.microbatches
-    if axes.pp * count > LARGE:
-        (policy, *more), count = row.job.memory.chosen(), min(count, ENOUGH * axes.pp)
-        document = _with(document, {("schedule", "microbatches"): count})
-        document = document if more else _with(document, {ACTIVATIONS: policy})
-        few = _weighed(document, row.shape._replace(microbatches=count))
-        step = few.step_ms or step
-    job = _job(document).under(AUTO)
-    table, step, best, tried = estimate.layers(job), step * (1 - AHEAD), row, 0
-    while tried < FEW and (name := fastest_below(job, table, left, step)) is not None:
-        best = min([best, *_whole(_with(row.document, {("schedule", "kind"): name}))], key=lambda one: one.sample_ms)
-        if best is not row and document is row.document:  # what the look saw
-            return best
+    document, left, step, wanted = row.document, {*SCHEDULES} - {row.compiled.schedule}, row.compiled.step_ms, 1
+    if _is_large(row.shape):
+        (policy, *more), count = row.job.memory.chosen(), min(row.shape.microbatches, ENOUGH * row.shape.pp)
+        changes = {("schedule", "microbatches"): count} | ({} if more else {ACTIVATIONS: policy})
+        document, wanted = _with(document, changes), FEW
+        step = _weighed(document, row.shape._replace(microbatches=count)).step_ms or step
+    job, faster = _job(document).under(AUTO), list[Row]()
+    table = estimate.layers(job)
+    while len(faster) < wanted and (name := fastest_below(job, table, left, step * (1 - AHEAD))) is not None:
+        planned = _whole(_with(row.document, {("schedule", "kind"): name}))
+        faster += [one for one in planned if one.sample_ms < row.sample_ms]
         left.remove(name)
-        tried += best is not row
-    return best
+    return min([row, *faster], key=lambda one: one.sample_ms)
 
 
 def _mixed(row: Row) -> Row:

@@ -63,7 +63,7 @@ class Expert(nn.Module):
         return self.activation(gate) * up  # type: ignore[no-any-return]
 
 
-class Stack(Expert):
+class ExpertStack(Expert):
     """`count` experts in one: (rows, H) -> (rows, H), each group of rows by its own weights. `made` makes an expert."""
 
     def __init__(self, count: int, made: Callable[[], Expert]) -> None:
@@ -130,7 +130,7 @@ class Experts(nn.Module):
         self.scores, self.groups = scores, groups
         made = functools.partial(Expert, hidden, layers=layers, gated=gated, activation=activation)
         self.router = linear(hidden, count, bias=False)
-        self.experts = Stack(count, functools.partial(made, width))
+        self.experts = ExpertStack(count, functools.partial(made, width))
         self.shared = made(shared) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
         self.swaps = Swaps()
@@ -162,13 +162,9 @@ class Experts(nn.Module):
         met = self.swaps.dispatch(given, chosen, weights, counts, _lowered)
         y = self.swaps.combine(met, self.experts(met.sent.rows, met.sent.groups))
         tokens, shape = len(likely), all_x.shape
-        if self.fold is not None:
-            y, given, tokens, shape = (
-                self.fold.shared(y, x),
-                x,
-                x.shape[:-1].numel() * (self.fold.size if self.fold.sequence else 1),
-                x.shape,
-            )
+        if self.fold is not None:  # from here on all tokens of this rank, of which it has routed a share
+            y, given, shape = self.fold.shared(y, x), x, x.shape
+            tokens = shape[:-1].numel() * (self.fold.size if self.fold.sequence else 1)
         if self.shared is not None and self.shared_gate is not None:
             gates = self.whole(self.shared_gate(x)).view(*y.shape[:-1], 1)
             y = y + self.meet(gates.sigmoid()) * self.shared(given)
