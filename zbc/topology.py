@@ -17,8 +17,8 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, product
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, product, starmap
 from typing import Any, NamedTuple
 
 
@@ -60,7 +60,7 @@ class Topology:
     inner: At = ONE  # ranks along each axis of INNER
     order: tuple[int, ...] = ()  # seat -> rank of the run; (): as numbered
     replicas: tuple[int, ...] = ()  # number of ranks of each stage, if stages have replicas of their own; else ()
-    hosts: tuple[str, ...] = ()  # of each rank of a run, once they are known
+    hosts: tuple[str, ...] = field(default=(), compare=False)  # of each rank of a run, once they are known
     ep: int = 0  # neighbours in the list of a stage's ranks that share out its experts; 0: each rank has all
     folded: bool = False  # that list has all ranks of a stage; else those with one part of its layers
     near: int = 0  # ranks on a node, if a row crosses to each node once, and is passed on inside; 0: in one step
@@ -158,7 +158,12 @@ class Topology:
 
     def held(self, pp: int) -> tuple[int, ...]:
         """The ranks of the run for rank `pp` of a pipeline, in any replica; ascending."""
-        return tuple(sorted(self.rank(dp, pp, at) for dp in range(self.dp) for at in self.every))
+        return tuple(sorted(rank for rank, _ in self.places((pp,))))
+
+    def places(self, of: Iterable[int]) -> Iterator[tuple[int, Place]]:
+        """The ranks of the run for these ranks of the pipeline, in any replica, with their coordinates."""
+        for place in starmap(Place, product(range(self.dp), of, self.every)):
+            yield self.rank(*place), place
 
     def sharing(self, rank: int) -> tuple[int, ...]:
         """The ranks that share out experts with this one, ascending, which is the order of their experts."""
@@ -167,17 +172,32 @@ class Topology:
     def steps(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The ranks with which this one exchanges rows of experts, in each step of an exchange: those at its place on
         all nodes, then those on its node; or all at once."""
-        group = self.sharing(rank)
+        return tuple(ranks for ranks in self._exchanging(self.sharing(rank)) if rank in ranks)
+
+    def _exchanging(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
         nodes = by_node(group, self.near) if self.near else (group,)
-        if not even(nodes):
-            return (group,)
-        own = next(ranks for ranks in nodes if rank in ranks)
-        return tuple(ranks[own.index(rank)] for ranks in nodes), own
+        return [*zip(*nodes, strict=True), *nodes] if even(nodes) else [group]
+
+    @property
+    def exchanging(self) -> set[tuple[int, ...]]:
+        """The sets of ranks that exchange rows of experts in a step, over the whole run."""
+        return {ranks for group in self._sharing for ranks in self._exchanging(group)}
 
     def whole(self, rank: int) -> tuple[int, ...]:
         """The ranks, ascending, that have all experts together with this one, each once."""
-        group = self.sharing(rank)
+        return self._whole(self.sharing(rank))
+
+    def _whole(self, group: tuple[int, ...]) -> tuple[int, ...]:
         return group if self.folded else tuple(sorted(other for one in group for other in self.beside("tp", one)))
+
+    @property
+    def wholes(self) -> set[tuple[int, ...]]:
+        """All such sets of the run."""
+        return {self._whole(group) for group in self._sharing}
+
+    @property
+    def _sharing(self) -> set[tuple[int, ...]]:
+        return {of.ranks for of in _groups(self).values()}
 
     def first(self, rank: int, apart: int = 1) -> bool:
         """Whether its group has the first copy of all experts, among those in the same of `apart` sets of replicas."""
@@ -189,10 +209,15 @@ class Topology:
 
     def experts(self, of: Iterable[int]) -> dict[tuple[int, int], tuple[int, ...]]:
         """All such sets for these ranks of the pipeline."""
-        found, groups = dict[tuple[int, int], list[int]](), _groups(self)
+        found, shares = dict[tuple[int, int], list[int]](), self.shares
         for rank in sorted(other for pp in {*of} for other in self.held(pp)):
-            found.setdefault(groups[rank].share, []).append(rank)
+            found.setdefault(shares[rank], []).append(rank)
         return {share: tuple(ranks) for share, ranks in found.items()}
+
+    @property
+    def shares(self) -> dict[int, tuple[int, int]]:
+        """The share of experts of each rank of the run: the part of the layers, and the index of the rank."""
+        return {rank: of.share for rank, of in _groups(self).items()}
 
     def beside(self, name: str, rank: int) -> tuple[int, ...]:
         """The group of a rank along an axis of INNER: ranks that differ in this coordinate only, ascending."""

@@ -1,7 +1,9 @@
 """Four gloo processes compute the same as one process, and the transport keeps its promises."""
 
+import itertools
 import math
 import threading
+import time
 import weakref
 
 import pytest
@@ -17,9 +19,10 @@ from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
-from zbc.ir import Message, Placement, Program
-from zbc.plan.directory import assemble
-from zbc.plan.groups import gatherings
+from zbc.ir import Message, Op, Placement, Program
+from zbc.ops import MAKER, experts_of
+from zbc.plan.directory import assemble, meeting, program_of
+from zbc.plan.groups import gatherings, swapping
 from zbc.runtime.features.units import Braids
 from zbc.runtime.transports.network import directions
 
@@ -342,12 +345,16 @@ def test_each_direction_between_two_ranks_has_a_group_of_its_own():
 
 def groups(placement, **how):
     """The groups that ranks of a plan sum in."""
+    return gatherings(bare(placement, **how))
+
+
+def bare(placement, **how):
+    """The manifest of a plan without ops."""
     empty = Program(placement, 1, ((),) * placement.ranks, ("none",), **how)
     layers = [["x"]] * placement.stages
     none = {key: {} for key in ("parameters", "predicted", "planning", "training")}
     ends = [None] * (placement.stages - 1)
-    manifest, _ = assemble(empty, layers=layers, boundaries=ends, microbatch_size=1, **none)
-    return gatherings(manifest)
+    return assemble(empty, layers=layers, boundaries=ends, microbatch_size=1, **none)[0]
 
 
 def test_only_ranks_that_hold_copies_of_something_get_a_group_to_sum_in():
@@ -362,3 +369,39 @@ def test_only_ranks_that_hold_copies_of_something_get_a_group_to_sum_in():
     stages, experts = [(0, 2, 4, 6), (1, 3, 5, 7)], [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert groups(Placement.linear(2), dp=4, ep=2) == sorted(stages + experts)
     assert groups(Placement.linear(2), dp=4, ep=2, dense=(0,)) == sorted(stages + experts[1::2])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tp": 2, "cp": 2, "dp": 2, "tied": True},
+        {"dp": 4, "ep": 2, "averages": 1, "flushless": True, "node": (1, 2)},
+        {"dp": 2, "tp": 2, "cp": 2, "ep": 4, "near": 4, "order": (3, 1, 0, 2)},
+        {"dp": 2, "tp": 2, "ep": 4, "folded": True, "flushless": True},
+    ],
+)
+def test_ranks_meet_those_with_the_same_layers_or_experts_and_gradients(how):
+    """Group by group, from the coordinates of each rank alone."""
+    manifest = bare(Placement.linear(2), **how)
+    run, together = manifest.topology, program_of(manifest, ((), ())).together // manifest.cp
+
+    def held(rank, experts):
+        place, part = run.of(rank), run.part(run.of(rank).at)
+        of = (run.sharing(rank).index(rank), part * (not manifest.folded)) if experts else part
+        return place.pp, place.dp // together, of
+
+    for rank, experts in itertools.product(range(run.world), (False, True) if manifest.ep else (False,)):
+        wanted = tuple(other for other in range(run.world) if held(other, experts) == held(rank, experts))
+        stage = run.of(rank).pp
+        op = Op(MAKER["total"], experts_of(stage) if experts else stage)
+        assert meeting(manifest, op, rank) == wanted
+        assert wanted in gatherings(manifest) or len(wanted) in (1, run.world)
+        assert {*run.steps(rank)} <= {*swapping(manifest)} or not manifest.ep
+
+
+@pytest.mark.parametrize("how", [{"dp": 128, "tp": 8}, {"dp": 1024, "ep": 8, "near": 8, "averages": 1}])
+def test_the_groups_of_16384_ranks_are_found_in_a_second(how):
+    manifest = bare(Placement.looped(16, 2), **how)
+    begun = time.process_time()
+    assert len(gatherings(manifest)) + len(swapping(manifest)) > 1000
+    assert time.process_time() - begun < 1.0

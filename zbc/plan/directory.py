@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,21 +86,43 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
 
 
 def meeting(manifest: Manifest, op: Op, rank: int) -> tuple[int, ...]:
-    """The ranks of a run in the same collective as `rank`, over all copies of the pipeline: with the same part of
-    layers, and if replicas sum their own gradients, of the same replica."""
-    program = program_of(manifest, ((),) * manifest.ranks)
-    run, seat = manifest.topology, manifest.topology.of(rank)
+    """The ranks of a run in the same collective as `rank`, see `meetings`; () if it has no part in this op."""
+    return next((ranks for ranks in meetings(manifest, (op,)) if rank in ranks), ())
+
+
+def meetings(manifest: Manifest, ops: Iterable[Op]) -> set[tuple[int, ...]]:
+    """The sets of ranks of a run in the same collective, over all copies of the pipeline: with the same part of layers
+    or of experts, and if replicas sum their own gradients, of the same replica. The union for several `ops`."""
+    program, run = program_of(manifest, ((),) * manifest.ranks), manifest.topology
     together = program.together // program.cp  # neighbouring replicas
-    of = (seat.pp,) if program.apart(op) else program.members(op)
-    ranks = run.alike(of, rank) if op.stage <= EXPERTS else run.ranks(of, seat.at)
-    return tuple(other for other in ranks if run.of(other).dp // together == seat.dp // together)
+    sets = set[tuple[int, ...]]()
+    for of, apart, experts in {(program.members(op), program.apart(op), op.stage <= EXPERTS) for op in ops}:
+        shares = run.shares if experts else {}
+        sets |= _by(
+            (rank, (at.dp // together, apart and at.pp, shares[rank] if experts else run.part(at.at)))
+            for rank, at in run.places(of)
+        )
+    return sets
 
 
 def averaging(manifest: Manifest, rank: int) -> tuple[int, ...]:
     """The ranks of a run that average weights with `rank`."""
+    return next(ranks for ranks in averagings(manifest) if rank in ranks)
+
+
+def averagings(manifest: Manifest) -> set[tuple[int, ...]]:
+    """The sets of ranks of a run that average weights: with the same part of the layers, and the same experts."""
     run = manifest.topology
-    seat = run.of(rank)
-    return tuple(sorted({*run.ranks((seat.pp,), seat.at)} & {*run.alike((seat.pp,), rank)}))
+    shares = run.shares
+    return _by((rank, (at.pp, run.part(at.at), shares[rank])) for rank, at in run.places(range(run.pp)))
+
+
+def _by(keyed: Iterable[tuple[int, Hashable]]) -> set[tuple[int, ...]]:
+    """The ranks with the same key, ascending, for each key."""
+    found = dict[Hashable, list[int]]()
+    for rank, key in keyed:
+        found.setdefault(key, []).append(rank)
+    return {tuple(sorted(ranks)) for ranks in found.values()}
 
 
 def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from zbc.ir import Op
 from zbc.ops import MAKER, TIED, experts_of
-from zbc.plan.directory import averaging, judges, meeting
+from zbc.plan.directory import averagings, judges, meetings
 from zbc.plan.manifest import Manifest
 from zbc.topology import At
 
@@ -36,9 +36,8 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     """
     run = manifest.topology
     owners = [*range(manifest.stages), *([TIED] if manifest.tied else [])]
-    each = [rank for rank in range(run.world) if manifest.averages or run.of(rank).pp == 0]  # replicas sum on their own
-    groups = {meeting(manifest, Op(MAKER["total"], owner), rank) for owner in owners for rank in each}
-    groups |= {averaging(manifest, rank) for rank in each} if manifest.averages else set()
+    groups = meetings(manifest, (Op(MAKER["total"], owner) for owner in owners))
+    groups |= averagings(manifest) if manifest.averages else set()
     groups |= run.inside
     if manifest.ahead:
         groups.add(judges(manifest))
@@ -46,18 +45,17 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
         groups |= {run.ranks((rank,), at) for rank in range(run.pp) for at in run.every}
     if manifest.ep:  # each expert has replicas of its own
         of = [Op(kind, experts_of(s)) for kind in (MAKER["total"], MAKER["weights"]) for s in range(manifest.stages)]
-        groups |= {meeting(manifest, op, rank) for op in of for rank in range(run.world)}
+        groups |= meetings(manifest, of)
     if manifest.flushless:  # a stage's norm, over all its shards
         groups |= {run.held(rank) for rank in range(run.pp)}
-        groups |= {run.whole(rank) for rank in range(run.world)} if manifest.ep else set()
+        groups |= run.wholes if manifest.ep else set()
     groups |= set(pipelines(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
 
 
 def swapping(manifest: Manifest) -> list[tuple[int, ...]]:
     """The sets of ranks of the run that exchange rows of experts, in the order in which they make groups."""
-    run = manifest.topology
-    return sorted({ranks for rank in range(run.world) for ranks in run.steps(rank)}) if manifest.ep else []
+    return sorted(manifest.topology.exchanging) if manifest.ep else []
 
 
 def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
