@@ -323,7 +323,7 @@ BUGS = (
     # ---- processes
     Bug(
         "a Ctrl-C that the launcher forwards counts as a second one",
-        "zbc/training/launch/signals.py",
+        "zbc/host/signals.py",
         "elif now - first <= self._apart or expected:",
         "elif now - first <= self._apart:",
         ("tests/processes/test_signals.py",),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, product, starmap
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ class Topology:
     inner: At = ONE  # ranks along each axis of INNER
     order: tuple[int, ...] = ()  # seat -> rank of the run; (): as numbered
     replicas: tuple[int, ...] = ()  # number of ranks of each stage, if stages have replicas of their own; else ()
-    hosts: tuple[str, ...] = field(default=(), compare=False)  # of each rank of a run, once they are known
+    host: Callable[[int], str] | None = field(default=None, compare=False)  # of a rank, in a run on several
     ep: int = 0  # neighbours in the list of a stage's ranks that share out its experts; 0: each rank has all
     folded: bool = False  # that list has all ranks of a stage; else those with one part of its layers
     near: int = 0  # ranks on a node, if a row crosses to each node once, and is passed on inside; 0: in one step
@@ -261,8 +261,8 @@ class Topology:
 
         With an order `[pp 1]`; with replicas of stages `[stage 0, replica 1]`; on several machines also ` on node-2`.
         """
-        if len(set(self.hosts)) > 1 and 0 <= rank < len(self.hosts):
-            return f"{replace(self, hosts=()).name(rank)} on {self.hosts[rank]}"
+        if self.host is not None and 0 <= rank < self.world and (host := self.host(rank)):
+            return f"{replace(self, host=None).name(rank)} on {host}"
         plain = self.dp == self.width == 1 and not self.order and not self.replicas
         if plain or not 0 <= rank < self.world:
             return f"rank {rank}"

@@ -1,6 +1,7 @@
 """Ranks that share a GPU, their transport, and the GPU of each rank; with fake GPUs."""
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -25,8 +26,8 @@ class Said:
     def __init__(self, *changes: tuple[str, str]) -> None:
         self.changes, self.ranks = changes, 1 + len(changes)
 
-    def meet(self, name: str, limit: timedelta, say: str) -> list[str]:
-        return [say, *(say.replace(*change) if change[0] else say for change in self.changes)]
+    def meet(self, name: str, limit: timedelta, say: str, decide: Callable[[list[str]], str]) -> str:
+        return decide([say, *(say.replace(*change) if change[0] else say for change in self.changes)])
 
 
 @pytest.fixture

@@ -11,6 +11,11 @@ from zbc.errors import ZbcError
 from zbc.training.launch.rounds import joined, launch_of, same_launch
 
 
+def linked(store):
+    """A connection of its own: one that waits serves nothing else."""
+    return dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+
+
 def start(store, ranks, order=None):
     """The number each rank of a start gets; ranks come in `order`, each when the one before has asked."""
     numbers, over = {}, threading.Event()
@@ -18,7 +23,7 @@ def start(store, ranks, order=None):
 
     def run(rank):
         came[rank].set()
-        with joined(store, rank, ranks, 20.0) as number:
+        with joined(linked(store), rank, ranks, 20.0) as number:
             numbers[rank] = number
             over.wait(20)
 
@@ -46,14 +51,14 @@ def test_every_start_has_a_number_of_its_own_that_all_ranks_know(store):
 
 def test_a_question_of_a_rank_that_has_died_since_harms_nobody(store):
     with pytest.raises(ZbcError):
-        joined(store, 2, 3, 0.0).__enter__()  # asked, and gone before rank 0 came
+        joined(linked(store), 2, 3, 0.0).__enter__()  # asked, and gone before rank 0 came
     assert start(store, 3, order=[1, 2, 0]) == dict.fromkeys(range(3), 1)
 
 
 def test_a_start_that_never_was_complete_does_not_hold_up_the_next(store):
-    first = joined(store, 0, 3, 1.0)
+    first = joined(linked(store), 0, 3, 1.0)
     assert first.__enter__() == 1
-    with joined(store, 1, 3, 20.0) as number:
+    with joined(linked(store), 1, 3, 20.0) as number:
         assert number == 1
     first.__exit__(None, None, None)
     assert start(store, 3) == dict.fromkeys(range(3), 2)
@@ -73,6 +78,6 @@ def test_a_launch_is_told_from_every_other_one_whatever_it_is_called(store):
 
 
 def test_a_rank_0_that_does_not_come_is_an_error_in_words(store):
-    with pytest.raises(ZbcError) as raised, joined(store, 1, 2, 0.0):
+    with pytest.raises(ZbcError) as raised, joined(linked(store), 1, 2, 0.0):
         pass
     assert raised.value.code == "E609" and "rank 0 has not started" in raised.value.message

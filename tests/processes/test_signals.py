@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from zbc.training.launch.signals import Signals
+from zbc.host.signals import Signals
 
 
 class Heard:
@@ -71,7 +71,7 @@ def test_a_signal_that_a_launcher_repeats_late_counts_as_one_and_the_next_one_in
 
 
 def test_a_launcher_that_gives_ranks_a_session_of_their_own_repeats_nothing():
-    code = "from zbc.training.launch.signals import shares_terminal; print(shares_terminal())"
+    code = "from zbc.host.signals import shares_terminal; print(shares_terminal())"
     command = [sys.executable, "-c", code]
     ended = [subprocess.run(command, capture_output=True, text=True, start_new_session=own) for own in (False, True)]
     assert [one.stdout.strip() for one in ended] == ["True", "False"]

@@ -201,9 +201,10 @@ def test_a_signal_that_killed_a_rank_elsewhere_is_in_the_headline():
         raise SystemExit
 
     dog = Watchdog(lambda: Board(store, 0, 2), rank=0, ranks=2, limit=9.0, hung=report, orphaned=report)
-    dog.placed(["node-1", "node-2"], Topology(2, hosts=("node-1", "node-2")).name, report)
+    host = ["node-1", "node-2"].__getitem__
+    dog.placed(host, Topology(2, host=host).name, report)
     dog.await_silence = lambda: [1]
-    Board(store, 2, 2).tell("killed/1", "SIGKILL")
+    Board(store, 2, 2).tell_killed(1, "SIGKILL")
     place = SimpleNamespace(rank=0, ranks=2, board=lambda: Board(store, 0, 2))
     context = SimpleNamespace(place=place, report=report, leave=report)
     with pytest.raises(SystemExit):
@@ -338,8 +339,8 @@ def test_ranks_share_a_gpu_only_where_there_are_too_few(monkeypatch, tmp_path, c
     class Said:
         ranks = 4
 
-        def meet(self, what, limit, mine):
-            return [f"a {count}"] * 4 if what == "host" else [f"GPU-{gpu} on a" for gpu in gpus]
+        def meet(self, what, limit, mine, decide):
+            return decide([json.dumps([f"a {count}", f"GPU-{gpu} on a"]) for gpu in gpus])
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setattr(devices, "named", lambda device: "GPU")

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from tests.limits import until
 from tests.threads import side_by_side
 from zbc.errors import ZbcError
+from zbc.host.retrying import Retrying
 from zbc.runtime.core.progress import Progress
 from zbc.topology import Topology
 from zbc.training.launch.board import Beat, Board, Heard
-from zbc.training.launch.outages import Outages, Retrying, watch_siblings
+from zbc.training.launch.outages import Outages, watch_siblings
 from zbc.training.watchdog import Watchdog, in_time
 
 
@@ -176,7 +177,7 @@ def test_the_rank_at_work_holds_up_the_one_that_waits(watchdog):
     hear(watchdog, beat("F s1 m6", seconds=9.8), 99.5)
     rows, culprits = watchdog.rows(100.0)
     assert culprits == [1]
-    assert rows == [
+    assert [*rows.values()] == [
         "rank 0  op  83/120  RECV_B s5 m3 <r1  waiting 11.0 s",
         "rank 1  op  79/120  F s1 m6           running 10.3 s",
     ]
@@ -443,7 +444,7 @@ HOSTS = ("node-1", "node-1", "node-2", "node-2")
 
 def outages(rank):
     said = []
-    return Outages(rank, HOSTS, said.append), said
+    return Outages(rank, len(HOSTS), HOSTS.__getitem__, said.append), said
 
 
 def heard_at(*times):
@@ -495,7 +496,7 @@ def apart(monkeypatch):
     dog, ends = make(ranks=4)
     dog._awake_since = 0.0
     dog.watch(Progress())
-    dog.placed(HOSTS, Topology(4, hosts=HOSTS).name, ends.any)
+    dog.placed(HOSTS.__getitem__, Topology(4, host=HOSTS.__getitem__).name, ends.any)
     dog._progress = in_op("RECV_B s5 m3 <r2", since=89.0, waiting=True)
     dog._listener.heard, dog._listener.looked = heard_at(100.0, 100.0, 80.0, 80.0), 100.0
     return dog, ends
@@ -531,7 +532,7 @@ def test_a_sibling_that_a_signal_kills_is_told_of_and_one_that_ends_is_not():
     children = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sleep", "0"])]
     processes = [f"{host}:{os.getpid()}", *(f"{host}:{child.pid}" for child in children), "there:1"]
     board = Board(store, 0, 4)
-    watch_siblings(processes, 0, lambda: Board(store, 0, 4))
+    watch_siblings(dict(enumerate(processes)), 0, lambda: Board(store, 0, 4))
     children[0].kill()
     until(board.killed)
     assert board.killed() == {1: "SIGKILL"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -114,7 +114,7 @@ class Manifest(_Strict):
     order: list[Index] = []  # seat -> rank of the run, see zbc/topology.py; else as numbered
     ramp: list[RampPlan] = []  # the plans of a training's first steps, before it runs this one
     sha256: str = ""  # of this manifest without this field
-    _hosts: tuple[str, ...] = ()  # host name of each rank of a run, while it runs
+    _host: Callable[[int], str] | None = None  # name of the host of a rank, in a run on several
 
     def digest(self) -> str:
         return digest_of(self._plain())
@@ -148,7 +148,7 @@ class Manifest(_Strict):
         counts = tuple(len(set(ranks)) for ranks in self.placement) if pipes > 1 else ()
         replicas = counts if sum(counts) == self.ranks else ()
         axes = self.ranks, self.copies, pipes, node, self.slices, self.microbatches, inner_of(self)
-        return Topology(*axes, order, replicas, self._hosts, self.ep, self.folded, self.near)
+        return Topology(*axes, order, replicas, self._host, self.ep, self.folded, self.near)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -166,9 +166,9 @@ class Manifest(_Strict):
         tp = self.tp if self.planning.get("parallel", {}).get("tp_sequence") else 1
         return tp if self.cp == 1 else math.lcm(2 * self.cp, self.cp * tp)
 
-    def on(self, hosts: Iterable[str]) -> None:
-        """Sets the host names of all ranks, for messages."""
-        self._hosts = tuple(hosts)
+    def on(self, host: Callable[[int], str]) -> None:
+        """Sets the name of the host of each rank, in a run on several, for messages."""
+        self._host = host
 
     def holders(self, stage: int) -> int:
         """The number of ranks of a run that hold a stage."""

@@ -69,10 +69,12 @@ def named(device: torch.device) -> str:
 
 def check_apart(said: Sequence[str], name: Callable[[int], str]) -> None:
     """Raises E603 if two ranks have the same GPU; `said` has the result of `named` by rank."""
-    for first, gpu in enumerate(said):
-        sharing = [name(rank) for rank in range(first, len(said)) if said[rank] == gpu]
+    ranks = dict[str, list[int]]()
+    for rank, gpu in enumerate(said):
+        ranks.setdefault(gpu, []).append(rank)
+    for gpu, sharing in ranks.items():
         if len(sharing) > 1:
-            text = f"run: {', '.join(sharing)} have one device, {gpu}"
+            text = f"run: {', '.join(map(name, sharing))} have one device, {gpu}"
             hint = "set LOCAL_RANK, as torchrun does, or show each rank a device of its own with CUDA_VISIBLE_DEVICES"
             raise ZbcError("E603", text, hint=hint)
 

@@ -49,7 +49,7 @@ from zbc.training.evaluate import Evaluations
 from zbc.training.filling import install
 from zbc.training.forward import forward
 from zbc.training.guest import Guest
-from zbc.training.launch.board import Place
+from zbc.training.launch.board import Place, host_of, hosts_of
 from zbc.training.launch.identity import identity
 from zbc.training.launch.launch import check_forward
 from zbc.training.launch.numbers import numbering
@@ -166,7 +166,7 @@ class _Run:
     """The state of one rank's run: each phase reads here the results of earlier ones."""
 
     plans: list[RankPlan]  # by phase
-    processes: list[str]  # per rank, host:pid
+    process: str  # host:pid
     transport: Transport
     worker: Worker
     filling: Filling | None
@@ -201,13 +201,19 @@ def _meet(run: _Run) -> None:
         raise excludes.refused(excludes.FLUSHLESS[manifest.training["optimizer"]["sync"]], "trace", "run")
     run.watchdog.phase("waiting for all ranks to start", waiting=True)
     run.board.agree(identity(manifest, run.total, trace), run.limit, run.name)
-    run.processes = run.board.meet("process", run.limit, f"{socket.gethostname()}:{os.getpid()}")
-    hosts = [process.rpartition(":")[0] for process in run.processes]
-    manifest.on(hosts)
-    run.name = manifest.topology.name
-    run.watchdog.placed(hosts, run.name, run.context.emit)
+    run.process = f"{socket.gethostname()}:{os.getpid()}"
+    first = run.board.meet(
+        "process", run.limit, run.process, lambda told: told[0] if len({*hosts_of(told)}) > 1 else ""
+    )
+    processes = run.board.said_near("process")
+    if first:  # there are several hosts
+        known = zip([0, *processes], hosts_of([first, *processes.values()]), strict=True)
+        host = host_of(dict(known), lambda: hosts_of(run.context.place.board().said("process")))
+        manifest.on(host)
+        run.name = manifest.topology.name
+        run.watchdog.placed(host, run.name, run.context.emit)
     if run.context.doorstep is not None:
-        watch_siblings(run.processes, run.rank, run.context.place.board)
+        watch_siblings(processes, run.rank, run.context.place.board)
     parts = [*read_ramp(run.options.plan, manifest), (run.options.plan, manifest)]
     run.plans = [read_rank(folder, manifest.topology.of(run.rank).pp, its) for folder, its in parts]
 
@@ -245,7 +251,7 @@ def _build(run: _Run) -> None:
 def _begin(run: _Run) -> None:
     """Loads the checkpoint to resume from, if there is one."""
     run.context.stop.training = True
-    who = f"{run.processes[0]}, plan {run.manifest.id}, in {Path.cwd()}"
+    who = f"{run.process}, plan {run.manifest.id}, in {Path.cwd()}"
     run.start = run.training.enter_context(resume.begun(run.board, run.options, run.manifest, who))
     if run.start.checkpoint is not None:
         # Each read counts as progress for the watchdog, however long the load takes.
@@ -268,7 +274,7 @@ def _record(run: _Run) -> None:
     """Makes rank 0 write the metrics of the run."""
     if run.rank == 0:
         tokens, phases = run.worker.work.tokens, run.worker.phases
-        about = RunSettings(run.options, run.total, run.processes, phases, run.first, run.start, tokens)
+        about = RunSettings(run.options, run.total, run.board.said("process"), phases, run.first, run.start, tokens)
         run.log = run.training.enter_context(RunRecord(run.manifest, about))
 
 
@@ -308,7 +314,7 @@ def _invite(run: _Run) -> None:
         run.guests.append(hook.Hook(settings.train.hook, worker, run.board))
     options = settings.checkpoint
     if options.every:
-        place = Path(run.board.meet("run directory", run.limit, "" if log is None else str(log.folder.absolute()))[0])
+        place = Path(run.board.meet("run directory", run.limit, "" if log is None else str(log.folder.absolute())))
         folder = run.saves = resume.save_folder(run.manifest, place)
         try_out(run.board, folder)
         board = context.place.board()
@@ -428,17 +434,21 @@ def _tell_filled(run: _Run) -> None:
         run.worker.transport = run.filling.inner
     if run.worker.plan.manifest.training.get("filler", {}).get("task"):
         found = "" if run.filling is None else f"{run.name(run.rank)}: {run.filling.found}"
-        told = run.board.meet("filled", run.limit, found)
-        run.show("filler  " + "\n        ".join(filter(None, told)))
+        run.show(
+            "filler  " + run.board.meet("filled", run.limit, found, lambda told: "\n        ".join(filter(None, told)))
+        )
 
 
 def _tell_late(run: _Run) -> None:
     """Shows the largest delay of gradients of each stage, in its own steps, as counted."""
     if run.worker.phase_run.ending.every:
         found = {s: opt.stalest for s, opt in run.worker.optimizers.items() if isinstance(opt, OneVersion)}
-        told = run.board.meet("late", run.limit, json.dumps(found))
-        late = {int(s): count for words in told for s, count in json.loads(words).items()}
-        run.show("steps late, by stage: " + " ".join(str(late[s]) for s in sorted(late)))
+
+        def line(told: list[str]) -> str:
+            late = {int(s): count for words in told for s, count in json.loads(words).items()}
+            return " ".join(str(late[s]) for s in sorted(late))
+
+        run.show(f"steps late, by stage: {run.board.meet('late', run.limit, json.dumps(found), line)}")
 
 
 def _save(run: _Run) -> None:
@@ -462,8 +472,10 @@ def _save(run: _Run) -> None:
     if beside is not None:
         found = adapters.tensors_of(asked, model, parameters)
         said = hfexport.write_shard(beside, place, count, found) if found else ""
-        shards = run.board.meet("saved adapters", run.limit, said)
+        run.board.leave("adapters", said)
+        run.board.meet("saved adapters", run.limit)
         if run.rank == 0:
+            shards = run.board.collect("adapters")
             adapters.complete(beside, asked, model, shards, settings.pretrained)
             run.show(f"wrote the {what}adapters to {beside}")
     if folder is None:
@@ -473,8 +485,10 @@ def _save(run: _Run) -> None:
     if parameters:
         tensors = hfexport.tensors_of(model, parameters, source)
         said = hfexport.write_shard(folder, place, count, tensors)
-    shards = run.board.meet("saved", run.limit, said)
+    run.board.leave("shards", said)
+    run.board.meet("saved", run.limit)
     if run.rank == 0:
+        shards = run.board.collect("shards")
         for line in hfexport.write_index(folder, model, shards, source):
             run.show(line)
         if settings.pretrained is not None and source is None:
@@ -508,7 +522,8 @@ def _end(run: _Run) -> None:
     run.watchdog.phase("ending")
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # groups can end only without operations in flight
-        run.show(devices.fullest(run.board.meet("memory", run.limit, devices.in_use(device)), run.name))
+        fullest = functools.partial(devices.fullest, name=run.name)
+        run.show(run.board.meet("memory", run.limit, devices.in_use(device), fullest))
     run.board.meet("ended", run.limit)
     run.watchdog.nearly_done()
     if run.stopped is not None:

@@ -13,17 +13,19 @@ heartbeats, and as silent once reads of the store, not the clock alone, have sho
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from zbc.errors import ZbcError
+from zbc.host.retrying import Retrying
 from zbc.runtime.core.progress import Progress
 from zbc.training import frames
-from zbc.training.launch.board import Beat, Board, Heard, plain_name
-from zbc.training.launch.outages import Outages, Retrying
+from zbc.training.launch.board import Beat, Board, Heard, before, near, plain_name
+from zbc.training.launch.outages import Outages
 
 _ENDED = ZbcError("E702", "run: another rank failed").exit_code
 _Result = TypeVar("_Result")
@@ -37,16 +39,20 @@ _GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the 
 
 
 class Listener:
-    """Reads the heartbeats of all ranks, in a thread of its own: a store that does not answer blocks only this one."""
+    """Reads the heartbeats of a rank's neighbours, in a thread of its own: a store that does not answer blocks only
+    this one. The first rank of the run reads those of all; if it is silent, the first of the next neighbours does."""
 
-    def __init__(self, board: Callable[[], Board], tick: float) -> None:
-        self._board, self._tick = board, tick
+    def __init__(self, board: Callable[[], Board], tick: float, silence: float) -> None:
+        self._board, self._tick, self._silence = board, tick, silence
+        self._asked = dict[int, float]()  # ranks that are to listen to all, and when this one began to look
+        self.everyone = False  # whether it is to hear all ranks; set by a rank that reports a failure
         self._done = threading.Event()
         self.heard: dict[int, Heard] = {}  # replaced, never changed: other threads read it
         self.looked = 0.0  # when it was last read (`time.monotonic`)
         self.failed: int | None = None
         self.reported: int | None = None
         self.cut_off = False  # the store is gone
+        self.all = True  # whether it hears all ranks
         self._thread = threading.Thread(target=self._run, name="zbc-listener", daemon=True)
 
     def start(self) -> None:
@@ -60,15 +66,29 @@ class Listener:
         try:
             board = self._board()
             while not self._done.wait(self._tick):
-                now, old = time.monotonic(), self.heard
-                self.heard = {
-                    rank: old[rank] if rank in old and old[rank].beat.count == beat.count else Heard(beat, now)
-                    for rank, beat in board.beats().items()
-                }
-                self.looked = now
+                self.hear(board, time.monotonic())
                 self.failed, self.reported = board.failed(), board.reported()
         except (RuntimeError, ZbcError):
             self.cut_off = True  # the last heartbeats stay, and age
+
+    def hear(self, board: Board, now: float) -> None:
+        """Reads the heartbeats that this rank listens to."""
+        old, beats = self.heard, board.beats(self._of(board, now))
+        new = {rank: beat for rank, beat in beats.items() if rank not in old or old[rank].beat.count != beat.count}
+        self.heard = old | {rank: Heard(beat, now) for rank, beat in new.items()}
+        self.looked = now
+
+    def _of(self, board: Board, now: float) -> Iterable[int]:
+        """The ranks to read: the neighbours, and of those that are to listen to all up to one that is not silent."""
+        found = {*near(board.rank, board.ranks)}
+        for rank in before(board.rank):
+            found.add(rank)
+            last = self.heard[rank].at if rank in self.heard else self._asked.setdefault(rank, now)
+            if now - last <= self._silence and not self.everyone:
+                self.all = len(found) == board.ranks
+                return found
+        self.all = True
+        return range(board.ranks)
 
 
 class Watchdog:
@@ -87,7 +107,7 @@ class Watchdog:
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
         self.name = name
-        self._hosts: Sequence[str] = ()  # of each rank, if there are several hosts
+        self._host: Callable[[int], str] | None = None  # of a rank, if there are several hosts
         self._outages: Outages | None = None
         # Only the watchdog may give up a connection that does not answer.
         self._retrying = Retrying(600 + 4 * limit)
@@ -102,7 +122,7 @@ class Watchdog:
         self._main = threading.get_ident()  # the thread that is watched
         self._changed, self._heard = threading.Event(), threading.Event()  # a phase began; it was published
         self._done = threading.Event()
-        self._listener = Listener(board, self.tick)
+        self._listener = Listener(board, self.tick, self._silence)
         self._thread = threading.Thread(target=self._run, name="zbc-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -129,11 +149,10 @@ class Watchdog:
         progress.op, progress.since = "the first step", time.monotonic()
         self._progress, self._patience = progress, self.limit
 
-    def placed(self, hosts: Sequence[str], name: Callable[[int], str], say: Callable[[str], None]) -> None:
-        """Sets the machine of each rank; `say` shows messages about outages of machines."""
+    def placed(self, host: Callable[[int], str], name: Callable[[int], str], say: Callable[[str], None]) -> None:
+        """Sets the machine of each rank, of several; `say` shows messages about outages of machines."""
         self.name = name
-        if len(set(hosts)) > 1:
-            self._hosts, self._outages = hosts, Outages(self.rank, hosts, say)
+        self._host, self._outages = host, Outages(self.rank, self.ranks, host, say)
 
     def silent(self) -> list[int]:
         """Ranks with heartbeats, but no new one for some ticks before the last read; empty if this rank is one."""
@@ -143,6 +162,7 @@ class Watchdog:
 
     def await_silence(self) -> list[int]:
         """For a rank that lost a connection: waits until some ranks are silent and returns them; empty if none is."""
+        self._listener.everyone = True
         deadline = time.monotonic() + 2 * self._silence + 2.0
         while time.monotonic() < deadline:
             if gone := self.silent():
@@ -243,7 +263,11 @@ class Watchdog:
         return now - max(min(signs), self._awake_since) > max(self.limit, _DEAF_S)
 
     def _stuck(self, now: float) -> bool:
-        """Whether no rank has begun an op for `limit` seconds, or one is lost, as far as this rank knows."""
+        """Whether no rank has begun an op for `limit` seconds, or one is lost, as far as this rank knows: one that does
+        not hear all leaves that to those that do, while it hears anything."""
+        listener = self._listener
+        if not (listener.all or now - max(listener.looked, self._awake_since) > _DEAF_S):
+            return False
         if self._lost(now):
             return True
         if now - max(self._progress.seen(now).since, self._awake_since) < self._patience:
@@ -264,17 +288,17 @@ class Watchdog:
 
     def _report(self, now: float) -> bool:
         """Reports the op of every rank, unless another rank reports; returns whether this one has."""
-        (rows, culprits), mute = self.rows(now), self.silent()  # the state now, however long the store takes
+        (known, culprits), mute = self.rows(now), self.silent()  # the state now, however long the store takes
         claimed = in_time(lambda: self._board().claim(), _CLAIM_S)
         if claimed is False:
             return False
         p, waited = self._progress.seen(now), max(self.limit, _DEAF_S) if self._lost(now) else self._patience
         when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
         shown = culprits if claimed else [rank for rank in culprits if rank == self.rank]  # others are outdated
-        rows = self.lines(rows, mute, shown) if self.ranks > 1 else rows
+        rows = self.lines(known, mute, shown) if self.ranks > 1 else [*known.values()]
         if claimed is None:
             rows.append("the store of the run does not answer, so this is what was known before")
-            when += f": {self._hosts[self.rank]} reaches nobody" if self._hosts else ""
+            when += f": {self._host(self.rank)} reaches nobody" if self._host else ""
         elif not culprits:
             rows.append("every rank waits for another: the plan is wrong, or a message was lost; see `zbc check`")
         rows += self._where(shown, mute, ask=claimed is True)
@@ -311,34 +335,47 @@ class Watchdog:
             time.sleep(self.tick / 4)
         return found
 
-    def rows(self, now: float | None = None) -> tuple[list[str], list[int]]:
-        """One line per rank with its op, and the ranks that hold the others up."""
+    def rows(self, now: float | None = None) -> tuple[dict[int, str], list[int]]:
+        """One line per rank that is listened to with its op, and the ranks that hold the others up."""
         now = time.monotonic() if now is None else now
         heard = {**self._listener.heard, self.rank: Heard(self._beat(0, now), now)}
-        silent = {*self.silent(), *(rank for rank in range(self.ranks) if rank not in heard)}
+        shown = range(self.ranks) if self._listener.all else sorted(heard)
+        silent = {*self.silent(), *(rank for rank in shown if rank not in heard)}
         culprits = sorted(silent) or sorted(rank for rank, last in heard.items() if not last.beat.waiting)
         width = max(len(last.beat.op) for last in heard.values())
-        rows = [self._row(rank, heard.get(rank), now, width, silent=rank in silent) for rank in range(self.ranks)]
-        return rows, culprits
+        return {rank: self._row(rank, heard.get(rank), now, width, silent=rank in silent) for rank in shown}, culprits
+
+    @functools.cached_property
+    def _machines(self) -> dict[str, list[int]]:
+        found = dict[str, list[int]]()
+        for rank, host in enumerate(map(self._host, range(self.ranks)) if self._host else ()):
+            found.setdefault(host, []).append(rank)
+        return {host: ranks for host, ranks in found.items() if host}
 
     def _gone(self, rank: int, silent: Collection[int]) -> list[int]:
         """The ranks on the machine of this one, if all of them are silent."""
-        its = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
+        its = self._machines.get(self._host(rank), []) if self._host else []
         return its if set(its) <= {*silent} else []
 
     def lines(
-        self, rows: Sequence[str], mute: Iterable[int], culprits: Sequence[int] = (), of: Iterable[int] | None = None
+        self,
+        rows: Mapping[int, str],
+        mute: Iterable[int],
+        culprits: Sequence[int] = (),
+        of: Iterable[int] | None = None,
     ) -> list[str]:
         """The rows, or rows `of` some ranks, with arrows at `culprits`; one row for a machine that is silent."""
         found, silent = list[tuple[str, str]](), {*mute}
         who = "the rank that holds" if len(culprits) == 1 else "one of the ranks that hold"
-        for rank, row in enumerate(rows) if of is None else [(rank, rows[rank]) for rank in of]:
+        for rank in rows if of is None else of:
+            row = rows[rank]
             its = self._gone(rank, silent)
             arrow = f"   <- {who} the others up" if rank in culprits else ""
             if len(its) < 2:
                 found.append((row, arrow))
             elif rank == its[0]:
-                text = f"{self._hosts[rank]} (ranks {', '.join(map(str, its))})  {row.rpartition('  ')[2]}"
+                host = self._host and self._host(rank)
+                text = f"{host} (ranks {', '.join(map(str, its))})  {row.rpartition('  ')[2]}"
                 found.append((text, arrow and "   <- the machine that holds the others up"))
         width = max((len(text) for text, _ in found), default=0)
         return [f"{text:{width}}{arrow}" if arrow else text for text, arrow in found]

@@ -67,9 +67,9 @@ def load(
     scaling = worker.features.find(Scaling)
     if scaling is not None and reader.index.loss_scale is not None:
         scaling.scale = Scale(*reader.index.loss_scale)
-    before, counts = reader.index.data_samples, {answer["data_samples"] for answer in told if "data_samples" in answer}
-    if worker.rank == 0 and before is not None and counts and before not in counts:
-        now = counts.pop()
+    before = reader.index.data_samples
+    now = told.get("data_samples", before)
+    if worker.rank == 0 and before is not None and now != before:
         tell(f"the data has {now} samples, {before} when the checkpoint was written: their order is another now")
     for difference in _differences(reader, manifest) if worker.rank == 0 else ():
         tell(f"the checkpoint was trained with {difference}")

@@ -48,7 +48,7 @@ def begun(board: Board, options: RunOptions, manifest: Manifest, who: str) -> It
         return {name: None if path is None else str(path) for name, path in asdict(chosen).items()}
 
     def agree(name: str) -> Start:
-        told = together(board, name, choice)[0]
+        told = together(board, name, choice)
         return Start(**{name: None if path is None else Path(path) for name, path in told.items()})
 
     start = agree("where to begin")

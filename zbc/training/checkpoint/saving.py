@@ -143,7 +143,7 @@ class Checkpoints(Guest):
         began = time.monotonic()
         folder = disk.folder_of(self.folder, step)
         together(self.board, f"checkpoint {step} written", lambda: self._write(folder, found), folder)
-        done = together(self.board, f"checkpoint {step} complete", lambda: self._complete(folder, step), folder)[0]
+        done = together(self.board, f"checkpoint {step} complete", lambda: self._complete(folder, step), folder)
         return f"wrote {_shown(folder)}: {done['bytes'] / 1e6:.1f} MB in {time.monotonic() - began:.2f} s"
 
     def _write(self, folder: Path, found: Sequence[HeldPart]) -> dict[str, Any]:

@@ -21,10 +21,9 @@ from zbc.training.launch.board import Board
 _LIMIT = timedelta(hours=24)  # for ranks to meet: a slow disk is no failure, and dead ranks are detected elsewhere
 
 
-def together(
-    board: Board, name: str, work: Callable[[], dict[str, Any]], folder: Path | None = None
-) -> list[dict[str, Any]]:
-    """The results of `work` on all ranks, as plain data; an error of the first failed rank is raised on all.
+def together(board: Board, name: str, work: Callable[[], dict[str, Any]], folder: Path | None = None) -> dict[str, Any]:
+    """The results of `work` on all ranks, as plain data, each entry of the first rank that has it; an error of the
+    first failed rank is raised on all.
 
     An OSError becomes E611, for a file in `folder`.
     """
@@ -35,15 +34,20 @@ def together(
     except OSError as error:
         said = {"error": _unwritable(error, folder).as_json()}
     except Exception as error:
-        board.meet(name, _LIMIT, json.dumps({"error": ZbcError("E703", f"run: {error!r}").as_json()}))
+        board.meet(name, _LIMIT, json.dumps({"error": ZbcError("E703", f"run: {error!r}").as_json()}), _first)
         raise
-    heard = [json.loads(text) for text in board.meet(name, _LIMIT, json.dumps(said))]
-    for answer in heard:
-        if "error" in answer:
-            told = answer["error"]
-            where, hint, details = told["where"], told["hint"], told["details"]
-            raise ZbcError(told["code"], told["message"], where=where, hint=hint, details=details)
-    return [answer["fine"] for answer in heard]
+    told = json.loads(board.meet(name, _LIMIT, json.dumps(said), _first))
+    if "error" in told:
+        raise ZbcError(**told["error"])
+    found: dict[str, Any] = told["fine"]
+    return found
+
+
+def _first(texts: list[str]) -> str:
+    """The first error, else the results together."""
+    said = [json.loads(text) for text in reversed(texts)]
+    failed = [answer for answer in said if "error" in answer]
+    return json.dumps(failed[-1] if failed else {"fine": {k: v for answer in said for k, v in answer["fine"].items()}})
 
 
 def _unwritable(error: OSError, folder: Path | None) -> ZbcError:
@@ -79,7 +83,7 @@ def try_out(board: Board, folder: Path) -> None:
         (folder / name).write_text("written by rank 0")
         return {"name": name}
 
-    name = together(board, "a place for checkpoints", leave, first)[0]["name"]
+    name = together(board, "a place for checkpoints", leave, first)["name"]
 
     def look() -> dict[str, Any]:
         if not (folder / name).exists():

@@ -2,13 +2,19 @@
 
 All of them are keys in the TCPStore of the run. A store connection serves one call at a time and some calls block, so
 every thread that uses it has a `Board` with a connection of its own.
+
+The store is one thread. So what ranks say together goes to the first of some neighbours, from these to rank 0, and back
+as one text: each rank makes a few calls, however many ranks there are.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -22,6 +28,9 @@ if TYPE_CHECKING:
 
 
 _PIECE = 2**20  # characters of one value; torch's store accepts 8 MiB at most
+_NEAR = 16  # neighbours, on one host or two
+_CONNECT_S = 120.0  # other machines may start later
+_MANY = 256  # values in one call; of more at once each takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,17 @@ class Heard:
     at: float
 
 
+def near(rank: int, ranks: int) -> range:
+    """The neighbours of a rank, itself included: they hear each other, and the first gathers what they say."""
+    first = rank - rank % _NEAR
+    return range(first, min(first + _NEAR, ranks))
+
+
+def before(rank: int) -> list[int]:
+    """The ranks of which one has to be heard, else this one listens to all: the first of neighbours, then its own."""
+    return [*range(0, rank, _NEAR), *range(rank - rank % _NEAR + 1, rank)]
+
+
 def plain_name(rank: int) -> str:
     """The name of a rank in messages, with one replica of the pipeline."""
     return f"rank {rank}"
@@ -61,13 +81,23 @@ class Board:
         """Publishes a heartbeat; does not wait for the store."""
         self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
-    def beats(self) -> dict[int, Beat]:
-        """The last heartbeat of every rank that has one."""
-        missing = [rank for rank in range(self.ranks) if rank not in self._heard]
-        self._heard.update(rank for rank in missing if self._store.check([f"beat/{rank}"]))
-        ranks = sorted(self._heard)
-        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+    def beats(self, of: Iterable[int] | None = None) -> dict[int, Beat]:
+        """The last heartbeat of every rank, or of these, that has one."""
+        asked = range(self.ranks) if of is None else sorted(of)
+        self._heard.update(self._beating([rank for rank in asked if rank not in self._heard]))
+        ranks = [rank for rank in asked if rank in self._heard]
+        texts = self._all([f"beat/{rank}" for rank in ranks])
         return {rank: Beat(**json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
+
+    def _beating(self, ranks: Sequence[int]) -> list[int]:
+        if not ranks or self._store.check([f"beat/{rank}" for rank in ranks]):
+            return [*ranks]
+        half = len(ranks) // 2
+        return [*self._beating(ranks[:half]), *self._beating(ranks[half:])] if half else []
+
+    def _all(self, keys: list[str]) -> list[str]:
+        parts = [keys[first : first + _MANY] for first in range(0, len(keys), _MANY)]
+        return [text.decode() for part in parts for text in self._store.multi_get(part)]
 
     def claim(self) -> bool:
         """Claims the report of a failure; True for the first rank only, all others stay silent."""
@@ -95,10 +125,14 @@ class Board:
         told = [rank for rank in ranks if self._store.check([f"stack/{rank}"])]
         return {rank: self._store.get(f"stack/{rank}").decode().split("\n") for rank in told}
 
+    def tell_killed(self, rank: int, signal: str) -> None:
+        """Publishes that a rank was killed by a signal; several ranks may."""
+        self._store.set(f"killed/{self._store.add('killed', 1)}", f"{rank} {signal}")
+
     def killed(self) -> dict[int, str]:
         """The ranks that were killed by a signal, as published by others, with its name."""
-        told = [rank for rank in range(self.ranks) if self._store.check([f"killed/{rank}"])]
-        return {rank: self._store.get(f"killed/{rank}").decode() for rank in told}
+        told = self._all([f"killed/{number}" for number in range(1, self._store.add("killed", 0) + 1)])
+        return {int(rank): signal for rank, signal in map(str.split, told)}
 
     def ask_stop(self, reason: str) -> None:
         """Publishes the reason why this rank asks the run to stop; the request itself is part of VALIDATE."""
@@ -113,24 +147,52 @@ class Board:
 
     def hear(self, key: str, limit: timedelta) -> str:
         """Waits for a text and returns it."""
-        self._store.wait([key], limit)
+        self._store.set_timeout(limit)  # `wait` would be one more call
         return self._store.get(key).decode()
 
     def drop(self, key: str) -> None:
         """Removes a text that all have heard."""
         self._store.delete_key(key)
 
-    def meet(self, name: str, limit: timedelta, say: str = "") -> list[str]:
-        """Waits until every rank has called this; returns the texts of all."""
+    def meet(
+        self, name: str, limit: timedelta, say: str = "", decide: Callable[[list[str]], str] = lambda texts: texts[0]
+    ) -> str:
+        """Waits until every rank has called this, once for each name; returns what rank 0 decides on the texts of all,
+        by default its own one."""
         self._store.set(f"{name}/{self.rank}", say)
-        keys = [f"{name}/{rank}" for rank in range(self.ranks)]
-        self._store.wait(keys, limit)
-        return [text.decode() for text in self._store.multi_get(keys)]
+        its = near(self.rank, self.ranks)
+        if self.rank == its[0]:
+            self._store.set(f"{name}/near/{self.rank}", json.dumps(self._waited(name, its, limit)))
+        if self.rank == 0:
+            self._store.set(name, decide(self.said(name, limit)))
+        return self.hear(name, limit)
+
+    def said(self, name: str, limit: timedelta = timedelta(seconds=_CONNECT_S)) -> list[str]:
+        """The texts of all ranks in a meeting; for few ranks to ask for."""
+        texts = self._waited(f"{name}/near", range(0, self.ranks, _NEAR), limit)
+        return [text for some in texts for text in json.loads(some)]
+
+    def said_near(self, name: str) -> dict[int, str]:
+        """The texts of the neighbours in a meeting that is over."""
+        its = near(self.rank, self.ranks)
+        return dict(zip(its, json.loads(self._store.get(f"{name}/near/{its[0]}")), strict=True))
+
+    def _waited(self, name: str, ranks: Iterable[int], limit: timedelta) -> list[str]:
+        self._store.set_timeout(limit)
+        return self._all([f"{name}/{rank}" for rank in ranks])
+
+    def judge(self, name: str, limit: timedelta, say: str, judge: Callable[[list[str]], ZbcError | None]) -> None:
+        """A meeting after which all ranks raise the error that rank 0 finds in the texts, if there is one."""
+        found = self.meet(name, limit, say, lambda texts: json.dumps((error := judge(texts)) and error.as_json()))
+        if (error := json.loads(found)) is not None:
+            raise ZbcError(**error)
 
     def be_there(self, name: str) -> None:
-        """Joins a `meet` of others without waiting for them; the store has it when this returns."""
-        self._store.set(f"{name}/{self.rank}", "")
-        self._store.get(f"{name}/{self.rank}")
+        """Is counted, without waiting for others; `hear` of this name waits until all are. The store has it when this
+        returns."""
+        if self._store.add(f"{name}/count", 1) == self.ranks:
+            self._store.set(name, "")
+            self._store.get(name)
 
     def leave(self, name: str, text: str) -> None:
         """Publishes a long text for one rank to `collect` after all have met; replaces the previous one."""
@@ -150,17 +212,42 @@ class Board:
     def agree(self, identity: Mapping[str, str], limit: timedelta, name: Callable[[int], str] = plain_name) -> None:
         """Waits for the `identity` of every rank. Raises E605 that names the ranks that differ, and their entries.
 
-        Entries that only some ranks have are compared among these.
+        Entries that only some ranks have are compared among these. The entries are sent where their digests differ.
         """
-        said: list[dict[str, str]] = [json.loads(text) for text in self.meet("identity", limit, json.dumps(identity))]
-        wanted = dict.fromkeys(what for identities in said for what in identities)
-        problems = [(what, who) for what in wanted if (who := _differing(what, said, name)) is not None]
-        if problems:
-            (what, who), *rest = problems
-            text = f"run: the ranks differ in {what}: {who}"
-            details = [f"and in {what}: {who}" for what, who in rest]
-            hint = "give every machine the same plan directory, the same code and the same environment"
-            raise ZbcError("E605", text, hint=hint, details=details)
+        text = json.dumps(identity)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if not self.meet("identity", limit, digest, lambda texts: "" if len({*texts}) == 1 else "differs"):
+            return
+        self.judge("identities", limit, text, lambda texts: _unlike([json.loads(text) for text in texts], name))
+
+
+def _unlike(said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> ZbcError | None:
+    wanted = dict.fromkeys(what for identities in said for what in identities)
+    problems = [(what, who) for what in wanted if (who := _differing(what, said, name)) is not None]
+    if not problems:
+        return None
+    (what, who), *rest = problems
+    text = f"run: the ranks differ in {what}: {who}"
+    details = [f"and in {what}: {who}" for what, who in rest]
+    hint = "give every machine the same plan directory, the same code and the same environment"
+    return ZbcError("E605", text, hint=hint, details=details)
+
+
+def hosts_of(processes: Iterable[str]) -> list[str]:
+    """The hosts of `host:pid`."""
+    return [process.rpartition(":")[0] for process in processes]
+
+
+def host_of(known: Mapping[int, str], ask: Callable[[], list[str]]) -> Callable[[int], str]:
+    """The host of a rank, empty if it is not found; all are asked for once, when one that is not `known` is named."""
+
+    @functools.cache
+    def others() -> list[str]:
+        with suppress(RuntimeError, ZbcError):  # without the store they have no names
+            return ask()
+        return []
+
+    return lambda rank: known.get(rank) or (others()[rank : rank + 1] or [""])[0]
 
 
 def _differing(what: str, said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> str | None:
@@ -170,8 +257,6 @@ def _differing(what: str, said: Sequence[Mapping[str, str]], name: Callable[[int
     odd = [f"{name(rank)} has {value}" for rank, value in values.items() if value != usual]
     return f"{', '.join(odd)}, the others {usual}" if odd else None
 
-
-_CONNECT_S = 120.0  # other machines may start later
 
 Connect = Callable[[], "Store"]  # a new connection to the store of this run
 

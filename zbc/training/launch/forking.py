@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 
-from zbc.training.launch.signals import handled
+from zbc.host.signals import handled
 
 
 def start_fork_server() -> None:

@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 from zbc.errors import RUN_FAILED, ZbcError
 from zbc.host.cores import threads_of
+from zbc.host.signals import Signals, handled
 from zbc.plan.directory import Manifest
 from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices
 from zbc.training.launch.board import Board, Place, plain_name, prefixed
 from zbc.training.launch.forking import fork_server
 from zbc.training.launch.options import RunOptions
-from zbc.training.launch.signals import Signals, handled
 from zbc.training.metrics.live import Screen
 from zbc.training.train import Failure, RankContext, RankFailed, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time

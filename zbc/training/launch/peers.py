@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from collections import Counter
 from datetime import timedelta
 
 import torch
@@ -41,9 +43,12 @@ def connected(
 
 def _shared(manifest: Manifest, device: torch.device, board: Board, limit: timedelta) -> bool:
     """Whether two ranks have the same GPU, compared by its unique name."""
-    here, count = socket.gethostname(), torch.cuda.device_count()
-    hosts = board.meet("host", limit, f"{here} {count}")
-    gpus = board.meet("device", limit, devices.named(device))
-    if all(hosts.count(host) <= int(host.split()[-1]) for host in hosts):
-        devices.check_apart(gpus, manifest.topology.name)
-    return len(set(gpus)) < board.ranks
+    host = f"{socket.gethostname()} {torch.cuda.device_count()}"
+
+    def decide(said: list[str]) -> str:
+        hosts, gpus = zip(*map(json.loads, said), strict=True)
+        if all(count <= int(host.split()[-1]) for host, count in Counter(hosts).items()):
+            devices.check_apart(gpus, manifest.topology.name)
+        return "shared" if len(set(gpus)) < board.ranks else ""
+
+    return bool(board.meet("device", limit, json.dumps([host, devices.named(device)]), decide))

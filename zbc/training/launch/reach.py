@@ -10,61 +10,22 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbc.errors import ZbcError
+from zbc.host.interfaces import Interface, interfaces, towards
 from zbc.runtime.transports.network import bind_loopback
 from zbc.training.launch.board import Board
-
-_SIOCGIFADDR = 0x8915  # Linux
-_ANYWHERE = "192.0.2.1"  # of no machine (RFC 5737); looking up the route to it sends nothing
 
 _CONNECT_S = 20.0
 _HINT = (
     "open the ports between the machines, or set GLOO_SOCKET_IFNAME on each to the interface that reaches the others"
 )
-
-
-class Interface(NamedTuple):
-    """A network interface with an IPv4 address."""
-
-    name: str
-    address: str
-
-
-def interfaces() -> list[Interface]:
-    """The interfaces of this machine; empty on systems other than Linux."""
-    with suppress(ImportError):
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            cards = []
-            for _, name in socket.if_nameindex():
-                with suppress(OSError):  # an interface without an address
-                    packed = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                    cards.append(Interface(name, socket.inet_ntoa(packed[20:24])))
-            return cards
-    return []
-
-
-def towards(host: str) -> Interface | None:
-    """The interface through which `host` is reached, and reaches this machine.
-
-    If `host` is this machine itself, the interface of the default route, or the only one. None if it is unknown.
-    """
-    by_address = {interface.address: interface for interface in interfaces()}
-    outside = [interface for interface in by_address.values() if not ip_address(interface.address).is_loopback]
-    for target in (host, _ANYWHERE):
-        local = _local_end(target)
-        if local is not None and local in by_address and by_address[local] in outside:
-            return by_address[local]
-    return outside[0] if len(outside) == 1 else None
 
 
 def bind_towards(host: str) -> Interface | None:
@@ -90,14 +51,6 @@ def _only_here(host: str) -> bool:
         return host == "localhost"
 
 
-def _local_end(host: str) -> str | None:
-    """The source address of packets to `host`."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, 9))
-        return str(way.getsockname()[0])
-    return None
-
-
 # ---- can all machines be reached? ----------------------------------------------------------------------------
 
 
@@ -110,19 +63,26 @@ class Doorstep:
 
 
 def check_reach(board: Board, here: Doorstep, limit: timedelta, name: Callable[[int], str]) -> None:
-    """Connects to every other machine of the run, on all ranks together. Raises E615 that names all failed pairs."""
+    """Connects to every other machine of the run, on the first rank of each; all call this together. Raises E615 that
+    names all failed pairs."""
     with ExitStack() as stack:
         port = 0
         if here.first:
             door = stack.enter_context(socket.create_server((here.interface.address, 0), backlog=1024))
             port = door.getsockname()[1]
         doorstep = {"host": socket.gethostname(), **here.interface._asdict(), "port": port}
-        said = [json.loads(text) for text in board.meet("doorstep", limit, json.dumps(doorstep))]
-        peers = [rank for rank, host in enumerate(said) if host["port"] and host["address"] != here.interface.address]
+        board.meet("doorstep", limit, json.dumps(doorstep) if here.first else "")
+        said = (
+            {rank: json.loads(text) for rank, text in enumerate(board.said("doorstep")) if text} if here.first else {}
+        )
+        peers = [rank for rank, host in said.items() if host["address"] != here.interface.address]
         failed = [(rank, why) for rank in peers if (why := _try(said[rank])) is not None]
-        failures = [json.loads(text) for text in board.meet("reached", limit, json.dumps(failed))]
-    if any(failures):
-        raise _unreachable(failures, said, name)
+
+        def judge(texts: list[str]) -> ZbcError | None:
+            failures = [*map(json.loads, texts)]
+            return _unreachable(failures, said, name) if any(failures) else None
+
+        board.judge("reached", limit, json.dumps(failed), judge)
 
 
 def _try(other: dict[str, Any]) -> str | None:
@@ -140,7 +100,7 @@ def unconnected(who: str, error: BaseException) -> ZbcError:
     return ZbcError("E615", text, hint=_HINT, details=[str(error).partition("\n")[0]])
 
 
-def _unreachable(failures: list[list[Any]], said: list[dict[str, Any]], name: Callable[[int], str]) -> ZbcError:
+def _unreachable(failures: list[list[Any]], said: dict[int, dict[str, Any]], name: Callable[[int], str]) -> ZbcError:
     def where(rank: int) -> str:
         place = said[rank]
         return f"{name(rank)} ({place['host']}, {place['name']} {place['address']})"

@@ -4,8 +4,8 @@ torchrun's own count (TORCHELASTIC_RESTART_COUNT) is per machine: if another mac
 without counting. So rank 0 draws a number from the store, which lives as long as the launch, and every other rank asks
 for it:
 
-    every rank but 0    queues a question with a unique word, waits for the answer to that word
-    rank 0              answers the questions in the queue, also those of earlier starts, which are not read
+    every rank but 0    reads the number of the next answer, and waits for it
+    rank 0              gives answers until all have joined: who reads one that it gives has asked while it was there
 
 Ranks may start in any order, without coordination.
 """
@@ -13,10 +13,10 @@ Ranks may start in any order, without coordination.
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
@@ -64,28 +64,23 @@ def same_launch(told: object, launch: str) -> bool:
 
 
 def _ask(store: Store, patience: float) -> int:
-    word = uuid.uuid4().hex
-    store.set(f"question/{store.add('questions', 1)}", word)
-    answer, deadline = f"answer/{word}", time.monotonic() + patience
-    while not store.check([answer]):
-        if time.monotonic() > deadline:
-            text = f"run: rank 0 has not started within {patience:g} s"
-            raise ZbcError("E609", text, hint="look at the machine of rank 0: its output says why")
-        time.sleep(_TICK_S)
+    answer = f"answer/{store.add('answers', 0)}"
+    try:
+        store.wait([answer], timedelta(seconds=patience))
+    except RuntimeError as error:
+        text = f"run: rank 0 has not started within {patience:g} s"
+        raise ZbcError("E609", text, hint="look at the machine of rank 0: its output says why") from error
     number = int(store.get(answer))
     store.add(f"joined/{number}", 1)
     return number
 
 
 def _answer(store: Store, number: int, ranks: int, done: threading.Event) -> None:
-    """Answers every question, until all ranks have joined."""
-    question = 1
+    """Answers until all ranks have joined."""
     try:
         while store.add(f"joined/{number}", 0) < ranks - 1 and not done.is_set():
-            if store.check([f"question/{question}"]):
-                store.set(f"answer/{store.get(f'question/{question}').decode()}", str(number))
-                question += 1
-            else:
-                done.wait(_TICK_S)
+            # Counted before it is given: no rank that asks later reads it.
+            store.set(f"answer/{store.add('answers', 1) - 1}", str(number))
+            done.wait(_TICK_S)
     except RuntimeError:
         return  # the store is gone, and the run with it

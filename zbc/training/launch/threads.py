@@ -18,13 +18,13 @@ import torch
 from zbc.errors import EXIT_INTERRUPTED
 from zbc.host.closed_pipe import EXIT_PIPE
 from zbc.host.cores import threads_of
+from zbc.host.signals import Signals
 from zbc.plan.directory import Manifest
 from zbc.runtime.cuda import StreamHub
 from zbc.runtime.transports.hub import Hub
 from zbc.training.launch.board import Place
 from zbc.training.launch.local import HOST, PREFIX, host_store
 from zbc.training.launch.options import RunOptions
-from zbc.training.launch.signals import Signals
 from zbc.training.metrics.live import Screen
 from zbc.training.train import Building, Failure, RankContext, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time

@@ -18,6 +18,7 @@ import torch
 
 from zbc.errors import EXIT_INTERRUPTED, RUN_FAILED
 from zbc.host.closed_pipe import EXIT_PIPE
+from zbc.host.signals import Signals, shares_terminal
 from zbc.plan.directory import Manifest
 from zbc.runtime.core.private import flight_record
 from zbc.runtime.transports.network import bind_loopback
@@ -27,7 +28,6 @@ from zbc.training.launch.board import Place, open_store
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.reach import Doorstep, bind_towards
 from zbc.training.launch.rounds import joined, launch_of
-from zbc.training.launch.signals import Signals, shares_terminal
 from zbc.training.metrics.live import Screen
 from zbc.training.train import Failure, RankContext, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
@@ -125,10 +125,9 @@ def part(place: Place, patience: float) -> None:
     """The rank's last message to the store; the rank that hosts it waits for those of all, with a timeout."""
 
     def say() -> None:
+        (board := place.board()).be_there(_LEFT)
         if place.hosts_store:
-            place.board().meet(_LEFT, timedelta(seconds=patience))
-        else:
-            place.board().be_there(_LEFT)
+            board.hear(_LEFT, timedelta(seconds=patience))
 
     if place.ranks > 1:
         in_time(say, patience if place.hosts_store else _SAY_S)

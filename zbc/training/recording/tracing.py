@@ -151,7 +151,7 @@ def open_tracers(
     """
     if run is not None:
         trace.start(run, options.plan)
-    folder = Path(board.meet("trace", limit, "" if run is None else str(run.absolute()))[0])
+    folder = Path(board.meet("trace", limit, "" if run is None else str(run.absolute())))
     process = f"{socket.gethostname()}:{os.getpid()}"
     manifest, phases = worker.phase_runs[-1].plan.manifest, worker.phases
     turns = itertools.count()
