@@ -11,6 +11,8 @@ import pytest
 from tests.limits import until
 from tests.processes.plans import metrics, run_here, write_plan, write_troubled_plan
 from tests.refusals import error_of
+from zbc.host.contents import contents
+from zbc.plan.reading import read_rank
 from zbc.training.checkpoint import folder as disk
 
 RANKS = 4
@@ -42,6 +44,20 @@ def test_threads_train_what_processes_train_to_the_bit(tmp_path, sync):
     assert len(list((tmp_path / "b" / "trace").glob("*"))) >= RANKS
 
 
+def test_a_rank_reads_the_manifest_and_its_own_file_only(tmp_path, monkeypatch):
+    read, reading = {rank: set() for rank in range(RANKS)}, sys.modules[read_rank.__module__]
+
+    def noted(path, **how):
+        if (who := threading.current_thread().name).startswith("rank "):
+            read[int(who.removeprefix("rank "))].add(path.name)
+        return contents(path, **how)
+
+    monkeypatch.setattr(reading, "contents", noted)
+    run_here(write_plan(tmp_path), RANKS, tmp_path / "run", threads=True, steps=1)
+    assert all(f"rank-{rank:04d}.json" in names for rank, names in read.items())
+    assert all(names <= {"plan.json", f"rank-{rank:04d}.json"} for rank, names in read.items()), read
+
+
 def test_threads_continue_what_processes_began(tmp_path):
     plan = write_plan(tmp_path, checkpoint={"every": 2}, train={"steps": 4})
     run_here(plan, RANKS, tmp_path / "whole")
@@ -64,6 +80,7 @@ from datetime import timedelta
 from pathlib import Path
 from zbc.cli import main
 from zbc.errors import ZbcError
+from zbc.host.contents import contents
 from zbc.training.launch import threads
 
 def rank(run, number):
