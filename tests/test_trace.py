@@ -124,6 +124,8 @@ def change(file, line, **values):
         (3, {"lead_ns": "no"}, "lead_ns has to be a list"),
         (3, {"lead_ns": [1.5]}, "lead_ns has to be a list of whole numbers"),
         (3, {"took_ns": [-1]}, "took_ns has a negative number"),
+        (3, {"took_ns": [2**53]}, "took_ns has 9007199254740992, more than 2^50"),
+        (3, {"begin_ns": 2**63}, "begin_ns has to be a whole number"),
         (3, {"waits": [1, 0]}, "three numbers each"),
         (3, {"copies": [1, 0]}, "copies has to be two numbers for each"),
         (3, {"waits": [99, 0, 1]}, "three numbers each"),

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 
 MIB, GIB = 1024.0**2, 1024.0**3
-_CONTROL = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+# Control characters, marks that turn the direction of text or end a line, and halves of surrogate pairs.
+_HARMFUL = (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_CONTROL = {code: f"\\u{code:04x}" for code in (*_HARMFUL, *range(0xD800, 0xE000)) if chr(code) not in "\n\t"}
 
 
 def visible(text: str) -> str:
-    """The text with control characters escaped as \\u001b, safe to print on a terminal."""
+    """The text with control characters and the like escaped as \\u001b, safe to print and to write as UTF-8."""
     return text.translate(_CONTROL)
 
 

@@ -164,6 +164,7 @@ def test_a_run_without_a_trace_is_reported_as_far_as_its_log_goes(unrecorded, zb
         pytest.param("run.json", 100_000 * "[", "E431", "not JSON", id="deep"),
         ("run.json", '{"format": "other"}', "E431", "format 'other'"),
         ("metrics.jsonl", '{"step": 1}\nno\n', "E431", "metrics.jsonl:2"),
+        ("metrics.jsonl", '{"step_ms": 1, "sums_hidden": "1e400x"}\n', "E431", "sums_hidden of a step is a text"),
         ("metrics.jsonl", "", "E430", "holds no step"),
     ],
 )

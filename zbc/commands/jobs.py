@@ -64,7 +64,7 @@ def init(
 
     For a Hugging Face model on GPUs it is the first row of `zbc advise`: seconds, or minutes for the largest.
     """
-    path = folder / "zbc.toml"
+    path = folder if folder.suffix == ".toml" and not folder.is_dir() else folder / "zbc.toml"
     if os.path.exists(path):
         raise ZbcError("E111", f"init: {path} exists", hint="name another folder, or move the file away")
     if from_hf is None:

@@ -174,7 +174,7 @@ class Tuner:
 
     def _command(self, *words: str, before: Sequence[str] = ()) -> None:
         """Runs a command of zbc. Raises E706 with the end of its output if it fails."""
-        command = [sys.executable, *before, "-m", "zbc", *words]
+        command = [sys.executable, "-P", *before, "-m", "zbc", *words]  # -P: nothing of the current folder is imported
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
             try:
                 output, _ = child.communicate()

@@ -18,9 +18,11 @@ from zbc.compiler.cost.cost import Costs, refuse_slices
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.sim.simulate import Timeline, simulate
+from zbc.errors import ZbcError
 from zbc.job import links, toml
 from zbc.job import profile as profiles
-from zbc.job.spec import SECTIONS, Job
+from zbc.job.rules import of_a_plan
+from zbc.job.spec import SECTIONS, Draft, Job
 from zbc.plan.directory import MANIFEST, Manifest, StoredPlan, read_manifest
 from zbc.plan.reading import REPLAN, check_layers, sections_of
 
@@ -35,7 +37,14 @@ def job_of(manifest: Manifest) -> Job:
     profile = None if measured is None else profiles.checked(measured, MANIFEST, None, REPLAN)
     document = toml.Document(MANIFEST, values)
     table = None if "links" not in values else links.checked(values["links"], document)
-    return Job(document, **sections, profile=profile, links=table)
+    for problem in of_a_plan(Draft(toml.Document(MANIFEST, _set(values)), sections, [])):
+        raise ZbcError("E404", f"plan: the job in {MANIFEST}: {problem.message}", hint=REPLAN)
+    job = Job(document, **sections, profile=profile, links=table)
+    for name, ours in (("dp", manifest.copies), ("cp", manifest.cp), ("tp", manifest.tp)):
+        if getattr(job.parallel, name) != ours:
+            text = f"plan: {MANIFEST}: {name} is {ours}, its job has parallel.{name} = {getattr(job.parallel, name)}"
+            raise ZbcError("E404", text, hint=REPLAN)
+    return job
 
 
 def document_of(folder: Path) -> toml.Document:
@@ -49,8 +58,11 @@ def document_of(folder: Path) -> toml.Document:
     values.pop("profile", None)
     values.pop("links", None)
     values["model"] = {**values["model"], "pretrained": pretrained}
-    said = {name: _said(values[name], section) for name, section in SECTIONS.items() if name in values}
-    return toml.Document(str(folder / MANIFEST), {"zbc": 1, **said})
+    return toml.Document(str(folder / MANIFEST), {"zbc": 1, **_set(values)})
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: _said(values[name], section) for name, section in SECTIONS.items() if name in values}
 
 
 def _said(values: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:

@@ -12,9 +12,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
+_EXIT_CODE = 49  # index of the field in /proc/PID/stat after the command's name
 
 
 def handled() -> list[signal.Signals]:
@@ -88,3 +91,11 @@ def shares_terminal() -> bool:
 
 def _nothing(number: int, frame: FrameType | None) -> None:
     """Does nothing: a Python handler has to be installed for the wakeup descriptor to be written to."""
+
+
+def killed_by(pid: int) -> str | None:
+    """The signal that ended a process that its parent has not reaped yet."""
+    with suppress(OSError, ValueError, IndexError):
+        code = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_EXIT_CODE])
+        return signal.Signals(os.WTERMSIG(code)).name if os.WIFSIGNALED(code) else None
+    return None

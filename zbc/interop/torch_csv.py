@@ -24,6 +24,7 @@ from pathlib import Path
 
 from zbc.compiler.check.found import raise_found
 from zbc.errors import ZbcError
+from zbc.host.contents import contents
 from zbc.interop.refused import Refused
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.ops import UNIT_SCOPES
@@ -72,7 +73,7 @@ def place(source: str, row: int, column: int) -> str:
 def read(path: Path) -> Sheet:
     """Reads a CSV file; see `loads`. Raises E410 if it cannot be read as text."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = contents(path, pipe=True).decode("utf-8-sig")
     except OSError as error:
         hint = "`zbc export PLAN --to torch-csv -o FILE.csv` writes one"
         raise ZbcError("E410", f"csv: cannot read {path}: {error.strerror}", hint=hint) from None

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
+from zbc.host.contents import contents
 from zbc.job.model_section import AROUND, GEMMA, OWN, Model, RopeScaling
 
 CONFIG = "config.json"
@@ -150,7 +151,7 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     path = folder / name
     hint = "name a folder with config.json and *.safetensors, as transformers' save_pretrained writes it"
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(contents(path))
     except OSError as error:
         raise ZbcError("E520", f"model: cannot read {path}: {error.strerror}", hint=hint) from None
     except (ValueError, RecursionError) as error:

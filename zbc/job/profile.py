@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from zbc.errors import ZbcError
+from zbc.host.contents import contents
 from zbc.job.adapter import Adapter
 from zbc.job.model_section import Model
 from zbc.job.section import Count, Ms, NotNegative, Rate, Section, Us
@@ -345,7 +346,7 @@ def read(path: Path, where: str | None = None) -> Profile:
     """Reads a profile; `where`: the place that names it. Raises E143 (missing, damaged, of another version)."""
     again = "make it with `zbc profile JOB.toml -o FILE`"
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(contents(path))
     except OSError as error:
         raise ZbcError("E143", f"profile: cannot read {path}: {error.strerror}", where=where, hint=again) from None
     except (ValueError, RecursionError):  # of JSON and of text that is not UTF-8

@@ -587,6 +587,14 @@ RULES = (
 _OF_COUNTS = (_extent_rule, _replica_rule, _excluded, flushless.problems, balance.problems)
 
 
+_OF_PLANS = (_extent_rule, _cost_rules, _rank_rules, _average_rules)
+
+
+def of_a_plan(draft: Draft) -> Iterator[ZbcError]:
+    """The problems of a plan's job, which somebody may have edited, that its readers do not expect."""
+    return (problem for rule in _OF_PLANS for problem in rule(draft))
+
+
 def asked_again(job: Job) -> Job:
     """Checks a job derived from another one with another number of microbatches, by the rules that depend on it; the
     other rules read the file, which a job from a plan does not have. Raises their errors."""

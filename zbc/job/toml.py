@@ -16,6 +16,7 @@ from typing import Any
 import tomli
 
 from zbc.errors import ZbcError
+from zbc.host.contents import contents
 
 KeyPath = tuple[str | int, ...]
 _DEEPEST = 64  # pydantic writes 255 levels, tomli reads 400
@@ -65,7 +66,8 @@ def load(path: Path) -> Document:
 
 def _load(path: Path, seen: tuple[Path, ...]) -> Document:
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
+        raw = contents(path, pipe=not seen)
+        text = raw.decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
     except OSError as error:
         hints: dict[type, str] = {
             FileNotFoundError: "`zbc init` writes a first job file",

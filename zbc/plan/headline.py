@@ -32,9 +32,9 @@ def throughput_of(manifest: Manifest, ms: float) -> Throughput:
 
 def settled_ms(manifest: Manifest) -> float:
     """The predicted ms of a step with its optimizer, in steady state."""
-    sync = manifest.planning.get("optimizer", {}).get("sync", "before-step")
-    ahead = manifest.predicted.get("ahead_ms") if sync != "before-step" else None
     with prediction():
+        sync = manifest.planning.get("optimizer", {}).get("sync", "before-step")
+        ahead = manifest.predicted.get("ahead_ms") if sync != "before-step" else None
         return float(manifest.predicted["barrier_ms"] if ahead is None else ahead)
 
 

@@ -12,7 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
+from zbc.host.contents import contents
 from zbc.ir import NEXT, Kind, Op, parse_line
+from zbc.job.extent import RANKS
 from zbc.job.sections import PLANNING, SECTIONS, SINCE
 from zbc.job.wording import sentence
 from zbc.ops import UNIT_SCOPES
@@ -97,6 +99,8 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
         (all(r < ranks for holders in manifest.placement for r in holders), f"placement names a rank beyond {ranks}"),
         (all(holders for holders in manifest.placement), "a stage has no rank"),
         (_ascend(manifest), f"edges {manifest.edges} do not lead from stages to later ones, each to the last"),
+        (all(stage < stages for stage in manifest.ties), f"ties {manifest.ties} name a stage beyond {stages}"),
+        (manifest.topology.world <= RANKS, f"a run of it has {manifest.topology.world} ranks, zbc plans for {RANKS}"),
         (_cut(manifest), f"cuts {manifest.cuts} are not where {manifest.slices} slices begin, and their end"),
         (_tiles(manifest), f"node {manifest.node} does not divide {ranks} ranks and {manifest.copies} copies"),
         (_numbers(manifest), f"order {manifest.order} does not name each rank of the run once"),
@@ -131,7 +135,8 @@ def _tiles(manifest: Manifest) -> bool:
 
 
 def _numbers(manifest: Manifest) -> bool:
-    return not manifest.order or sorted(manifest.order) == list(range(manifest.ranks * manifest.copies))
+    order, count = manifest.order, manifest.ranks * manifest.copies
+    return not order or (len(order) == count and sorted(order) == list(range(count)))
 
 
 def sections_of(manifest: Manifest) -> dict[str, Any]:
@@ -233,7 +238,7 @@ def _out_of_range(op: Op, manifest: Manifest, topology: Topology) -> bool:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return contents(path)
     except OSError as error:
         hint = "`zbc plan JOB.toml -o DIR` writes a plan directory"
         raise ZbcError("E401", f"plan: cannot read {path}: {error.strerror}", hint=hint) from None

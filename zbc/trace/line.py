@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
+from zbc.host.contents import contents
 from zbc.ir import Op
 from zbc.ops import Lane
 
@@ -90,7 +91,7 @@ class Head:
 def lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     """The objects of a file with their line numbers; a truncated last line is left out."""
     try:
-        raw = path.read_bytes()
+        raw = contents(path)
     except OSError as error:
         raise ZbcError("E430", f"trace: cannot read {path}: {error.strerror}", hint=RECORD) from None
     for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
@@ -182,19 +183,21 @@ def clock_of(values: Any, place: str) -> ClockOffset:
 
 
 def _whole(value: Any, name: str, place: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
         raise damaged(place, f"{name} has to be a whole number, not {value!r}")
     return value
 
 
 def _column(values: Any, name: str, place: str) -> array[int]:
-    """The values as non-negative 64-bit integers. Raises E431."""
+    """The values as whole numbers from 0 to 2^50: 13 days in ns, a pebibyte. Raises E431."""
     try:
         column = array("q", values if isinstance(values, list) else [None])
     except (TypeError, OverflowError):
         raise damaged(place, f"{name} has to be a list of whole numbers") from None
     if column and min(column) < 0:
         raise damaged(place, f"{name} has a negative number")
+    if column and max(column) > 2**50:
+        raise damaged(place, f"{name} has {max(column)}, more than 2^50")
     return column
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from zbc.text import aligned, short
+from zbc.text import aligned, short, visible
 
 LETTERS = "ABCDEFGH"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7f5f00", "#56b4e9", "#111111", "#888888")
@@ -127,7 +127,7 @@ def of_svg(curves: Sequence[Curve], axis: Axis, title: str) -> str:
     style = "text{font:12px Helvetica,Arial,'DejaVu Sans',sans-serif}.t{font-size:15px;font-weight:bold}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     whole = f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>'
-    return "\n".join([f'{head} role="img"><title>{escape(title)}</title>{whole}', *body, "</svg>\n"])
+    return visible("\n".join([f'{head} role="img"><title>{escape(title)}</title>{whole}', *body, "</svg>\n"]))
 
 
 def _extent(curves: Sequence[Curve]) -> tuple[list[float], float, float]:

@@ -7,6 +7,7 @@ the longest plan, and the index of its duration among the plan's few durations. 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Sequence
 from html import escape
 from importlib import resources
@@ -17,6 +18,7 @@ from zbc.compiler.memory.ledger import activations
 from zbc.compiler.whatif.why import chain
 from zbc.ir import Kind, Op
 from zbc.ops import VALUES
+from zbc.text import visible
 from zbc.viz.look import chunk_entries, chunks_of, entries, look
 from zbc.viz.strip import Drawn, longest, signs
 from zbc.viz.words import verdict
@@ -46,13 +48,11 @@ def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
         "heads": heads,
         "legend": _legend(drawn, kinds),
         "notes": escape(_notes(drawn)),
-        "data": json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
-    page = _file("page.html")
-    for key, text in parts.items():
-        page = page.replace(f"{{{{{key}}}}}", text, 1)
-    return page
+    # In one pass: a text that looks like a slot is none.
+    return visible(re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _file("page.html")))
 
 
 def _file(name: str) -> str:

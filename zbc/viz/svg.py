@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Op
-from zbc.text import short, wrap
+from zbc.text import short, visible, wrap
 from zbc.viz.cells import by_time
 from zbc.viz.look import HIDDEN, IDLE, MEETING, chunk_entries, chunks_of, entries, label, look
 from zbc.viz.scale import ticks
@@ -68,17 +68,16 @@ def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
     lines, y = _legend(drawn, sheet, y)
     body += lines
     height = round(y + MARGIN)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width} {height}" width="{sheet.width}" '
-            f'height="{height}" role="img">',
-            f"<title>{escape('; '.join(plan.title for plan in drawn))}</title>",
-            f"<style>{_STYLE}</style>",
-            f'<defs>{_HATCH}</defs><rect width="100%" height="100%" fill="#fff"/>',
-            *body,
-            "</svg>\n",
-        ]
-    )
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width} {height}" width="{sheet.width}" '
+        f'height="{height}" role="img">',
+        f"<title>{escape('; '.join(plan.title for plan in drawn))}</title>",
+        f"<style>{_STYLE}</style>",
+        f'<defs>{_HATCH}</defs><rect width="100%" height="100%" fill="#fff"/>',
+        *body,
+        "</svg>\n",
+    ]
+    return visible("\n".join(lines))
 
 
 # ---- panels --------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
         rest = {number: value for number, value in ratios.items() if number != rank}
         twins = [value for number, value in rest.items() if holds[number] == holds[rank]]
         normal = statistics.median(twins or [*rest.values()] or [ratio])
-        if ratio > SLOW * normal:
+        if ratio > SLOW * normal > 0:
             slow.append(SlowRank(rank, ratio, normal))
     return sorted(slow, key=lambda row: -row.ratio / row.others)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
+from zbc.host.contents import contents
 from zbc.job.throughput import Throughput, balance, idle_rate
 from zbc.topology import INNER, Topology
 
@@ -179,6 +180,10 @@ def read(folder: Path) -> RunLog:
         raise ZbcError("E431", f"run: {folder / RUN} is not what a run writes (format {about.get('format')!r})")
     rows = _objects(folder / METRICS, whole=False)
     steps = tuple(row for row in rows if "step_ms" in row)
+    for row in steps:
+        for name, value in row.items():
+            if any(isinstance(one, str) for one in (value if isinstance(value, list) else (value,))):
+                raise ZbcError("E431", f"run: damaged: {name} of a step is a text", where=str(folder / METRICS))
     if not steps:
         text = f"run: {folder / METRICS} holds no step"
         raise ZbcError("E430", text, hint="the run ended before its first step; run it again")
@@ -188,7 +193,7 @@ def read(folder: Path) -> RunLog:
 def _objects(path: Path, *, whole: bool) -> list[dict[str, Any]]:
     """The JSON object of a file (`whole`), or one per line; a last line that was cut off is left out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = contents(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         hint = "name a run directory, as `zbc run` makes them below log.dir"

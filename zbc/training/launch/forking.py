@@ -7,6 +7,7 @@ is not safe. This module does not import torch, so that the fork server can load
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 
 from zbc.host.signals import handled
+
+SAFE = "PYTHONSAFEPATH"
 
 
 def start_fork_server() -> None:
@@ -46,5 +49,10 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # The first random initialisation on the meta device imports torch._dynamo, for 1.3 s on each rank.
     context.set_forkserver_preload(["zbc.training.launch.local", "torch._dynamo"])
-    ensure_running()
+    kept = os.environ.get(SAFE)
+    os.environ[SAFE] = "1"  # else what is in the current folder comes before the modules that torch looks for
+    try:
+        ensure_running()
+    finally:
+        os.environ.pop(SAFE) if kept is None else os.environ.update({SAFE: kept})
     return context

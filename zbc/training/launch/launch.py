@@ -30,6 +30,8 @@ from zbc.training.metrics.live import Screen
 if TYPE_CHECKING:
     from zbc.training.launch.board import Place
 
+# A launcher's variables that are numbers, and the ends of their ranges; 0: the number of ranks.
+_NUMBERS = {"WORLD_SIZE": 10**9, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 2**16}
 _MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds after the others
 
 
@@ -42,6 +44,11 @@ def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> None:
     """
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     _check_start(options, started=started)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        text = "run: the current folder was removed, and its processes would start in it"
+        raise ZbcError("E604", text, hint="cd to a folder that is there") from None
     try:
         _check_torch()
         manifest = read_manifest(options.plan)
@@ -102,6 +109,11 @@ def _check_start(options: RunOptions, *, started: bool) -> None:
     if started and options.local is not None:
         text = "run: --local inside of torchrun, which starts the ranks already"
         raise ZbcError("E604", text, hint="leave out --local, or torchrun")
+    for name, end in _NUMBERS.items() if started else ():
+        end, value = end or int(os.environ["WORLD_SIZE"]), os.environ.get(name, "0")
+        if not (value.isascii() and value.isdecimal() and len(value) < 10 and int(value) < end):
+            text = f"run: {name} is {value!r}, not a number from 0 to {end - 1}"
+            raise ZbcError("E604", text, hint="torchrun sets it; other launchers have to set it for each rank")
     if options.max_restarts and options.local is None:
         text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
         named = shlex.quote(str(options.plan))

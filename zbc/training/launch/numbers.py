@@ -56,7 +56,7 @@ class _Asking:
     def __init__(self, board: Board, dealer: ByTokens, plan: Path, steps: range, tell: Callable[[str], None]) -> None:
         self._board, self._dealer, self._steps, self._tell = board, dealer, steps, tell
         self._ended, self._next, self._asked = False, steps.start, SimpleQueue[tuple[int, list[int]] | None]()
-        command = [sys.executable, "-m", "zbc.compiler.restepping", str(plan)]
+        command = [sys.executable, "-P", "-m", "zbc.compiler.restepping", str(plan)]
         # Apart from the run's signals: it ends with its input, which the end of this process closes.
         pipe = subprocess.PIPE
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, process_group=0)

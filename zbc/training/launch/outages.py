@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 
+from zbc.host.signals import killed_by
 from zbc.training.launch.board import Board, Heard, near
 
 TOLD_S = 10.0  # without a heartbeat, after which a machine's outage is reported
-_EXIT_CODE = 49  # index of the field in /proc/PID/stat after the command's name
 
 
 class Outages:
@@ -63,7 +61,7 @@ def watch_siblings(processes: Mapping[int, str], rank: int, board: Callable[[], 
         while opened:
             for number, _ in poll.poll():
                 dead = opened.pop(number)
-                killed = _killed_by(int(processes[dead].rpartition(":")[2]))  # before its parent reaps it
+                killed = killed_by(int(processes[dead].rpartition(":")[2]))  # before its parent reaps it
                 poll.unregister(number)
                 os.close(number)
                 if killed is not None:
@@ -71,11 +69,3 @@ def watch_siblings(processes: Mapping[int, str], rank: int, board: Callable[[], 
                         board().tell_killed(dead, killed)
 
     threading.Thread(target=watch, name="zbc-siblings", daemon=True).start()
-
-
-def _killed_by(pid: int) -> str | None:
-    """The signal that ended a process that its parent has not reaped yet."""
-    with suppress(OSError, ValueError, IndexError):
-        code = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_EXIT_CODE])
-        return signal.Signals(os.WTERMSIG(code)).name if os.WIFSIGNALED(code) else None
-    return None

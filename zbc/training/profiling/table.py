@@ -7,6 +7,7 @@ On CPUs the first ranks of two machines are measured for all ranks there.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -21,8 +22,10 @@ import torch.distributed as dist
 from zbc.job.links import LinkTable
 from zbc.runtime.transports.network import bind_loopback
 from zbc.training.devices import settled
+from zbc.training.launch.board import Board, open_store, prefixed
 from zbc.training.launch.reach import bind_towards
 
+_LIMIT = timedelta(seconds=300)
 _SMALL, _LARGE = 256, 4 << 20  # bytes
 _FEWEST, _ENOUGH_S = 3, 3.0  # minimum of round trips, and the time after which no more follow
 _FASTEST = 1e5  # GB/s: upper bound for any link
@@ -41,11 +44,13 @@ def measure(device: str, rounds: int, bar: Bar) -> LinkTable | None:
     if device == "cuda":
         where = torch.device("cuda", int(env.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(where)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=300))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_LIMIT)
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
-        hosts, found = [""] * world, [dict[tuple[int, int], tuple[float, float]]()] * world
-        dist.all_gather_object(hosts, f"{socket.gethostname()} {env.get('GROUP_RANK', '')}")
+        store = open_store(env["MASTER_ADDR"], int(env["MASTER_PORT"]), host_it=False)
+        board = Board(prefixed("links", store), rank, world)
+        board.meet("hosts", _LIMIT, f"{socket.gethostname()} {env.get('GROUP_RANK', '')}")
+        hosts = board.said("hosts")
         stands = [hosts.index(host) if device == "cpu" else r for r, host in enumerate(hosts)]
         mine, order = dict[tuple[int, int], tuple[float, float]](), turns(hosts, stands)
         with bar(len(order)) as done:
@@ -57,7 +62,9 @@ def measure(device: str, rounds: int, bar: Bar) -> LinkTable | None:
                     mine[a, b] = small, large
                 dist.barrier()
                 done()
-        dist.all_gather_object(found, mine)
+        board.meet("times", _LIMIT, json.dumps([*mine.items()]))
+        found = [{(a, b): (small, large) for (a, b), (small, large) in json.loads(t)} for t in board.said("times")]
+        dist.barrier()  # rank 0 may host the store
         return table_of(world, found, hosts, stands) if rank == 0 else None
     finally:
         dist.destroy_process_group()
