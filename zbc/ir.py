@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -225,13 +225,22 @@ class Placement:
     edges: tuple[Edge, ...] = ()
     _sources: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _sinks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _held: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        stages = range(self.stages)
         edges = self.edges or chain(self.stages)
+        sources, sinks = ([list[int]() for _ in range(self.stages)] for _ in range(2))
+        held = dict[int, list[int]]()
+        for a, b in edges:
+            sources[b].append(a)
+            sinks[a].append(b)
+        for stage in range(self.stages):
+            for rank in {*self.holders(stage)}:
+                held.setdefault(rank, []).append(stage)
         object.__setattr__(self, "edges", edges)
-        object.__setattr__(self, "_sources", tuple(tuple(a for a, b in edges if b == s) for s in stages))
-        object.__setattr__(self, "_sinks", tuple(tuple(b for a, b in edges if a == s) for s in stages))
+        object.__setattr__(self, "_sources", tuple(map(tuple, sources)))
+        object.__setattr__(self, "_sinks", tuple(map(tuple, sinks)))
+        object.__setattr__(self, "_held", {rank: tuple(stages) for rank, stages in held.items()})
 
     @classmethod
     def linear(cls, p: int) -> Placement:
@@ -290,7 +299,7 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages with a copy on `rank`, ascending."""
-        return tuple(s for s in range(self.stages) if rank in self.holders(s))
+        return self._held.get(rank, ())
 
     def sources(self, stage: int) -> tuple[int, ...]:
         """The stages whose output `stage` reads, ascending; none for one that reads the data."""

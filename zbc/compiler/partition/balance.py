@@ -140,10 +140,10 @@ def _even(weights: Weights, placement: Placement, exact: bool) -> Points:
 
 def of_ranks(weights: Weights, placement: Placement) -> Loads:
     """The loads of each rank's stages together."""
-    held = [
-        [float(homes.count(r)) for homes in map(placement.holders, range(placement.stages))]
-        for r in range(placement.ranks)
-    ]
+    held = [[0.0] * placement.stages for _ in range(placement.ranks)]
+    for stage in range(placement.stages):
+        for rank in placement.holders(stage):
+            held[rank][stage] += 1.0
     return Loads(weights, held)
 
 
@@ -156,14 +156,26 @@ def balance(weights: Weights) -> Points:
     parts, n = len(weights), len(weights[0])
     prefixes = [list(accumulate(stage, initial=0.0)) for stage in weights]
     bound = _smallest_largest(prefixes) * (1 + 1e-12) + 1e-12
+    far, near = [0], [n]  # the furthest end of the first k stages, and the first start from which the others fit
+    for prefix in prefixes:
+        end = far[-1]
+        while end < n and prefix[end + 1] - prefix[far[-1]] <= bound:
+            end += 1
+        far.append(end)
+    for prefix in reversed(prefixes):
+        start = near[-1]
+        while start > 0 and prefix[near[-1]] - prefix[start - 1] <= bound:
+            start -= 1
+        near.append(start)
+    near.reverse()
     infinity = float("inf")
     best = [0.0] + [infinity] * n
     choice: list[list[int]] = []
     for part in range(parts):
         row, pick, prefix = [infinity] * (n + 1), [0] * (n + 1), prefixes[part]
-        for end in range(part + 1, n - (parts - part - 1) + 1):
-            start = end - 1
-            while start >= part and (size := prefix[end] - prefix[start]) <= bound:
+        for end in range(max(part + 1, near[part + 1]), min(n - (parts - part - 1), far[part + 1]) + 1):
+            start = min(end - 1, far[part])
+            while start >= max(part, near[part]) and (size := prefix[end] - prefix[start]) <= bound:
                 value = best[start] + size * size
                 if value < row[end]:
                     row[end], pick[end] = value, start
