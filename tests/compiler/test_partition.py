@@ -1,6 +1,7 @@
 """Layers to stages."""
 
 import itertools
+import time
 from random import Random
 
 import pytest
@@ -145,3 +146,9 @@ def test_more_stages_than_layers_is_refused():
         names(job(layers=1), 4)
     assert caught.value.hint.startswith("use model.layers = 2 or more")
     assert names(job(layers=2), 4) == [["embed"], ["layers.0"], ["layers.1"], ["head"]]
+
+
+def test_many_layers_are_divided_in_a_moment():
+    begun = time.process_time()
+    assert balance(((1.0,) * 16_000,) * 8) == tuple(range(0, 16_001, 2_000))
+    assert time.process_time() - begun < 5

@@ -73,7 +73,8 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     if placement.branches:
         return Bounds(*branched(placement, costs, costs, m))
     way = Way(placement, costs)
-    single = [_RankBounds(way, m, limits, r).bounds() for r in range(p) if way.stages[r]]
+    others = _busiest(way, m, limits)
+    single = [_RankBounds(way, m, limits, r, others[r]).bounds() for r in range(p) if way.stages[r]]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
 
 
@@ -160,9 +161,35 @@ def without_a_flush(placement: Placement, costs: Costs, m: int) -> Bounds:
     return Bounds(max(work), max(work), memory=False)
 
 
+_Later = tuple[int, Sequence[int]]  # a rank, and its stages after some stage
+
+
+def _busiest(way: Way, m: int, limits: Sequence[float]) -> dict[int, _Later | None]:
+    """By rank the other rank, with its stages after this one's first, that holds this one up longest."""
+    found, stages = dict[int, _Later | None](), {(s, r): i for r, of in enumerate(way.stages) for i, s in enumerate(of)}
+    longest, later = [0.0] * len(way.stages), list[_Later | None]([None] * len(way.stages))
+    for (s, rank), index in sorted(stages.items(), reverse=True):
+        if not index:  # all stages after this one have been seen, and of its own rank none counts
+            own, longest[rank] = longest[rank], 0.0
+            most = max(longest)
+            found[rank], longest[rank] = later[longest.index(most)] if most else None, own
+        inner = way.stages[rank][index:]
+        both = m * sum(way.f[one] + way.b[one] for one in inner) - way.b[s]
+        longest[rank] = way.down(0, s) + both + _w_before_last_b(way, m, limits[rank], inner) + way.up(s, 0)
+        later[rank] = rank, inner
+    return found
+
+
+def _w_before_last_b(way: Way, m: int, limit: float, stages: Sequence[int]) -> float:
+    """W time that cannot be deferred past the last B of a rank, since deferred W hold memory."""
+    total = m * sum(way.w[s] for s in stages)
+    later = fill([(way.left[s], way.w[s], m) for s in stages], limit + ROOM)
+    return max(0.0, total - later)
+
+
 class _RankBounds:
-    def __init__(self, way: Way, m: int, limits: Sequence[float], rank: int) -> None:
-        self.way, self.m, self.limits, self.rank = way, m, limits, rank
+    def __init__(self, way: Way, m: int, limits: Sequence[float], rank: int, busiest: _Later | None) -> None:
+        self.way, self.m, self.limits, self.rank, self.busiest = way, m, limits, rank, busiest
         self.limit = limits[rank] + ROOM
         self.stages = way.stages[rank]
         self.low, self.high = self.stages[0], self.stages[-1]
@@ -178,7 +205,7 @@ class _RankBounds:
         both = m * sum(way.f[s] + way.b[s] for s in self.stages)
         back = self.way.up(self.low, 0) + way.w[0] if self.low else way.w[0]
         back -= way.b[self.low] if self.low else 0.0  # the rank's last B is in `both`
-        makespan = head + both + self._w_before_last_b(self.rank, self.stages) + warm + back
+        makespan = head + both + _w_before_last_b(way, m, self.limits[self.rank], self.stages) + warm + back
         return Bounds(max(head + span, makespan), span)
 
     def _warm(self) -> float:
@@ -208,13 +235,6 @@ class _RankBounds:
         own = sum(way.b[s] + way.w[s] for s in self.stages if s != self.low)
         return max(0.0, window - others - own)
 
-    def _w_before_last_b(self, rank: int, stages: Sequence[int]) -> float:
-        """W time that cannot be deferred past the last B of `rank`, since deferred W hold memory."""
-        way, m = self.way, self.m
-        total = m * sum(way.w[s] for s in stages)
-        later = fill([(way.left[s], way.w[s], m) for s in stages], self.limits[rank] + ROOM)
-        return max(0.0, total - later)
-
     def _little(self) -> float:
         """Memory times time: at most the limit throughout, and less while filling and emptying."""
         if self.limit >= 1e14:
@@ -240,16 +260,13 @@ class _RankBounds:
 
     def _inside(self) -> float:
         """The bound from another rank's F and B of stages after `low`, all between this rank's first F and last B."""
-        way, m, best = self.way, self.m, 0.0
-        for rank, stages in enumerate(self.way.stages):
-            inner = [s for s in stages if s > self.low]
-            if rank == self.rank or not inner:
-                continue
-            head = self.way.down(self.low, inner[0])
-            work = m * sum(way.f[s] + way.b[s] for s in inner)
-            back = self.way.up(inner[0], self.low) - way.b[inner[0]] + way.b[self.low] + way.w[self.low]
-            best = max(best, head + work + self._w_before_last_b(rank, inner) + back)
-        return best
+        if self.busiest is None:
+            return 0.0
+        way, m, (rank, inner) = self.way, self.m, self.busiest
+        head = way.down(self.low, inner[0])
+        work = m * sum(way.f[s] + way.b[s] for s in inner)
+        back = way.up(inner[0], self.low) - way.b[inner[0]] + way.b[self.low] + way.w[self.low]
+        return max(0.0, head + work + _w_before_last_b(way, m, self.limits[rank], inner) + back)
 
     def _cycle(self) -> float:
         """For one stage on the rank with room for k microbatches: F of i+k waits for B of i, and for a W if it must."""
