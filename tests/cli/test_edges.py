@@ -41,6 +41,7 @@ def edited(plan, values):
 HARMFUL = [
     ({"order": [0], "copies": 10**10}, "ranks, zbc plans for 100000"),
     ({"order": [0]}, "does not name each rank of the run once"),
+    ({"node": [2]}, "does not divide"),
     ({"tp": 10**12}, "ranks, zbc plans for 100000"),
     ({"copies": 2}, "never runs REDUCE"),
     ({"tied": True, "ties": [10**12]}, "name a stage beyond"),

@@ -91,6 +91,7 @@ def _refuse_other_fields(path: Path, data: Mapping[str, Any]) -> None:
 def _check_shape(path: Path, manifest: Manifest) -> None:
     """Raises E404 unless the lists of the manifest agree with its counts."""
     stages, ranks = manifest.stages, manifest.ranks
+    world = ranks * manifest.copies * manifest.cp * manifest.tp
     problems = [
         (len(manifest.placement) == stages, f"placement has {len(manifest.placement)} stages, not {stages}"),
         (len(manifest.layers) == stages, f"layers has {len(manifest.layers)} stages, not {stages}"),
@@ -100,7 +101,7 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
         (all(holders for holders in manifest.placement), "a stage has no rank"),
         (_ascend(manifest), f"edges {manifest.edges} do not lead from stages to later ones, each to the last"),
         (all(stage < stages for stage in manifest.ties), f"ties {manifest.ties} name a stage beyond {stages}"),
-        (manifest.topology.world <= RANKS, f"a run of it has {manifest.topology.world} ranks, zbc plans for {RANKS}"),
+        (world <= RANKS, f"a run of it has {world} ranks, zbc plans for {RANKS}"),
         (_cut(manifest), f"cuts {manifest.cuts} are not where {manifest.slices} slices begin, and their end"),
         (_tiles(manifest), f"node {manifest.node} does not divide {ranks} ranks and {manifest.copies} copies"),
         (_numbers(manifest), f"order {manifest.order} does not name each rank of the run once"),
