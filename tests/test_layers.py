@@ -164,7 +164,7 @@ def test_the_runtime_stays_as_large_as_it_is():
 # rows of microbatches as long as planned, or as their samples 297, experts as grouped products 352,
 # steps of what is stored in bfloat16 70, exchanges of experts between nodes 130,
 # dry profiles 295, which fall when the formulas they replace go
-LINES_OF_RUNTIME = 28_184
+LINES_OF_RUNTIME = 28_180
 
 
 AT_HOME = re.compile(r"zbc\.(ops|ir|runtime\.handlers|(compiler\.(passes|schedules|features)|runtime\.features)\..*)")
