@@ -230,17 +230,17 @@ class Placement:
     def __post_init__(self) -> None:
         edges = self.edges or chain(self.stages)
         sources, sinks = ([list[int]() for _ in range(self.stages)] for _ in range(2))
-        held = dict[int, list[int]]()
+        held = dict[int, set[int]]()
         for a, b in edges:
             sources[b].append(a)
             sinks[a].append(b)
-        for stage in range(self.stages):
-            for rank in {*self.holders(stage)}:
-                held.setdefault(rank, []).append(stage)
+        for pipe in self.pipes:
+            for stage, rank in enumerate(pipe):
+                held.setdefault(rank, set()).add(stage)
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "_sources", tuple(map(tuple, sources)))
         object.__setattr__(self, "_sinks", tuple(map(tuple, sinks)))
-        object.__setattr__(self, "_held", {rank: tuple(stages) for rank, stages in held.items()})
+        object.__setattr__(self, "_held", {rank: tuple(sorted(stages)) for rank, stages in held.items()})
 
     @classmethod
     def linear(cls, p: int) -> Placement:
