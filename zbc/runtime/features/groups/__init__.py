@@ -1,1 +1,0 @@
-"""Two ops of a group that compute in turns, each during the collectives of the other."""

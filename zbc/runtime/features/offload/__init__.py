@@ -1,1 +1,0 @@
-"""Activations that wait in host memory."""

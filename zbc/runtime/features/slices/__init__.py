@@ -1,1 +1,0 @@
-"""Slices of a sequence, one op each."""
