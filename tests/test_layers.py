@@ -149,21 +149,12 @@ def test_the_core_of_the_runtime_names_no_feature():
 
 
 def test_the_runtime_stays_as_large_as_it_is():
-    """In lines; a feature that needs more raises the limit here. The aim is 19,000."""
+    """In lines; the bound falls with what a change reaches. The aim is 24,500."""
     folders = ("zbc/runtime", "zbc/training")
     lines = sum(len(path.read_text().splitlines()) for folder in folders for path in (ROOT / folder).rglob("*.py"))
     assert lines <= LINES_OF_RUNTIME
 
 
-# Experts 530, context 250, Muon and averages 330, no flush 125, vocabulary with others 95, families 110,
-# times off a GPU's stream 30, samples as others have them 70, hooks 50, adapters 240,
-# losses of heads 165, forward only 404, averages made final later and experts that share sequences 33,
-# weight gradients added in products 35, structures between layers and several outputs 125,
-# float16 with a loss scale 80, steps that datasets split 244, experts without a flush 15,
-# groups whose backward begins with an all-to-all 6, adapters, graphs and slices with others 57,
-# rows of microbatches as long as planned, or as their samples 297, experts as grouped products 352,
-# steps of what is stored in bfloat16 70, exchanges of experts between nodes 130,
-# dry profiles 295, which fall when the formulas they replace go
 LINES_OF_RUNTIME = 28_180
 
 

@@ -209,9 +209,9 @@ class Topology:
 
     def experts(self, of: Iterable[int]) -> dict[tuple[int, int], tuple[int, ...]]:
         """All such sets for these ranks of the pipeline."""
-        found, shares = dict[tuple[int, int], list[int]](), self.shares
+        found, groups = dict[tuple[int, int], list[int]](), _groups(self)
         for rank in sorted(other for pp in {*of} for other in self.held(pp)):
-            found.setdefault(shares[rank], []).append(rank)
+            found.setdefault(groups[rank].share, []).append(rank)
         return {share: tuple(ranks) for share, ranks in found.items()}
 
     @property

@@ -37,7 +37,8 @@ def job_of(manifest: Manifest) -> Job:
     profile = None if measured is None else profiles.checked(measured, MANIFEST, None, REPLAN)
     document = toml.Document(MANIFEST, values)
     table = None if "links" not in values else links.checked(values["links"], document)
-    for problem in of_a_plan(Draft(toml.Document(MANIFEST, _set(values)), sections, [])):
+    problem = next(of_a_plan(Draft(toml.Document(MANIFEST, _set(values)), sections, [])), None)
+    if problem is not None:
         raise ZbcError("E404", f"plan: the job in {MANIFEST}: {problem.message}", hint=REPLAN)
     job = Job(document, **sections, profile=profile, links=table)
     for name, ours in (("dp", manifest.copies), ("cp", manifest.cp), ("tp", manifest.tp)):

@@ -174,10 +174,15 @@ def _busiest(way: Way, m: int, limits: Sequence[float]) -> dict[int, _Later | No
             most = max(longest)
             found[rank], longest[rank] = later[longest.index(most)] if most else None, own
         inner = way.stages[rank][index:]
-        both = m * sum(way.f[one] + way.b[one] for one in inner) - way.b[s]
-        longest[rank] = way.down(0, s) + both + _w_before_last_b(way, m, limits[rank], inner) + way.up(s, 0)
+        longest[rank] = way.down(0, s) + _work(way, m, limits[rank], inner) + way.up(s, 0)
         later[rank] = rank, inner
     return found
+
+
+def _work(way: Way, m: int, limit: float, inner: Sequence[int]) -> float:
+    """Time of a rank between its first F of the stages `inner` and the begin of its last B of the first of them."""
+    both = m * sum(way.f[s] + way.b[s] for s in inner) - way.b[inner[0]]
+    return both + _w_before_last_b(way, m, limit, inner)
 
 
 def _w_before_last_b(way: Way, m: int, limit: float, stages: Sequence[int]) -> float:
@@ -263,10 +268,8 @@ class _RankBounds:
         if self.busiest is None:
             return 0.0
         way, m, (rank, inner) = self.way, self.m, self.busiest
-        head = way.down(self.low, inner[0])
-        work = m * sum(way.f[s] + way.b[s] for s in inner)
-        back = way.up(inner[0], self.low) - way.b[inner[0]] + way.b[self.low] + way.w[self.low]
-        return max(0.0, head + work + _w_before_last_b(way, m, self.limits[rank], inner) + back)
+        back = way.up(inner[0], self.low) + way.b[self.low] + way.w[self.low]
+        return max(0.0, way.down(self.low, inner[0]) + _work(way, m, self.limits[rank], inner) + back)
 
     def _cycle(self) -> float:
         """For one stage on the rank with room for k microbatches: F of i+k waits for B of i, and for a W if it must."""

@@ -19,16 +19,16 @@ class Outages:
 
     def __init__(self, rank: int, ranks: int, host: Callable[[int], str], say: Callable[[str], None]) -> None:
         self._rank, self._host, self._say = rank, host, say
-        self._ours = [other for other in near(rank, ranks) if host(other) == host(rank)]
+        ours = [other for other in near(rank, ranks) if host(other) == host(rank)]
+        self._told = range(ranks) if rank == 0 else ours if rank == ours[0] else ()  # the ranks that it speaks for
         self._since: dict[str, float] = {}  # reported machines, and the times of their last heartbeats
 
     def look(self, heard: Mapping[int, Heard], awake: float, now: float) -> None:
         """Evaluates heartbeats up to `now`, in a process that has run since `awake`."""
         here, ages = self._host(self._rank), dict[str, float]()
-        for rank in heard if not self._rank else self._ours if self._rank == self._ours[0] else ():
-            if rank in heard:
-                host = self._host(rank)
-                ages[host] = max(ages.get(host, 0.0), heard[rank].at, awake)
+        for rank in (rank for rank in self._told if rank in heard):
+            host = self._host(rank)
+            ages[host] = max(ages.get(host, 0.0), heard[rank].at, awake)
         if now - ages.get(here, now) > TOLD_S:
             ages = {here: ages[here]}  # it does not read its own heartbeat, so silence of others means nothing
         for host, at in ages.items():
