@@ -447,7 +447,7 @@ def test_what_experts_keep_and_need_is_predicted(tmp_path, monkeypatch, parallel
     """Ranks that share tokens gather them behind the router, which keeps the rank's own. Rows that were sent are freed
     even where an argument lives as long as its call."""
     monkeypatch.setattr(Experts, "_chosen", in_turn)
-    for name in ("run", "sent"):
+    for name in ("dispatch", "combine", "sent"):
         call = getattr(Swaps, name)
         monkeypatch.setattr(Swaps, name, lambda swaps, *given, call=call: call(swaps, *given))
     model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 16, "seq_len": 48, **EXPERTS, **more}

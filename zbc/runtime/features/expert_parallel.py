@@ -70,12 +70,11 @@ class Swaps(NamedTuple):
         del rows
         return Met(Swaps(inside).sent(picked, counts), order, weights, copies, home)
 
-    def combine(self, met: Met, made: Tensor) -> Tensor:
-        """(N, H): for each token the sum of its experts' outputs times their weights; `made` are those of the rows of
-        this rank's experts."""
+    def combine(self, met: Met, experts: Callable[[Tensor, Groups], Tensor]) -> Tensor:
+        """(N, H): for each token the sum of its experts' outputs times their weights; `experts` gives the outputs of
+        this rank's. They are made here, since an argument lives as long as its call (see `sent`)."""
         last = self if met.copies is None or self.group is None else Swaps(self.group.steps[-1])
-        found = last.back(met.sent, made)
-        del made
+        found = last.back(met.sent, experts(met.sent.rows, met.sent.groups))
         if met.copies is None:
             found = found.index_select(0, met.order.argsort()).view(*met.weights.shape, -1)
             return (found * met.weights.to(found.dtype)[..., None]).sum(1)

@@ -160,7 +160,7 @@ class Experts(nn.Module):
         all_x = self.enter(own)
         given, weights = all_x.flatten(0, -2), self.meet(weights)
         met = self.swaps.dispatch(given, chosen, weights, counts, _lowered)
-        y = self.swaps.combine(met, self.experts(met.sent.rows, met.sent.groups))
+        y = self.swaps.combine(met, self.experts)
         tokens, shape = len(likely), all_x.shape
         if self.fold is not None:  # from here on all tokens of this rank, of which it has routed a share
             y, given, shape = self.fold.shared(y, x), x, x.shape
