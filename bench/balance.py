@@ -43,7 +43,6 @@ from zbc.plan.balancing import Microbatch, Shape, balanced, deal, dealt_evenly, 
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.gathers import Gathers
 from zbc.training.data import unequal as unequal_data
 
 RANKS, WARM_UP, PP = 4, 1, 2
@@ -147,7 +146,6 @@ def rank_main(rank: int, folder: Path, plan: StoredPlan, schedule: str, equal: b
         worker = ours.build(plan, rank).worker
         assert isinstance(worker.work, unequal_data.Dealer)
         worker.clock = Paced(worker, functools.partial(ms_of, worker, worker.work))  # type: ignore[assignment]
-        worker.features.of(Gathers).begins(worker)
         found = []
         for step in range(steps + WARM_UP):
             work = worker.work.step(step)

@@ -1,14 +1,13 @@
 """Orders that know how long each microbatch is, beside orders for equal ones: of many drawn lengths, and measured.
 
-    python bench/lengths.py [--draws N] [--steps N] [--quick] [--only drawn|measured|computed|stepped] [--seed N]
+    python bench/lengths.py [--draws N] [--steps N] [--quick] [--only drawn|measured|computed] [--seed N]
 
 Drawn: log-normal lengths of the microbatches of a step, at times that are estimated or given, under several schedules.
 The planned step, with microbatches numbered as the plan likes, beside the order that is planned for equal microbatches
 as it runs with the lengths as they were drawn. Measured: four ranks on gloo that really train, where each op takes as
 long as its microbatch does; the gain of the plan that knows the lengths beside the one that is simulated. Computed: two
 ranks on gloo whose ops take what their rows do, by the times of a profile of this machine; the same plan as well with
-all rows padded to whole ones. Stepped: samples dealt by tokens, where each op takes as long as its microbatch of this
-step does; steps with numbers of their own beside steps with those of the plan.
+all rows padded to whole ones.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -36,20 +34,17 @@ from record import Record
 from sleeping import Paced
 
 from tests.jobs import job
-from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.numbering import numbered
 from zbc.compiler.order import order
 from zbc.compiler.partition.setup import Ordered
-from zbc.compiler.restepping import Restepper
 from zbc.compiler.sim.context import Context
 from zbc.ir import Op
 from zbc.job.spec import Job
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
-from zbc.training.data.unequal import ByTokens, dealer_of, dealt
 from zbc.training.profiling.session import effort, measure
 
 RANKS, WARM_UP, LONGEST, SAME = 4, 1, 2048, 1e-9
@@ -198,83 +193,6 @@ def computed(record: Record, steps: int, kinds: Sequence[str], seed: int) -> Non
             record(f"  {what:16} simulated {ms:7.1f} ms, measured {took:7.1f}  {gains}".rstrip())
 
 
-class Drawn:
-    """Sequences of random words, of log-normal lengths; short, since what ops take is said."""
-
-    def __init__(self, count: int = 400) -> None:
-        self.lengths = [max(1, n * SHORT // LONGEST) for n in lengths(random.Random(5), count, 1.0)]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        words = torch.randint(256, (self.lengths[index] + 1,), generator=torch.Generator().manual_seed(index))
-        return words[:-1], words[1:]
-
-
-Answer = tuple[Sequence[int], Costs]  # the numbers of a step, and what its ops take with these
-
-
-def renumbered_main(
-    rank: int, folder: Path, ranks: int, plan: StoredPlan, sides: Sequence[Sequence[Answer]], sender: Any
-) -> None:
-    """Steps with the numbers of each side, in turns."""
-    import ours
-
-    with meeting(rank, ranks, folder / "meet"):
-        workers, took = [ours.build(plan, rank).worker for _ in sides], [list[float]() for _ in sides]
-        for worker, side in zip(workers, sides, strict=True):
-            dealer = worker.work
-            assert isinstance(dealer, ByTokens)
-            dealer.numbers = functools.partial(_numbers_of, side)
-            worker.clock = Paced(worker, lambda op, worker=worker, side=side: _ms_of(side[worker.step][1], op))
-        for step in range(len(sides[0])):
-            for k, worker in enumerate(workers):
-                dist.barrier()
-                began = time.perf_counter()
-                run_step(worker, step)
-                dist.barrier()
-                took[k].append(1e3 * (time.perf_counter() - began))
-    if rank == 0:
-        sender.send(took)
-
-
-def _numbers_of(side: Sequence[Answer], step: int) -> Sequence[int]:
-    return side[step][0]
-
-
-def stepped(record: Record, steps: int, kinds: Sequence[str]) -> None:
-    record(
-        f"# {RANKS} ranks on gloo, samples dealt by tokens: {steps} steps with the plan's numbers, or with their own"
-    )
-    model = {"family": "gpt", "layers": 8, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": SHORT}
-    data, every = {"kind": "lengths:Drawn", "balance": "tokens"}, {"microbatch_size": 1, "renumber": "steps"}
-    for kind in kinds:
-        made = job(kind=kind, m=8, schedule={"tokens": [SHORT] * 8, **every}, costs=GIVEN, model=model, data=data)
-        tokens = dealt(compile_job(made, suggest=False, budget=0.0).assemble()[0]).tokens
-        compiled = compile_job(made.with_tokens(tokens), suggest=False, budget=0.0)
-        with tempfile.TemporaryDirectory() as folder:
-            compiled.write(Path(folder) / "plan")
-            plan = StoredPlan.read(Path(folder) / "plan")
-            dealer, restepper = dealer_of(plan.manifest), Restepper(plan)
-            assert isinstance(dealer, ByTokens)
-            asked = [dealer.asks(step) for step in range(WARM_UP + steps)]
-            began = time.process_time()
-            found = [restepper.of(one) for one in asked]
-            cpu = (time.process_time() - began) / len(found)
-            each = [recall.costs_for(compiled.job.with_tokens(one), plan.manifest) for one in asked]
-            own = [(numbers, c.renumbered(numbers)) for (numbers, *_), c in zip(found, each, strict=True)]
-            sides = [[(range(8), costs) for costs in each], own]
-            (took,) = results(renumbered_main, (Path(folder), RANKS, plan, sides), ranks=RANKS)
-        real = [sum(side[WARM_UP:]) for side in took]
-        wanted = [sum(ms[k] for ms in found[WARM_UP:]) for k in (2, 1)]
-        gains = wanted[0] / wanted[1], real[0] / real[1]
-        ms = [each / steps for each in (*wanted, *real)]
-        times = f"{ms[0]:.1f} and {ms[1]:.1f} ms, measured {ms[2]:.1f} and {ms[3]:.1f}"
-        record(f"{kind}: {cpu:.2f} s of CPU a step; simulated {times}")
-        record(f"  gain {gains[0]:.3f}, measured {gains[1]:.3f}: off by {gains[0] / gains[1] - 1:+.1%}")
-
-
 def short(plan: StoredPlan) -> StoredPlan:
     """The same for rows of few tokens: what ops take is said, and what they compute is to take less."""
     plan = with_tokens(plan, ())
@@ -292,7 +210,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="few draws and steps; writes no file")
-    parser.add_argument("--only", choices=("drawn", "measured", "computed", "stepped"))
+    parser.add_argument("--only", choices=("drawn", "measured", "computed"))
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     record = Record("lengths")
@@ -304,8 +222,6 @@ def main() -> None:
         )
     if options.only in (None, "computed"):
         computed(record, 2 if options.quick else options.steps, MEASURED[: 1 if options.quick else 3], options.seed)
-    if options.only in (None, "stepped"):
-        stepped(record, 2 if options.quick else options.steps, MEASURED[: 1 if options.quick else 4])
     if not options.quick and options.only is None:
         record.write()
 

@@ -33,8 +33,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import Step, StepResult, run_step
 from zbc.runtime.core.state import Worker
 from zbc.runtime.transports.hub import Hub
-from zbc.training.recording.measure import CATEGORIES, RankBytes, Scale
-from zbc.training.recording.pace import Pace, pace_of, usual
+from zbc.training.recording.measure import CATEGORIES, Pace, RankBytes, Scale, pace_of, usual
 from zbc.training.recording.tracing import Recorder
 
 JOB = """\

@@ -116,7 +116,7 @@ def per_op(rank: int, folder: Path, steps: int) -> list[PerOp]:
         began = time.thread_time()
         transfers()
         bare = time.thread_time() - began
-        user = users_code(runtime.worker, step + 1, count)  # of the next step: its order of samples is not known yet
+        user = users_code(runtime.worker, count)
         over_ranks(0.0)
         began = time.thread_time()
         peer(step)
@@ -168,12 +168,16 @@ def never_waiting(plan: Any, rank: int) -> Callable[[int], float]:
     return run
 
 
-def users_code(worker: Any, step: int, count: int) -> float:
-    """Seconds of the main thread for the user's code in a step of `count` microbatches: data, layers, a loss."""
-    (stage,) = worker.stages.values()
+def users_code(worker: Any, count: int) -> float:
+    """Seconds of the main thread for the user's code in a step of `count` microbatches: a dataset's items, layers, a
+    loss. Seeding, reading and stacking of items are the runtime's."""
+    import torch
+    from sleeping import Points
+
+    (stage,), data, x = worker.stages.values(), Points(), torch.ones(1, 1)
     began = time.thread_time()
     for mb in range(count):
-        x = worker.batches.targets(step, mb) if stage.gives is None else worker.batches.inputs(step, mb)
+        data[mb]
         y = x
         for layer in stage.layers:
             y = layer.module(y)

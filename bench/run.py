@@ -136,7 +136,7 @@ def one_by_one(side: Side, rank: int, _: Path) -> Callable[[int], Any]:
     """Ours, with the ops of a group one after the other."""
     import ours
 
-    from zbc.runtime.features.units import Braids
+    from zbc.runtime.features.groups.units import Braids
 
     mine = ours.build(side.plan, rank)
     mine.worker.features.of(Braids).one_by_one = True

@@ -20,7 +20,7 @@ import zbc
 from zbc.ir import Op
 from zbc.runtime.core.slot import Slot, accumulate, current_slot
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features import copying
+from zbc.runtime.features.offload import copying
 from zbc.runtime.features.tensor_parallel import Group
 
 late: list[float] = []  # delay of each `sleep_until`, seconds

@@ -22,10 +22,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from zbc.compiler.cost import staying
+from zbc.compiler.cost import cards, profiled, stage_bytes
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.engine import compiles_first
 
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache")  # of cards: all workers share it
 GOLDEN = Path(__file__).parent / "golden"
 REST, SLOW = (Path(__file__).parent / name for name in ("rest.txt", "slow.txt"))
 _SOME, _LONG, ALWAYS = (part.splitlines() for part in REST.read_text(encoding="utf-8").split("\n\n"))
@@ -43,10 +44,28 @@ settings.register_profile("zbc", settings.default, deadline=None)  # a busy mach
 settings.load_profile("zbc")
 
 
+MADE = [0.0]  # CPU seconds for cards, which all tests share
+
+
+def _timed(made):
+    def run(*args):
+        before = time.process_time()
+        try:
+            return made(*args)
+        finally:
+            MADE[0] += time.process_time() - before
+
+    return run
+
+
+cards._made = _timed(cards._made)
+
+
 @pytest.fixture
 def everything_moves(monkeypatch):
     """Plans offload all activations: a toy model stands for a large one, whose tensors are not too small to move."""
-    monkeypatch.setattr(staying, "_with", lambda size, tensors, entry: size)
+    for module in (profiled, stage_bytes):
+        monkeypatch.setattr(module, "SMALL", 1)
 
 
 def pytest_addoption(parser):
@@ -84,9 +103,9 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    before = _cpu()
+    before = _cpu() - MADE[0]
     found = yield
-    took = _cpu() - before
+    took = _cpu() - MADE[0] - before
     item.user_properties.append(("cpu", took))
     held = item.config.getoption("--all") or not _left(item)
     if took > MOST + COLD and held and not item.nodeid.startswith(MAY) and not item.config.getoption("--measure"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from zbc.compiler.compile import load_job
-from zbc.compiler.cost import stage_bytes, staying
+from zbc.compiler.cost import profiled, stage_bytes
 from zbc.job.spec import Job
 
 BASE = {
@@ -25,10 +25,10 @@ FREE = {"message_us": 0.0, "message_share": 0.0}  # [hardware]: messages that ke
 @contextmanager
 def tiny_tensors_move() -> Iterator[None]:
     """Plans and runs offload tensors of any size, since models of tests are small."""
-    from zbc.runtime.features import parcels
+    from zbc.runtime.features.offload import parcels
 
     with ExitStack() as stack:
-        for module in (staying, stage_bytes, parcels):
+        for module in (profiled, stage_bytes, parcels):
             stack.enter_context(mock.patch.object(module, "SMALL", 1))
         yield
 

@@ -1,10 +1,7 @@
-"""Text to token files: their contents, also after an interruption."""
+"""Text to token files."""
 
 import fcntl
 import json
-import signal
-import subprocess
-import sys
 from array import array
 
 import pytest
@@ -109,65 +106,30 @@ def stopped(texts, out):
         tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
 
 
-def test_stopped_after_any_piece_and_started_again_gives_the_same_file(texts, tmp_path, monkeypatch, word_tokenizer):
-    monkeypatch.setattr(tokenize, "PIECE", 90)
-    for tokenizer in (Bytes(), Json(word_tokenizer, None)):
-        whole, calls = tmp_path / f"whole-{tokenizer.vocab}.bin", []
-        tokenize.tokenize([str(texts)], whole, tokenizer, done=calls.append)
-        assert sum(calls) == tokenize.total_bytes([str(texts)], whole) and len(calls) > 10
-        for stop in range(len(calls)):
-            out, left = tmp_path / f"{tokenizer.vocab}-{stop}.bin", [stop]
-
-            def done(count, left=left):
-                left[0] -= 1
-                if left[0] < 0:
-                    raise Stopped
-
-            with pytest.raises(Stopped):
-                tokenize.tokenize([str(texts)], out, tokenizer, done=done)
-            assert not out.exists()
-            with out.with_name(out.name + ".part").open("ab") as part:
-                part.write(b"torn")  # as left by a crash in the middle of a piece
-            heard = []
-            tokenize.tokenize([str(texts)], out, tokenizer, done=heard.append)
-            assert out.read_bytes() == whole.read_bytes() and sidecar(out).read_bytes() == sidecar(whole).read_bytes()
-            assert sum(heard) == sum(calls) and len(heard) <= len(calls) - stop + 1
-            assert not list(tmp_path.glob("*.part*"))
-
-
-def test_a_killed_process_leaves_what_the_next_one_goes_on_with(texts, tmp_path):
-    code = """
-import os, signal, sys
-from zbc.training.data import tokenize
-tokenize.PIECE = 60
-heard = []
-def done(count):
-    heard.append(count)
-    if len(heard) == 9:
-        os.kill(os.getpid(), signal.SIGKILL)
-tokenize.tokenize([sys.argv[1]], __import__("pathlib").Path(sys.argv[2]), tokenize.Bytes(), done=done)
-"""
-    out = tmp_path / "out.bin"
-    killed = subprocess.run([sys.executable, "-c", code, str(texts), str(out)], timeout=60)
-    assert killed.returncode == -signal.SIGKILL and not out.exists()
-    tokenize.tokenize([str(texts)], tmp_path / "whole.bin", Bytes())
-    tokenize.tokenize([str(texts)], out, Bytes())
-    assert out.read_bytes() == (tmp_path / "whole.bin").read_bytes()
-
-
-def test_an_attempt_that_left_its_parts_among_the_texts_goes_on(texts):
+def test_an_attempt_that_ends_early_leaves_nothing(texts):
     out = texts / "out.bin"
     stopped(texts, out)
-    stopped(texts, out)
+    assert not list(texts.glob("out.bin*"))
+    heard, size = [], tokenize.total_bytes([str(texts)], out)
+    tokenize.tokenize([str(texts)], out, Bytes(), done=heard.append)
+    assert sum(heard) == size
+
+
+def test_what_a_killed_attempt_left_among_the_texts_is_written_over(texts, tmp_path):
+    out = texts / "out.bin"
+    out.with_name("out.bin.part").write_bytes(b"torn")
+    tokenize.tokenize([str(texts)], tmp_path / "whole.bin", Bytes())
     made, size = tokenize.tokenize([str(texts)], out, Bytes()), tokenize.total_bytes([str(texts / "a.txt")], out)
     assert made.documents == 18 and size == (texts / "a.txt").stat().st_size
+    assert not list(texts.glob("*.part"))
 
 
 def test_two_processes_do_not_make_one_file(texts, tmp_path):
     out = tmp_path / "out.bin"
-    stopped(texts, out)
     part = out.with_name("out.bin.part")
     with part.open("ab") as other:
+        other.write(b"theirs")
+        other.flush()
         fcntl.flock(other, fcntl.LOCK_EX)
         before = part.read_bytes()
         error = error_of(tokenize.tokenize, [str(texts)], out, Bytes())
@@ -184,14 +146,6 @@ def test_half_of_a_character_is_named_with_what_is_before_it(tmp_path):
     error = error_of(tokenize.tokenize, [str(lines)], tmp_path / "l.bin", Bytes())
     assert error.code == "E503" and "'\\ud83d', after 'broken '" in error.message and error.where == f"{lines}:2"
     error.render().encode()
-
-
-def test_changed_inputs_start_anew(texts, tmp_path):
-    out = tmp_path / "out.bin"
-    stopped(texts, out)
-    (texts / "a.txt").write_text("new")
-    tokenize.tokenize([str(texts)], out, Bytes())
-    assert bytes(numbers(out)).startswith(b"new\0")
 
 
 def test_what_is_there_is_not_overwritten_and_bad_text_is_named(texts, tmp_path):

@@ -18,18 +18,18 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.execute import Step, run_step
+from zbc.runtime.core.feature import Pause
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.stage import StageLayer
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.evaluate import Evaluations
-from zbc.training.guest import Guest
+from zbc.training.guest import Guest, Skips
 from zbc.training.launch.board import Board
-from zbc.training.nonfinite import Skips
 from zbc.training.probing.shapes import Shapes
 from zbc.training.recording.measure import Scale
 from zbc.training.train import train_steps
@@ -239,4 +239,4 @@ def _train(worker: Worker, steps: int, checkpoints: Checkpoints, run: Step) -> N
     guests = [_Keeps(worker), Skips(worker.plan.manifest), Evaluations(worker), checkpoints]
     train_steps(worker, range(checkpoints.last, steps), guests, run)
     if not worker.features.of(Gathers).freed:  # tests look at whole weights
-        worker.features.of(Gathers).gathers(worker)
+        worker.features.of(Gathers).pauses(worker, Pause(whole=True))

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from zbc.runtime.core.remembered import decided as decided
     from zbc.runtime.features.added import add_loss as add_loss
     from zbc.runtime.features.added import loss_scale as loss_scale
-    from zbc.runtime.features.expert_parallel import experts as experts
-    from zbc.runtime.features.slicing import attention as attention
-    from zbc.runtime.features.slicing import positions as positions
+    from zbc.runtime.features.experts.expert_parallel import experts as experts
+    from zbc.runtime.features.slices.slicing import attention as attention
+    from zbc.runtime.features.slices.slicing import positions as positions
 
 __version__ = "0.1.0"
 __all__ = [
@@ -69,11 +69,11 @@ _HOMES = {
     "forward": "zbc.forwarding",
     "add_loss": "zbc.runtime.features.added",
     "alongside": "zbc.runtime.core.bundle",
-    "attention": "zbc.runtime.features.slicing",
+    "attention": "zbc.runtime.features.slices.slicing",
     "decided": "zbc.runtime.core.remembered",
-    "experts": "zbc.runtime.features.expert_parallel",
+    "experts": "zbc.runtime.features.experts.expert_parallel",
     "loss_scale": "zbc.runtime.features.added",
-    "positions": "zbc.runtime.features.slicing",
+    "positions": "zbc.runtime.features.slices.slicing",
     "selective": "zbc.runtime.core.again",
 }
 

@@ -310,3 +310,8 @@ def _groups(run: Topology) -> dict[int, _OfExperts]:
 
 
 _NUMBER = {axis.name: number for number, axis in enumerate(INNER)}
+
+
+def row_unit(cp: int, shared: int) -> int:
+    """The tokens of a row are a multiple of it, where `cp` ranks share them in two chunks each, and `shared` ranks."""
+    return shared if cp == 1 else math.lcm(2 * cp, cp * shared)

@@ -108,4 +108,4 @@ def test_a_first_search_says_that_it_compiles(zbc, job, tmp_path, monkeypatch):
 
 def test_layers_that_nobody_has_seen_are_said_to_be_tried_by_doctor(zbc, job):
     out = zbc("plan", job(model={"family": "somewhere:layers"}, data={"kind": "somewhere:data"})).out
-    assert "`zbc doctor --model JOB.toml` says whether it can be built" in out
+    assert "could not be run without numbers" in out and "`zbc doctor --model JOB.toml`" in out and "E502" in out

@@ -89,7 +89,7 @@ def test_a_plan_takes_two_steps_where_they_are_faster(far, near, groups):
     once = Choices(8, 4, *groups.values()).away(2) / 4
     there = 0.002 + (1 / 2 + once * 800 / far) * ms if near else 0.001 + ms / 2
     counts = 0.002 if near else 0.001
-    assert made.costs.of("f_sums", 0) == pytest.approx(2 * (2 * there + counts))
+    assert made.costs.of("f_sums", 0) == pytest.approx(2 * (2 * there + counts), rel=1e-3)  # of few bytes
 
 
 def test_ranks_are_seated_by_the_rows_that_cross():

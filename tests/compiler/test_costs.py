@@ -12,9 +12,9 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.machine import assumed_link
-from zbc.compiler.cost.work import keys_seen
 from zbc.compiler.partition.initial import initial
 from zbc.ir import Kind, Op, Placement
+from zbc.job.flops import keys_seen
 from zbc.ops import TIED
 from zbc.plan.dealing import most
 
@@ -215,7 +215,8 @@ def test_kernels_run_one_after_another_and_each_meets_its_own_limit():
         for tflops, memory in ((100.0, 1000.0), (1e6, 1000.0), (100.0, 1e9))
     )
     tokens = 2 * 512
-    touched = 18 * 1024 * 4 * tokens / 1e9  # 10 h of norms and residual sums and 2 f of GELU, in four bytes
+    # 10 h of norms and residual sums and 2 f of GELU; weights and two numbers a token of two norms: in four bytes
+    touched = 4 * (18 * 1024 * tokens + 2 * (2 * 1024 + 2 * tokens)) / 1e9
     assert slow.f == pytest.approx(free.f + touched, rel=1e-5)
     assert touched < fast.f < slow.f < free.f + fast.f  # products are memory-bound, too, if arithmetic is free
 
@@ -277,19 +278,22 @@ def test_all_experts_have_weights_to_read_and_gradients_to_write():
         estimate.layers(job(model={"hidden": 64, "experts": experts}, hardware=slow))[1] for experts in (2, 8)
     )
     mlp, router, tokens = 6 * 2 * 64 * 256, 6 * 64, 2 * 16
-    assert 1e6 * (eight.f - two.f) == pytest.approx(4 * (mlp + router + 6 * tokens) + 6 * 8 * tokens)
+    assert 1e6 * (eight.f - two.f) == pytest.approx(4 * (mlp + router + 6 * tokens) + 6 * 8 * tokens, rel=0.005)
     biases = 6 * (256 + 64)
-    assert 1e6 * (eight.w - two.w) == pytest.approx(4 * (mlp + router + 6 * tokens) + 12 * (mlp + router + biases))
+    # Gradients are written, gathered in one tensor of all experts, and added to the sum.
+    made, added = mlp + router + biases, 12 * (mlp + router + biases) + 8 * (mlp + biases)
+    assert 1e6 * (eight.w - two.w) == pytest.approx(4 * made + added, rel=0.005)
 
 
 def test_activations_grow_with_the_experts_a_token_meets():
-    """Per additional expert: its dispatched and combined rows with places and weights, and an MLP's activations."""
+    """Per additional expert: its dispatched and combined rows with places and weights, and an MLP's activations. (The
+    weight of a single one is not divided by a sum, for which more is kept.)"""
     for family, kept, given in (("gpt", 2, 2), ("llama", 4, 3)):
         sizes = {"family": family, "hidden": 64, "ffn_hidden": 128, "experts": 4}
-        one, two = (estimate.layers(job(model={**sizes, "top_k": top}))[1].size for top in (1, 2))
+        two, three = (estimate.layers(job(model={**sizes, "top_k": top}))[1].size for top in (2, 3))
         tokens = 2 * 16
-        assert two.act_b - one.act_b == 4 * tokens * (2 * 64 + kept * 128) + 4 * 8 * tokens
-        assert two.act_w - one.act_w == 4 * tokens * (2 * 64 + given * 128)
+        assert three.act_b - two.act_b == 4 * tokens * (2 * 64 + kept * 128) + 4 * 8 * tokens
+        assert three.act_w - two.act_w == 4 * tokens * (2 * 64 + given * 128)
 
 
 def test_a_router_keeps_the_tokens_of_its_own_rank_where_an_mlp_keeps_all():
@@ -312,6 +316,7 @@ def test_a_stage_that_runs_again_gathers_no_tokens_a_third_time(more):
 
     def sizes(again, part):
         how = {"model": model, "memory": {"activations": again}, "parallel": {"tp": 2, "tp_sequence": part, "pp": 2}}
+        how["partition"] = {"mode": "uniform"}
         return compile_job(job(kind="1f1b", layers=4, data={"kind": "synthetic"}, **how, **more)).costs.bytes
 
     assert sizes("recompute", "regather") == sizes("recompute", True)
@@ -329,13 +334,13 @@ def test_tensor_parallel_ranks_keep_logits_in_their_own_type():
 
 def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says():
     slow = {"device": "cuda", "tflops": 1e9, "memory_gbps": 1.0, "kernel_us": 0.0}
-    tokens, h, vocab = 2 * 16, 32, 256
+    tokens, h, vocab = 2 * 16, 32, 25600
     for low, n, cast in (({}, 4, 0), ({"dtype": "bfloat16", "parameters": "bfloat16"}, 2, 6)):
-        head = estimate.layers(job(model=low, hardware=slow))[-1]
+        head = estimate.layers(job(model={**low, "vocab": vocab}, hardware=slow))[-1]
         product = n * (tokens * (h + vocab) + h * vocab)
         norm = h * tokens * (2 * 4 + 2 * cast), h * tokens * (5 * 4 + 2 * cast)
-        assert 1e6 * head.f == pytest.approx(product + norm[0] + (12 + cast) * vocab * tokens)
-        assert 1e6 * head.b == pytest.approx(product + norm[1] + (20 + cast) * vocab * tokens)
+        assert 1e6 * head.f == pytest.approx(product + norm[0] + (12 + cast) * vocab * tokens, rel=1e-3)
+        assert 1e6 * head.b == pytest.approx(product + norm[1] + (20 + cast) * vocab * tokens, rel=1e-3)
         assert 1e6 * head.w == pytest.approx(product + (12 + cast) * h * vocab)
 
 
@@ -374,7 +379,9 @@ def test_layers_of_a_factory_are_assumed_equal_and_say_so():
 
 def test_a_stage_that_recomputes_takes_its_forward_once_more_in_b_and_keeps_inputs_only():
     plain, every = (costs(job(hardware=FREE, memory={"activations": how})) for how in ("keep", "recompute"))
-    assert every.column("b") == pytest.approx(tuple(map(add, plain.column("b"), plain.column("f"))))
+    # But for the look-up of a microbatch's tokens and of its targets: three kernels that move few bytes.
+    forward = [ms - (stage in (0, 3)) * (3 * 5e-3 + 784 / 20e6) for stage, ms in enumerate(plain.column("f"))]
+    assert every.column("b") == pytest.approx(tuple(map(add, plain.column("b"), forward)))
     assert [every.column(name) for name in ("f", "w")] == [plain.column(name) for name in ("f", "w")]
     assert every.units("left") == plain.units("left")
     kept, left = every.bytes_of("kept"), every.bytes_of("left")
@@ -455,7 +462,8 @@ def test_parts_of_layers_take_their_part_of_time_and_memory():
         assert 0.5 < half.bytes_of("kept")[stage] / whole.bytes_of("kept")[stage] < 0.9
     slow = costs(job(model=wide, parallel={"tp": 2}, hardware={**fast, "link_us": 1000.0}))
     more = [slow.of("f", s) - half.of("f", s) for s in range(4)], [slow.of("b", s) - half.of("b", s) for s in range(4)]
-    assert more == ([pytest.approx(ms) for ms in (5, 4, 4, 4)], [pytest.approx(ms) for ms in (4, 4, 4, 5)])
+    # Of two blocks each, of the look-up, and of the output layer: its numbers of the loss, the gradient of its input.
+    assert more == ([pytest.approx(ms) for ms in (5, 4, 4, 5)], [pytest.approx(ms) for ms in (4, 4, 4, 5)])
 
 
 def test_ranks_that_share_tokens_take_their_part_and_gather_keys_and_values():
@@ -484,9 +492,10 @@ def test_gathers_add_to_sums_and_run_again_with_what_is_made_again():
     assert [both.of(column) for column in ("f", "b", "w", "bw")] == [9.5, 7.5, 2.0, 8.0]
     again = costs(job(parallel={"cp": 2}, costs=given, memory={"activations": "recompute"}))
     assert [again.of(column) for column in ("f", "b", "bw")] == [9.0, 6 + 8 + 2.0, 8 + 1 + 6 + 2]
-    spared = costs(job(parallel={"cp": 2}, costs=given, memory={"activations": "selective"}))
-    plain = costs(job(costs=given, memory={"activations": "selective"}))
-    assert spared.of("b") == pytest.approx(plain.of("b") + 2.0, rel=0.02), "one more gather, and the sum"
+    spared, free = (
+        costs(job(parallel={"cp": 2}, costs={**given, "cp": ms}, memory={"activations": "selective"})) for ms in (1, 0)
+    )
+    assert spared.of("b") == pytest.approx(free.of("b") + 2.0), "one more gather, and the sum"
     assert costs(job(costs=given)).of("f") == 8.0
 
 

@@ -83,7 +83,7 @@ def test_a_rank_sends_the_bytes_that_are_priced(tmp_path, monkeypatch, parallel,
             def started(*args):
                 axis = {layers.swaps.ranks: "ep", layers.group.ranks: "tp"}.get(args[-1])
                 axis = "ep" if name == "start_swap" else "tp" if axis else None
-                if axis and worker.plan.ops[worker.progress.index].kind.computes and args[0].is_floating_point():
+                if axis and worker.plan.ops[worker.progress.index].kind.computes:
                     key, ranks = (worker.rank, axis), len(args[-1])
                     sent[key] = sent.get(key, 0.0) + halves * (ranks - 1) / ranks * args[whole].nbytes
                 return start(*args)

@@ -137,7 +137,7 @@ def test_memory_is_that_of_shares_and_logits():
 
 
 def test_a_bound_counts_the_words_of_every_rank():
-    found = planned()
+    found = planned(model={**LARGE, "vocab": 4 * 4096})
     plain = bounds(found.program.placement, found.costs.with_ms(s=(), t=(), i=(), e=()), 8)
     counted = bounds(found.program.placement, found.costs, 8)
     words = 8 * sum(found.costs.of(name, 0) for name in "ste")

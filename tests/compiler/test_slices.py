@@ -198,7 +198,8 @@ def test_recompute_keeps_keys_and_values_beside_the_inputs_of_layers():
     plain = planned(**sliced(hardware=FREE)).costs
     assert again.bytes_of("kv") == plain.bytes_of("kv")
     assert again.bytes_of("kept")[1] < plain.bytes_of("kept")[1] / 3
-    assert again.column("b")[1] == pytest.approx(plain.column("b")[1] + plain.column("f")[1])
+    twice = plain.column("b")[1] + plain.column("f")[1]  # but keys and values are in their buffers by then
+    assert 0.99 * twice < again.column("b")[1] <= twice
 
 
 def test_slices_take_less_memory_and_time():

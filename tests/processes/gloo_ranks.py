@@ -10,11 +10,12 @@ from zbc.ir import Kind
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.answers import primary
 from zbc.runtime.core.execute import finish, run_step
+from zbc.runtime.core.feature import Pause
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.gathers import Gathers
-from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.features.shards.gathers import Gathers
+from zbc.runtime.features.words.vocabulary_state import Vocabulary
+from zbc.runtime.transports.around import Staged
 from zbc.runtime.transports.network import Network
-from zbc.runtime.transports.staged import Staged
 from zbc.training.warm import warm
 from zbc.training.worker import build_worker
 
@@ -39,14 +40,13 @@ def train(
     worker = open_worker(rank, plan, staged=staged)
     if warmed:
         warm(worker)
-    worker.features.of(Gathers).begins(worker)
     found = []
     for step in range(steps):
         worker.ends = step + 1 == steps
         found.append(run_step(worker, step))
     found.append(finish(worker))
     results = [result for result in found if result is not None]
-    worker.features.of(Gathers).gathers(worker)
+    worker.features.of(Gathers).pauses(worker, Pause(whole=True))
     worker.transport.close()
     parameters = primary(worker)
     words = worker.features.find(Vocabulary)

@@ -19,7 +19,8 @@ from tests.runtime.test_windows import one_sided
 from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.core.feature import Pause
+from zbc.runtime.features.shards.gathers import Gathers
 
 TWO = {"pp": 2, "dp": 2}
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
@@ -139,7 +140,7 @@ def every_weight(rank, plan, steps):
     worker = open_worker(rank, plan)
     for step in range(steps):
         run_step(worker, step)
-    worker.features.of(Gathers).gathers(worker)
+    worker.features.of(Gathers).pauses(worker, Pause(whole=True))
     worker.transport.close()
     named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}
     return {name: p.detach().numpy().tobytes() for name, p in named.items()}

@@ -8,7 +8,7 @@ from tests.threads import losses_of, run_threads
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 
-# Wide enough for activations of slices to be offloaded (runtime/features/parcels.py leaves small ones).
+# Wide enough for activations of slices to be offloaded (runtime/features/offload/parcels.py leaves small ones).
 MODEL = {"layers": 8, "hidden": 128, "heads": 4, "vocab": 512, "seq_len": 256, "dtype": "bfloat16"}
 SAME = {
     "model": MODEL,

@@ -23,7 +23,7 @@ from zbc.ir import Message, Op, Placement, Program
 from zbc.ops import MAKER, experts_of
 from zbc.plan.directory import assemble, meeting, program_of
 from zbc.plan.groups import gatherings, swapping
-from zbc.runtime.features.units import Braids
+from zbc.runtime.features.groups.units import Braids
 from zbc.runtime.transports.network import directions
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")

@@ -15,30 +15,37 @@ from tests.jobs import toml_text
 FEATURE = '''
 """A moving average of the weights, which evaluations use."""
 
+from zbc.ir import Kind
 from zbc.runtime.core.feature import Feature
 
 
 class Moving(Feature):
     def __init__(self, stages):
-        self.means = {
+        self.kept = {
             s: {name: p.detach().clone() for name, p in stage.parameters.items()} for s, stage in stages.items()
         }
 
-    def steps(self, worker, op):
-        for name, p in worker.stages[op.stage].parameters.items():
-            self.means[op.stage][name].lerp_(p.detach(), 0.25)
+    def completes(self, worker, run):
+        def around(step):
+            def run(worker, op):
+                step(worker, op)
+                for name, p in worker.stages[op.stage].parameters.items():
+                    self.kept[op.stage][name].lerp_(p.detach(), 0.25)
 
-    def kept(self, stage):
-        return self.means[stage]
+            return run
 
-    def evaluates(self, worker):
+        run.wrap([Kind.STEP], around)
+
+    def pauses(self, worker, pause):
+        if pause.means:
+            self.resumes(worker)
+
+    def resumes(self, worker):
         for s, stage in worker.stages.items():
             for name, p in stage.parameters.items():
                 own = p.detach().clone()
-                p.data.copy_(self.means[s][name])
-                self.means[s][name].copy_(own)
-
-    trains = evaluates
+                p.data.copy_(self.kept[s][name])
+                self.kept[s][name].copy_(own)
 
 
 def build(context):

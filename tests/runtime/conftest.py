@@ -4,7 +4,7 @@ collects what OFFLOAD moves."""
 import pytest
 import torch
 
-from zbc.runtime.features import parcels
+from zbc.runtime.features.offload import parcels
 
 
 @pytest.fixture(autouse=True, scope="session")

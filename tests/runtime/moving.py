@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zbc.compiler.check import check_all
 from zbc.ir import Kind, Op, Program
-from zbc.runtime.features.copying import HostMemory, Slab, copy_back, copy_out
+from zbc.runtime.features.offload.copying import HostMemory, Slab, copy_back, copy_out
 
 
 def moved(program: Program) -> Program:

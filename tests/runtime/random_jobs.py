@@ -23,7 +23,7 @@ from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.optimizer import Held
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.transports.hub import Hub
 from zbc.training.checkpoint.folder import folder_of
 

@@ -24,7 +24,7 @@ from zbc.plan.directory import Boundary, RampPlan, RankPlan, StoredPlan, assembl
 from zbc.plan.phases import Phases
 from zbc.runtime.core.bundle import Alongside
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.features.words.vocabulary_state import Vocabulary
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings

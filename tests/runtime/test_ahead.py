@@ -19,9 +19,9 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.core.ending import leftovers
 from zbc.runtime.core.execute import finish, run_step
 from zbc.runtime.core.state import Worker
-from zbc.runtime.core.stores import leftovers
 from zbc.runtime.features.ahead import Ahead
 from zbc.runtime.transports.hub import Hub
 from zbc.runtime.transports.transport import Signal

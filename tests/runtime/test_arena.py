@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zbc.training.checkpoint.arena import Arena
+from zbc.training.checkpoint.saving import Arena
 
 TENSORS = {"turned": torch.randn(3, 4, 5).transpose(0, 2), "one": torch.tensor(7.0, dtype=torch.float64)}
 TENSORS |= {"low": torch.randn(5).bfloat16(), "none": torch.zeros(0, 3), "whole": torch.arange(9)}

@@ -18,9 +18,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.features import averaging
+from zbc.runtime.features import averaging, freezing
 from zbc.runtime.transports.hub import Hub
-from zbc.training.building import runs
 from zbc.training.worker import build_worker
 
 M, STEPS = 4, 9
@@ -217,14 +216,14 @@ def test_replicas_that_average_freeze_alike(tmp_path, monkeypatch):
     how |= {"freeze": {"most": 0.4}, "model_more": {"layers": 6}}
     made = plan(tmp_path / "average", {"share": 1.0, "delay": 0}, **how)
     assert made.program.freezes
-    found, every = losses_of(run_threads(made, STEPS)), runs.turns_of
+    found, every = losses_of(run_threads(made, STEPS)), freezing.turns_of
 
     def alike(ops, stage, manifest, after):
         return every(ops, stage, manifest.model_copy(update={"ep": 2}), after)
 
     summed = plan_of(tmp_path / "sum", "1f1b", pp=2, dp=2, m=M, train={"steps": STEPS}, **how)
     assert losses_of(run_threads(summed, STEPS)) != pytest.approx(found, rel=1e-6)
-    monkeypatch.setattr(runs, "turns_of", alike)
+    monkeypatch.setattr(freezing, "turns_of", alike)
     assert losses_of(run_threads(summed, STEPS)) == pytest.approx(found, rel=1e-6)
 
 

@@ -19,7 +19,7 @@ from zbc.ops import TIED
 from zbc.runtime.core.answers import primary
 from zbc.runtime.core.bucket import Bucket
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.transports.hub import Hub
 
 TEXT = {"kind": "text", "path": str(Path(sysconfig.get_paths()["stdlib"], "argparse.py"))}

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,13 +10,16 @@ import torch
 from tests.composed import beside, trained
 from tests.refusals import refused
 from zbc.runtime.cuda import StreamCopier
-from zbc.runtime.features import copying
-from zbc.runtime.features.copying import Piece, ThreadCopier
+from zbc.runtime.features.offload import copying
+from zbc.runtime.features.offload.copying import Piece, ThreadCopier
 
 
 class Stream:
     def __init__(self, *_):
-        self.knows = set()
+        self.knows, self.busy = set(), False
+
+    def query(self):
+        return not self.busy
 
     def wait_event(self, event):
         self.knows |= event.knows
@@ -88,11 +92,29 @@ def test_a_copy_back_waits_for_its_memory_and_for_its_own_copy_out(copier):
     assert back.event in Streams.current.knows
 
 
-def test_memory_that_cannot_be_pinned_is_named(copier, monkeypatch):
-    def refuse(*sizes, **how):
-        raise RuntimeError("no more")
+def test_a_slab_is_pinned_at_its_size_and_freed_once_its_copies_have_ended(copier, monkeypatch):
+    calls, code = [], 0
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda at, size, flags: calls.append(("pin", at, size)) or code,
+        cudaHostUnregister=lambda at: calls.append(("unpin", at)) or code,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    at = copier.slab(1000).data_ptr()
+    assert calls == [("pin", at, 1000)]
+    copier._out.busy = True
+    copier.close()
+    assert len(calls) == 1
+    copier._out.busy = False
+    copier.close()
+    assert calls[1:] == [("unpin", at)]
+    code = 2
 
-    monkeypatch.setattr(torch, "empty", refuse)
+    def check(code):
+        if code:
+            raise RuntimeError("no more")
+
+    monkeypatch.setattr(torch.cuda, "check_error", check)
     with refused("E619", match=r"1\.0 MiB of pinned host memory"):
         copier.slab(2**20)
 

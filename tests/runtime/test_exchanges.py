@@ -14,7 +14,7 @@ from tests.threads import each_parameter, run_threads
 from tests.tiers import few
 from zbc.compiler.compile import load_job
 from zbc.compiler.cost import estimate, pricing
-from zbc.runtime.features.expert_parallel import Copies
+from zbc.runtime.features.experts.expert_parallel import Copies
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.training.models.experts import Experts
 
@@ -117,7 +117,7 @@ def test_a_rank_sends_the_rows_that_are_priced(tmp_path, monkeypatch):
     ms = made.manifest.microbatches * (one.forward[0] + one.backward[0])
     for rank in (rank for rank in range(8) if made.manifest.topology.of(rank).pp == 0):
         size = 32 * 4 * 8 / 1e6
-        assert size * (sent[rank, True] / SLOW + sent[rank, False] / FAST) == pytest.approx(ms)
+        assert size * (sent[rank, True] / SLOW + sent[rank, False] / FAST) == pytest.approx(ms, rel=1e-3)  # and counts
     assert {*counts.values()} == {2}  # of two blocks
 
 

@@ -14,8 +14,8 @@ from tests.threads import each_parameter, run_threads, side_by_side
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op, Placement
 from zbc.runtime import handlers
+from zbc.runtime.core.ending import leftovers
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.core.stores import leftovers
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.transports.hub import Hub
 

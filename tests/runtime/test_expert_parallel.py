@@ -32,8 +32,8 @@ from zbc.ops import EXPERTS, experts_of, home_of
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.answers import primary
 from zbc.runtime.core.grouped import of_expert
+from zbc.runtime.features import freezing
 from zbc.runtime.features.tensor_parallel import SharedLayers
-from zbc.training.building import runs
 from zbc.training.models.experts import Experts
 from zbc.training.models.stacks import stacks_of, unstacked
 
@@ -209,7 +209,7 @@ EVEN = {"f": 1.0, "b": 1.0, "w": 1.0}  # so that swaps change no order
 def test_replicas_that_share_out_experts_freeze_alike(tmp_path, monkeypatch):
     way = {"schedule": {"kind": "zb-v"}, "freeze": {"most": 0.5}, "costs": EVEN}
     found = numbers(run_threads(plan(tmp_path / "some", way, dp=2, ep=2), 3))
-    every = runs.turns_of
+    every = freezing.turns_of
 
     def alike(ops, stage, manifest, after):
         return every(ops, stage, manifest.model_copy(update={"ep": 2}), after)
@@ -217,7 +217,7 @@ def test_replicas_that_share_out_experts_freeze_alike(tmp_path, monkeypatch):
     made = plan(tmp_path / "all", way, dp=2)
     assert made.program.freezes
     assert apart(found, numbers(run_threads(made, 3))) > 0.01
-    monkeypatch.setattr(runs, "turns_of", alike)
+    monkeypatch.setattr(freezing, "turns_of", alike)
     assert apart(found, numbers(run_threads(made, 3))) <= TOLERANCE
 
 

@@ -14,10 +14,10 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.ir import NEXT, Kind, Op
+from zbc.runtime.core.ending import leftovers
 from zbc.runtime.core.optimizer import InPlace
-from zbc.runtime.core.stores import leftovers
-from zbc.runtime.features import cycle
-from zbc.runtime.features.versions import TwoVersions
+from zbc.runtime.features.unflushed import cycle
+from zbc.runtime.features.unflushed.versions import TwoVersions
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 OPTIMIZERS = {"adamw": ADAMW, "sgd": {"kind": "sgd", "lr": 0.1}}
@@ -231,7 +231,9 @@ def test_a_backward_before_the_step_of_the_step_before_is_wrong_without_a_word()
 def test_a_step_that_forgets_to_copy_is_noticed(monkeypatch):
     plan = plan_of("1f1b", 3, 4, model=SMALL)
     assert broken(
-        plan, monkeypatch, lambda patch: patch.setattr("zbc.runtime.features.versions.copy_all", lambda *_: None)
+        plan,
+        monkeypatch,
+        lambda patch: patch.setattr("zbc.runtime.features.unflushed.versions.copy_all", lambda *_: None),
     )
 
 

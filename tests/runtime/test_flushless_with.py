@@ -19,7 +19,7 @@ from zbc.ops import experts_of
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.features.tensor_parallel import SharedLayers
-from zbc.runtime.features.versions import TwoVersions
+from zbc.runtime.features.unflushed.versions import TwoVersions
 
 KINDS = ["1f1b", "interleaved-1f1b", "gis"]
 WITH = [["slices"], ["tp"], ["tp_sequence"], ["sharded optimizer"], ["slices", "tp", "sharded optimizer"]]

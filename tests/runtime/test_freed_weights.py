@@ -20,8 +20,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.split import SplitLinear
-from zbc.runtime.features.gathers import Gathers
-from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.shards.gathers import Gathers
+from zbc.runtime.features.shards.sharded import Sharded
 
 CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5}
 STEPS = 3

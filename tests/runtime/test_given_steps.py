@@ -105,7 +105,7 @@ def test_steps_of_an_epoch_come_in_another_order_and_a_training_goes_on_with_the
     assert begun + run_of(plan, 9, tmp_path / "went", at(tmp_path / "begun", 6)) == whole
     same(at(tmp_path / "went", 9), at(tmp_path / "whole", 9))
     settings = Settings.of(plan.manifest)
-    source = split_batches(settings, plan.manifest, steps_of(settings, plan.manifest))
+    source = split_batches(settings, steps_of(settings, plan.manifest))
     epochs = [[tuple(source.inputs(5 * e + k, 0)[0].tolist()) for k in range(5)] for e in range(2)]
     assert {*epochs[0]} == {*epochs[1]} and epochs[0] != epochs[1] and len({*epochs[0]}) == 5
 
@@ -159,7 +159,8 @@ EACH = {"sync": "asynchronous", "every": 2}
 def test_a_mean_is_over_the_microbatches_that_a_step_of_a_stage_or_replica_has(how, group, tmp_path):
     _, plan = planned(job_of(1, 4, **how), tmp_path)
     worker = build_worker(RankPlan(0, plan.program.ranks[0], plan.manifest), Hub(2).end(int(4 in group)), CPU)
-    given = worker.batches._steps.step(worker.batches._number(0))
+    source = worker.batches._source
+    given = source._steps.step(source._number(0))
     weights = [given[number].weight for number in group]
     expected = [weight * len(group) / sum(weights) for weight in weights]
     assert [worker.batches.weight(0, number) for number in group] == pytest.approx(expected)

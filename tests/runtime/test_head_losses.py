@@ -20,8 +20,8 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.runtime.core.slot import Slot, using
-from zbc.runtime.features.cross_entropy import Chunks, cross_entropy
-from zbc.runtime.features.words import Terms
+from zbc.runtime.features.words.cross_entropy import Chunks, cross_entropy
+from zbc.runtime.features.words.words import Terms
 
 ALL = {"loss_chunk": 5, "z_loss": 0.02, "label_smoothing": 0.1}
 WITHOUT = {key: value for key, value in ALL.items() if key != "loss_chunk"}

@@ -14,6 +14,7 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.runtime.seeding import reading
+from zbc.training.data import data as data_module
 from zbc.training.data.data import Batches, Pairs, SampleRange
 
 SEEDED = st.lists(st.sampled_from(["torch", "python", "numpy", "seeded"]), max_size=3)
@@ -75,6 +76,49 @@ def test_generators_are_put_back():
         raise KeyError
     assert torch.equal(torch.random.get_rng_state(), before[0])
     assert (random.getstate(), numpy.random.get_state()[1].tobytes()) == before[1:]
+
+
+class Overwriting:
+    """Items of which each has the memory of the one before; `fails`: one that cannot be read."""
+
+    def __init__(self, fails=-1):
+        self.memory, self.read, self.fails = torch.zeros(1), [], fails
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == self.fails:
+            raise KeyError(index)
+        self.read.append(index)
+        self.memory[0] = index
+        return self.memory, torch.rand(1)
+
+
+def test_samples_of_a_step_are_read_together_in_the_order_in_which_they_are_asked_for(monkeypatch):
+    monkeypatch.setattr(data_module, "_EARLY_S", 60.0)
+    order = [0, 1], [2, 3], [1, 3, 0, 2]
+    plain = Batches(Pairs(Overwriting(), "o", 1), seed=3, microbatches=4, size=1)
+    for mine in order:
+        data = Overwriting()
+        batches = Batches(Pairs(data, "o", 1), seed=3, microbatches=4, size=1, order=[mine])
+        for step in range(4):
+            before = len(data.read)
+            for mb in mine:
+                assert torch.equal(batches.inputs(step, mb), plain.inputs(step, mb))
+                assert len(data.read) == before + len(mine), "all at the first request, and none again"
+            assert not batches._samples._early
+            assert data.read[before:] == [int(plain.inputs(step, mb)) for mb in mine]
+
+
+def test_a_sample_that_fails_is_told_when_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(data_module, "_EARLY_S", 60.0)
+    batches = Batches(Pairs(Overwriting(), "o", 1), seed=3, microbatches=4, size=1)
+    third = int(batches.inputs(0, 2))
+    batches = Batches(Pairs(Overwriting(third), "o", 1), seed=3, microbatches=4, size=1, order=[[0, 1, 2, 3]])
+    batches.inputs(0, 0), batches.inputs(0, 1), batches.inputs(0, 3)
+    with pytest.raises(KeyError):
+        batches.inputs(0, 2)
 
 
 @pytest.mark.parametrize(("p", "looks"), [(1, 16), (2, 32)])

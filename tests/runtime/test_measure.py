@@ -19,7 +19,7 @@ from zbc.ir import Kind, Op, Placement
 from zbc.plan import dealing
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.features.expert_parallel import Swaps
+from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.training.models.experts import Experts
 from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
 

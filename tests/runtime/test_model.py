@@ -13,7 +13,7 @@ from tests.tiers import few
 from zbc.job import spec, userobject
 from zbc.runtime.seeding import draws, seed_of, seeded
 from zbc.training.models import model
-from zbc.training.models.rotary import Rotary
+from zbc.training.models.parts import Rotary
 
 HERE = "tests.runtime.user_models"
 

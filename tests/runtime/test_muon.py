@@ -19,7 +19,7 @@ from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core.muon import is_matrix, orthogonal
 from zbc.runtime.core.optimizer import torch_optimizer
-from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.shards.sharded import Sharded
 
 MUON = {"kind": "muon", "lr": 0.01, "adamw_lr": 0.003}
 ROUNDED = 5e-4  # sums in another order, rounded to bfloat16 by Newton-Schulz

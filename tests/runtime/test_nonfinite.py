@@ -9,7 +9,7 @@ from tests.threads import last_of, run_threads, watch
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind
-from zbc.training.nonfinite import origin
+from zbc.training.guest import origin
 
 PARAMETER = "up.weight"
 WAYS = {

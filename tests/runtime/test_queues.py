@@ -2,8 +2,12 @@
 
 import os
 
+import pytest
+import torch
+
 from tests.processes.plans import compiled
 from tests.refusals import refused
+from zbc.training import devices
 from zbc.training.launch.queues import VARIABLE, set_queues
 
 EQUAL = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0, "act_b": 1.0}, "model": {"layers": 8}}
@@ -32,3 +36,13 @@ def test_one_queue_is_refused_for_the_plans_that_stop_under_it(tmp_path, monkeyp
     set_queues(tmp_path / "zb-h2", manifest)
     with refused("E618", match="share one queue", hint=f"unset {VARIABLE}"):
         set_queues(tmp_path / "looped-zb", written(tmp_path, "looped-zb")[1])
+
+
+@pytest.mark.parametrize("theirs", [{}, {"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}])
+def test_segments_of_the_allocator_grow_unless_the_user_says_otherwise(theirs, monkeypatch):
+    found = []
+    monkeypatch.setattr(os, "environ", dict(theirs))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: found.append((index, dict(os.environ))))
+    assert devices.place(3).index == 1
+    assert found == [(1, theirs or {devices.ALLOCATOR: "expandable_segments:True"})]

@@ -19,7 +19,7 @@ from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core import rounded
 from zbc.runtime.core.optimizer import InPlace, Masters, build_optimizer, torch_optimizer
-from zbc.runtime.core.precision import lower_precision
+from zbc.runtime.core.tensors import lower_precision
 from zbc.runtime.features.averaging import meet
 from zbc.runtime.transports.hub import Hub
 from zbc.training.checkpoint.files import Reader

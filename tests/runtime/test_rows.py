@@ -13,8 +13,8 @@ from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.threads import run_threads
 from zbc.ir import COPY, Message, Op, Placement, Program
 from zbc.ops import TIED, VALUES, At, Kind, Ref, Scope
-from zbc.runtime.core.stores import STORES
-from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.core.ending import STORES
+from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.transports.transport import Signal
 

@@ -20,7 +20,7 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.features.scaling import Scale
-from zbc.training.nonfinite import Skips
+from zbc.training.guest import Skips
 
 HALF = {**GPT, "dtype": "float16", "loss_scale_steps": 2}
 LOUD = {**HALF, "loss": "tests.runtime.losses:loud"}

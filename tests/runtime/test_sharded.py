@@ -13,8 +13,8 @@ from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core.optimizer import InPlace
 from zbc.runtime.core.validate import CHUNK
-from zbc.runtime.features.pieces import Piece, cut, deal
-from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.shards.pieces import Piece, cut, deal
+from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.transports.hub import Hub
 
 ADAMW = spec.Optimizer(lr=0.1)

@@ -21,10 +21,11 @@ from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.forward import forward_only
-from zbc.runtime.core.stores import leftovers
-from zbc.runtime.features import vocabulary, words
-from zbc.runtime.features.vocabulary import Embedding, Output
-from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.core.ending import leftovers
+from zbc.runtime.core.tensors import IGNORED
+from zbc.runtime.features.words import vocabulary, words
+from zbc.runtime.features.words.vocabulary import Embedding, Output
+from zbc.runtime.features.words.vocabulary_state import Vocabulary
 from zbc.runtime.transports.hub import Hub
 from zbc.runtime.transports.transport import Then
 from zbc.training.probing.checkup import check_up
@@ -93,7 +94,7 @@ def test_in_bfloat16_sums_are_float32(options, monkeypatch):
     kinds = set[torch.dtype]()
     combine = words.combine
     monkeypatch.setattr(
-        "zbc.runtime.features.vocabulary_state.combine", lambda told: kinds.add(told.dtype) or combine(told)
+        "zbc.runtime.features.words.vocabulary_state.combine", lambda told: kinds.add(told.dtype) or combine(told)
     )
     model = {**LLAMA, "dtype": "bfloat16", **options}
     how = {"model": model, "optimizer": {"lr": 1e-2}}
@@ -108,7 +109,7 @@ def test_targets_that_do_not_count():
     torch.manual_seed(0)
     hidden, table = torch.randn(7, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
     targets = torch.randint(0, 11, (7,))
-    targets[:3] = words.IGNORED
+    targets[:3] = IGNORED
     weight = torch.nn.Parameter(table.clone())
     h = hidden.clone().requires_grad_()
     loss = functional.cross_entropy(h @ weight.t(), targets)
@@ -121,7 +122,7 @@ def test_targets_that_do_not_count():
 def together(ranks, hidden, table, targets, *, early, low=(0, 4, 5, 11)):
     """Loss, gradient of the table and of `hidden`, by ranks one after the other."""
     shares = [Output(torch.nn.Parameter(table[a:b].clone()), a) for a, b in pairwise(low)]
-    weight = 1.0 / (targets != words.IGNORED).sum().double()
+    weight = 1.0 / (targets != IGNORED).sum().double()
     told = [share.tell(hidden, targets, weight, 1.0, early=early) for share in shares]
     log, logit = words.combine(torch.stack([one.mine for one in told]))
     parts = [one.part(log) for one in told] if early else []

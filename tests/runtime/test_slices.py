@@ -16,13 +16,14 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
 from zbc.errors import ZbcError
 from zbc.ir import Kind
+from zbc.job.spec import Model
 from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.split import split_backward
-from zbc.runtime.features import slicing
-from zbc.runtime.features.slicing import Inside, Limits, Part, Past, attention, positions, share_of, within
+from zbc.runtime.core.tensors import Part, share_of
+from zbc.runtime.features.slices import slicing
+from zbc.runtime.features.slices.slicing import Inside, Past, attention, positions, within
 from zbc.training.models.gpt import GptBlock
 from zbc.training.models.llama import LlamaBlock
-from zbc.training.models.rotary import Rotary
 from zbc.training.probing.checkup import check_up
 
 ROWS = {1: (), 2: (0, 9, 16), 3: (0, 7, 8, 16), 4: (0, 7, 11, 14, 16)}  # of 16 tokens
@@ -64,19 +65,19 @@ def check_gradients(plan, tolerance=1e-6):
 # ---- one layer -----------------------------------------------------------------------------------------------
 
 BLOCKS = {
-    "gpt": lambda: GptBlock(32, 4, 4, ffn=64, layers=2, eps=1e-5, tanh=False, rotary=None),
-    "fewer keys": lambda: GptBlock(32, 4, 2, ffn=64, layers=2, eps=1e-5, tanh=False, rotary=None),
-    "rotary": lambda: GptBlock(32, 4, 4, ffn=64, layers=2, eps=1e-5, tanh=True, rotary=Rotary(24, 8)),
-    "llama": lambda: LlamaBlock(32, heads=4, kv_heads=2, size=8, ffn=48, layers=2, eps=1e-6, rotary=Rotary(24, 8)),
-    "capped": lambda: limited(cap=0.5),
-    "window": lambda: limited(window=5),
-    "capped window": lambda: limited(window=5, cap=0.5),
+    "gpt": lambda: block_of("gpt"),
+    "fewer keys": lambda: block_of("gpt", kv_heads=2),
+    "rotary": lambda: block_of("gpt", positions="rotary", activation="gelu_tanh"),
+    "llama": lambda: block_of("llama", kv_heads=2),
+    "capped": lambda: block_of("llama", kv_heads=2, scores_cap=0.5),
+    "window": lambda: block_of("llama", kv_heads=2, window=5),
+    "capped window": lambda: block_of("llama", kv_heads=2, window=5, scores_cap=0.5),
 }
 
 
-def limited(**limits):
-    sizes = {"heads": 4, "kv_heads": 2, "size": 8, "ffn": 48, "layers": 2, "eps": 1e-6, "rotary": Rotary(24, 8)}
-    return LlamaBlock(32, **sizes, limits=Limits(**limits))
+def block_of(family, **options):
+    model = Model(family=family, layers=2, hidden=32, heads=4, vocab=16, seq_len=24, ffn_hidden=48, **options)
+    return (GptBlock if family == "gpt" else LlamaBlock)(model, model.block(0))
 
 
 def run_slices(block, x, grad, cuts, slot=Slot, split=False):

@@ -12,8 +12,8 @@ from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import losses_of, run_threads
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.cuda import StreamHub
-from zbc.runtime.features.vocabulary import Output
-from zbc.runtime.features.vocabulary_state import Meeting
+from zbc.runtime.features.words.vocabulary import Output
+from zbc.runtime.features.words.vocabulary_state import Meeting
 from zbc.runtime.transports.chains import StreamChains
 
 _here = threading.local()

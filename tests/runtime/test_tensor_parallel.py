@@ -17,9 +17,9 @@ from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job.model_section import Model
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.features.cross_entropy import cross_entropy
+from zbc.runtime.core.tensors import IGNORED
 from zbc.runtime.features.tensor_parallel import Cut, Group, SharedLayers
-from zbc.runtime.features.words import IGNORED
+from zbc.runtime.features.words.cross_entropy import cross_entropy
 from zbc.runtime.transports.hub import Hub, HubTransport
 from zbc.training.models import model as models
 from zbc.training.models import sharding

@@ -16,9 +16,8 @@ from zbc.runtime.core.execute import run_step
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, Writer
 from zbc.training.launch.board import Board
-from zbc.training.recording.aligned import compare_clocks
-from zbc.training.recording.measure import CATEGORIES
-from zbc.training.recording.pace import MOST, slower
+from zbc.training.recording.measure import CATEGORIES, MOST, slower
+from zbc.training.recording.stamps import compare_clocks
 from zbc.training.recording.tracing import Recorder, Tracer
 
 LIMIT = timedelta(seconds=20)

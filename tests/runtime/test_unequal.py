@@ -174,7 +174,7 @@ def test_ranks_that_share_layers_train_unequal_counts_as_one_process(dealt):
 
 
 def test_learned_positions_are_those_of_samples_where_ranks_share_the_tokens():
-    embedding, tokens = gpt.Embed(16, 4, 8, learned=True), torch.arange(8)[None]
+    embedding, tokens = gpt.Embed(spec.Model(layers=1, hidden=4, heads=1, vocab=16, seq_len=8)), torch.arange(8)[None]
     with packed(((5, 3),)):
         expected = embedding(tokens)[:, 4:]
         embedding.place, embedding.look_up = 1, lambda tokens: embedding.tokens(tokens[:, 4:])

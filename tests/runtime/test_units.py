@@ -18,10 +18,10 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.runtime.core import slot
 from zbc.runtime.core.current import Current
-from zbc.runtime.features.offload import Offloads
-from zbc.runtime.features.strands import Pair, current_pair
+from zbc.runtime.features.groups.strands import Pair, current_pair
+from zbc.runtime.features.groups.units import Braids, Units, _reason
+from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.tensor_parallel import Group, Meter, SharedLayers
-from zbc.runtime.features.units import Braids, Units, _reason
 from zbc.training.recording.measure import Scale
 from zbc.training.recording.tracing import Recorder
 

@@ -6,11 +6,12 @@ import torch
 from tests.runtime.moving import moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
 from tests.runtime.test_gradients import VECTORS, user
+from tests.runtime.test_modules import zoo
 from tests.threads import begun, each_layer, losses_of, norms_of, run_threads
 from tests.tiers import few
-from zbc.runtime.core.stores import leftovers
-from zbc.runtime.features import parcels
-from zbc.runtime.features.offload import Offloads
+from zbc.runtime.core.ending import leftovers
+from zbc.runtime.features.offload import parcels
+from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.transports.hub import Hub
 from zbc.runtime.transports.transport import Signal
 from zbc.training.warm import warm
@@ -27,6 +28,8 @@ CASES = {
     "low precision": {"schedule": "1f1b", "model": {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}},
     "dropout": {"schedule": "zb-h1", "model": user("residual", dropout=0.3), **VECTORS},
     "buffers": {"schedule": "1f1b", "model": user("mixed", layers=4), **VECTORS},
+    "attributes": {"schedule": "zb-h1", **zoo("carries_graph")},
+    "attributes that wait for their backward": {"schedule": "1f1b", "p": 1, **zoo("reuses_output")},
     "frozen": {"schedule": "zb-h1", "model": user("frozen", which=(0, 3)), **VECTORS},
     "evaluated": {"schedule": "1f1b", "model": user("mixed", layers=4), **HELD, "train": {"eval_every": 1}},
     "to the host": {"schedule": "zb-h1", "moves": True},
@@ -60,7 +63,7 @@ def warm_up(worker):
     assert all(p.grad is None for one in worker.optimizers.values() for p in one.parameters.values())
 
 
-@pytest.mark.parametrize("case", few(CASES, ("no barrier", "ZeRO-1", "replicas", "buffers", "two pipes")))
+@pytest.mark.parametrize("case", few(CASES, ("no barrier", "ZeRO-1", "replicas", "buffers", "attributes", "two pipes")))
 def test_a_training_that_was_warmed_up_has_the_same_bits(case):
     plan = plan_for(case)
     plain = run_threads(plan, 3)

@@ -23,9 +23,9 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.features import shared_memory
-from zbc.runtime.features.gathers import Gathers
-from zbc.runtime.features.windows import Window, WindowCopier
+from zbc.runtime.features.shards import shared_memory
+from zbc.runtime.features.shards.gathers import Gathers
+from zbc.runtime.features.shards.windows import Window, WindowCopier
 from zbc.runtime.transports.hub import Hub
 
 

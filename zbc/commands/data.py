@@ -28,7 +28,7 @@ def tokenize(
 ) -> None:
     """Turn text into a token file for data.kind = "tokens".
 
-    A document is a file, or a line of a .jsonl file (its "text"). After an interruption the same command continues.
+    A document is a file, or a line of a .jsonl file (its "text").
     """
     from zbc.training.data.tokenize import Bytes, Json, total_bytes
     from zbc.training.data.tokenize import tokenize as make

@@ -67,7 +67,7 @@ def examine(path: Path, overrides: Sequence[str], *, as_json: bool, quiet: bool 
     from zbc.compiler.compile import compile_job, load_job
     from zbc.plan.directory import StoredPlan
 
-    compiled = compile_job(load_job(path, overrides), budget=0.0)
+    compiled = compile_job(load_job(path, overrides, counts=False), budget=0.0)
     manifest, _ = compiled.assemble()
     plan = StoredPlan(manifest, compiled.program)
     from zbc.training.probing.checkup import check_up  # slow: torch; after planning, which may fail
@@ -106,7 +106,7 @@ def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
         lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
     show(labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right"))
     if found.unscaled:
-        from zbc.training.probing.contract import unscaled
+        from zbc.training.probing.trials import unscaled
 
         show(labelled("warning", *unscaled(found.unscaled)))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 
 _LONG = 100  # columns of a command that is named
-_LOOKED_AT = 5  # steps that are numbered again to predict the gain
 
 
 def plan(
@@ -112,7 +110,7 @@ def plan(
         if loaded.balances:
             show(labelled("balance", *summary.balance_lines(compiled, _gain(manifest))))
         elif loaded.data.balance == "tokens" and (dealt := _gain(manifest)):
-            show(labelled("balance", *summary.dealt_lines(dealt, _renumbered(manifest, compiled, dealt["longest"]))))
+            show(labelled("balance", *summary.dealt_lines(dealt)))
         if missing := _missing(loaded):
             show(labelled("data", *missing))
         took = f"planned in {short(time.perf_counter() - began, 2)} s, engine {compiled.report.engine}"
@@ -148,19 +146,6 @@ def _gain(manifest: Manifest) -> dict[str, Any]:
         if error.code in ("E117", "E504"):
             raise
         return {}
-
-
-def _renumbered(manifest: Manifest, compiled: Compiled, steps: Sequence[Sequence[int]]) -> tuple[int, float] | None:
-    """A number of first steps, and how many times as long they take with the plan's numbers as with their own; `steps`:
-    the tokens of their microbatches."""
-    from zbc.compiler.restepping import Restepper
-    from zbc.plan.directory import StoredPlan
-
-    if not manifest.renumbers:
-        return None
-    restepper = Restepper(StoredPlan(manifest, compiled.program))
-    found = [restepper.of(tokens) for tokens in steps[:_LOOKED_AT]]
-    return len(found), sum(given for *_, given in found) / sum(ms for _, ms, _ in found)
 
 
 def _faster(beside: Others) -> dict[str, Any] | None:

@@ -113,11 +113,11 @@ def profile(
 
 
 def _dry(job: Job) -> Profile:
-    """The profile of a job without running it. Raises as `dry.profile`."""
-    from zbc.compiler.cost import estimate
-    from zbc.training.profiling import dry
+    """The profile of a job without running it. Raises as `cards.of`."""
+    from zbc.compiler.cost import cards, profiled
+    from zbc.compiler.cost.machine import Machine
 
-    return dry.profile(job, [(layer.f, layer.b, layer.w) for layer in estimate.layers(job)])
+    return profiled.timed(cards.of(job)[0], Machine.of(job))
 
 
 def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, quiet: bool) -> None:
@@ -208,7 +208,7 @@ def summary(found: Profile) -> Iterator[RenderableType]:
 
 
 def _of_ranks(found: Profile) -> Iterator[RenderableType]:
-    """What was measured beside layers."""
+    """Measurements beside those of layers."""
     yield labelled("link", _link(found))
     if found.sums is not None:
         speed = f"{short(found.sums.latency_us, 3)} us and {short(found.sums.gbps, 3)} GB/s"

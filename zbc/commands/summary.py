@@ -341,13 +341,11 @@ def balance_lines(compiled: Compiled, gain: Mapping[str, Any]) -> Iterator[str]:
     yield f"plans for {few[0]} (makespan {few[1]} ms) to {most[0]} microbatches ({most[1]} ms)"
 
 
-def dealt_lines(dealt: Mapping[str, Any], gain: tuple[int, float] | None = None) -> Iterator[str]:
-    """How long microbatches are by the samples; `gain`: of some steps, by numbering them again."""
+def dealt_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
+    """The lengths of microbatches by the samples."""
     yield f"by the samples of {dealt['steps']} steps, rows have at the median"
     yield from wrap(list(map(str, dealt["tokens"])), _TEXT, between=", ")
     yield f"{percent(1 - dealt['fill'])} padding; longer than planned in {dealt['longer']} of the steps"
-    if gain is not None:
-        yield f"numbered again, the first {gain[0]} steps take {percent(1 - 1 / gain[1])} less"
 
 
 def _ramp(compiled: Compiled) -> Iterator[str]:
@@ -397,7 +395,9 @@ def _costs(compiled: Compiled) -> Iterator[str]:
         yield f"{first}; without costs.message a message costs its ranks nothing" if silent else first
         yield from rest
         if (dry := compiled.job.profile) is not None:
-            yield f"bytes of layers: a dry run of them, torch {dry.on.torch}"
+            yield f"kernels and bytes of layers: a dry run of them, torch {dry.on.torch}"
+        elif (why := compiled.job.uncounted) is not None:
+            yield from wrap(f"{why.code} {why.message}".split(" "), _TEXT, between=" ")
         return
     on = profile.on
     how = "measured" if on.source == "measured" else "read off a recorded run"
@@ -432,9 +432,9 @@ def _estimated(compiled: Compiled) -> Iterator[str]:
 _COSTS = {
     "given": ("given in [costs]",),
     "assumed equal": (
-        "assumed equal for all layers: what they cost is not known before",
-        "the model is built: `zbc profile JOB.toml` measures it, and",
-        "`zbc doctor --model JOB.toml` says whether it can be built and trained",
+        "assumed equal for all layers, which could not be run without numbers:",
+        "`zbc profile JOB.toml` measures them, and `zbc doctor --model JOB.toml`",
+        "says whether they can be built and trained",
     ),
 }
 

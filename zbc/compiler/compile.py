@@ -22,6 +22,7 @@ from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import RECOMPUTE, check_host, check_memory, fullest_device, hint_of, ways
 from zbc.compiler.check.orders import order_problems
 from zbc.compiler.cost import estimate
+from zbc.compiler.cost.cards import with_card
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.deciding import decided
 from zbc.compiler.freezing import freeze_report, freezes
@@ -141,8 +142,11 @@ def load_job(
     profile: Path | None = None,
     *,
     sketch: bool = False,
+    counts: bool = True,
 ) -> Job:
     """Read a job file, or the job of a plan directory; raises every problem at once, the schedule's included.
+
+    Layers of a factory are run without numbers, unless not even that `counts`: for a check of what they do.
 
     With parallel.world, pp and dp are chosen: by the time per sample of the fast search, or not at all as a `sketch`.
 
@@ -157,7 +161,7 @@ def load_job(
     found = world.read(document, replicated=_has_replicas(document))
     if isinstance(found, world.World):
         return _fastest(found, measured, sketch=sketch)
-    return job_of(found, measured)
+    return job_of(found, measured, counts=counts)
 
 
 def _has_replicas(document: toml.Document) -> bool:
@@ -260,7 +264,7 @@ def _none_fits(found: world.World, rows: Sequence[world.Weighed]) -> ZbcError:
     )
 
 
-def job_of(document: toml.Document, measured: Measured = UNMEASURED) -> Job:
+def job_of(document: toml.Document, measured: Measured = UNMEASURED, *, counts: bool = True) -> Job:
     """The job of a document whose shape is known, or all its problems, the schedule's too; `measured` if it has no
     profile."""
     draft = spec.drafted(document)
@@ -272,7 +276,7 @@ def job_of(document: toml.Document, measured: Measured = UNMEASURED) -> Job:
     _set_rows(draft)
     tokens.settle(draft)
     draft.problems += _pretrained(draft)
-    return draft.finish()
+    return with_card(draft.finish()) if counts else draft.finish()
 
 
 def _pretrained(draft: Draft) -> list[ZbcError]:

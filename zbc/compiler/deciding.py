@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from zbc import excludes
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import estimate
+from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine
-from zbc.compiler.cost.sizes import GRAD_BYTES
 from zbc.compiler.order import order
 from zbc.compiler.partition.replicas import Problem, joined, plans
 from zbc.compiler.schedules import AUTO, find
@@ -85,8 +85,7 @@ def _counts(job: Job) -> Iterator[int]:
 def replicas(job: Job, table: Sequence[estimate.Layer]) -> list[tuple[int, ...]]:
     """Ranks of each stage: the best by the closed form (partition/replicas.py) first, then equally many for each."""
     machine, pp, m = Machine.of(job), job.parallel.pp, job.schedule.microbatches
-    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.sent)
-    before = [0.0, *((known or layer.size.result) for layer in table[:-1])]
+    before = [0.0, *(layer.size.result for layer in table[:-1])]
     grads = [float(GRAD_BYTES * layer.params) for layer in table]
     times = [layer.f for layer in table], [layer.backward for layer in table]
     near, far = machine.near.speed, machine.far.speed

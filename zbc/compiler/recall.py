@@ -17,6 +17,7 @@ from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs, refuse_slices
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.machine import Machine
+from zbc.compiler.cost.stage_bytes import boundaries
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.errors import ZbcError
 from zbc.job import links, toml
@@ -100,8 +101,7 @@ def stages_of(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...
 
 def boundary_sizes(job: Job, manifest: Manifest, table: Sequence[Layer]) -> list[float]:
     """Bytes of the tensor after each stage but the last; 0 if unknown."""
-    known = estimate.boundary_bytes(job.model, manifest.microbatch_size, job.parallel.sent)
-    return [known or table[part[-1]].size.result for part in stages_of(manifest, table)[:-1]]
+    return boundaries(job, stages_of(manifest, table), table)
 
 
 def link_gbps(job: Job) -> float:

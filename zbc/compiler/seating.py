@@ -42,7 +42,7 @@ def seated(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> t
 def transfers(job: Job) -> list[list[float]]:
     """ms of the tensor between two stages, from any rank of a pipeline to any other; with tensor parallelism each rank
     sends its own to its counterpart."""
-    size = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.sent) or _NOMINAL
+    size = max((layer.size.result for layer in estimate.layers(job)), default=0.0) or _NOMINAL
     machine, world = Machine.of(job), range(job.parallel.pp * job.parallel.dp)
     count = job.parallel.width
     return [

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from zbc.job.model_section import Model
 
+# Keys are taken in tiles, and causal attention leaves out whole tiles only: of torch's CPU kernel, of FlashAttention 2.
+TILE = {"cpu": 512, "cuda": 128}
+
+
+def keys_seen(length: int, tile: int) -> float:
+    """Keys that a query of causal attention computes with, on average over a sequence of `length`.
+
+    (length + tile) / 2 for whole tiles; the whole sequence if it is shorter than a tile.
+    """
+    whole, rest = divmod(length, tile)
+    return (tile * tile * whole * (whole + 1) // 2 + rest * length) / length
+
 
 def training_flops(model: Model, *, frozen: bool = False) -> float | None:
     """Operations of forward and backward of one sequence; None for a factory, whose layers are not counted.

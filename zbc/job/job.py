@@ -73,6 +73,7 @@ class Job:
     filler: Filler
     profile: Profile | None = None  # the file of costs.profile
     links: LinkTable | None = None  # the file of hardware.links
+    uncounted: ZbcError | None = None  # why nothing is known of what its layers cost
     near: int = 0  # ranks on a node, once exchanges of experts' rows between nodes are planned in two steps
     weighed: tuple[Weighed, ...] = ()  # the candidates for pp and dp, if the job left them open
 
@@ -157,6 +158,11 @@ class Job:
     def in_slices(self, count: int) -> Job:
         """The job with `count` slices of each microbatch."""
         return replace(self, schedule=self.schedule.model_copy(update={"slices": count}))
+
+    @property
+    def counted(self) -> bool:
+        """Whether what its layers do is known: times may be estimated."""
+        return self.model.builtin or (self.profile is not None and not self.profile.timed)
 
     def under(self, kind: str) -> Job:
         """The job with another schedule."""

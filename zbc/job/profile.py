@@ -29,6 +29,8 @@ FORMAT, VERSION = "zbc-profile", 1
 WIDE = 0.10  # distance of the quartiles, as a share of the median, above which a time is not trusted
 FAMILY = ["embed", "block", "head"]  # the order of a built-in family whose blocks all cost the same
 _DIGITS = 6  # significant digits in the file
+# Of a layer, left out where they are empty, as in files from before there were any.
+_NEWER = ("slices", "kernels", "collectives", "apart", "matrices", "experts")
 # Keys of [model] that no cost depends on.
 _FREE = ("pretrained", "norm_eps", "rope_theta", "rope_scaling", "window_theta", "tie_embeddings")
 
@@ -74,6 +76,9 @@ class LayerBytes(Section):
     keeps_output: bool
     keeps_given: bool = Field(False, description="W needs the gradient of its output as it came")
     kept_again: Bytes = Field(0, description="with recompute, what stays from F to B beside the input")
+    kv: Bytes = Field(
+        default=0, description="of a slice, its keys and values; those of all slices are in buffers of their own"
+    )
     more_f: Bytes = 0
     more_alone: Bytes = 0
     more_b: Bytes = 0
@@ -86,6 +91,9 @@ class LayerBytes(Section):
     rise_w: Bytes | None = None
     rise_bw: Bytes | None = None
     weights: Bytes
+    casts: Bytes = Field(0, description="of weights, in copies in the type that layers compute in")
+    buffers: Bytes = Field(0, description="of weights, in tensors that are no parameters")
+    tensors: list[Bytes] | None = Field(None, description="of kept_b, each of no whole numbers; None: not known")
     gradients: Bytes
     gradients_b: Bytes | None = Field(None, description="of them, what B makes where W is an op of its own; None: all")
     masters: Bytes
@@ -95,10 +103,18 @@ class LayerBytes(Section):
     ends: list[Bytes] = Field(default_factory=list, max_length=2)
 
 
+# Of an op: a class, floating-point operations, bytes moved, and of how many equal kernels these are the sums.
+Kernel = Annotated[tuple[str, float, float, int], Field(strict=False)]
+# Of an op, in order: an axis of ranks, what they do together, and the bytes of the whole tensor.
+Collective = Annotated[tuple[str, str, int], Field(strict=False)]
+Shape = Annotated[tuple[int, int], Field(strict=False)]  # of a matrix
+
+
 class LayerProfile(Section):
     """One kind of layer. Times are of one microbatch, without the overhead of a rank per op (`Host`).
 
-    None: not measured; the value is derived from the others or the cost model.
+    None: not measured; the value is derived from the others or the cost model. A dry run has `kernels` and
+    `collectives` by op instead: f, b, w, bw and again, from which times follow for some hardware.
     """
 
     f: Measured
@@ -111,7 +127,12 @@ class LayerProfile(Section):
     tentative: Measured | None = Field(None, description="a tentative step, without the barrier")
     parameters: int = Field(0, ge=0, description="how many numbers")
     parts: list[Bytes] = Field(default_factory=list, description="how many numbers in each parameter; [] if not known")
+    apart: list[Bytes] = Field(default_factory=list, description="of parts, those of experts that ranks share out")
+    matrices: list[Shape] = Field(default_factory=list, description="of those that Muon steps")
+    experts: int = Field(default=0, ge=0, description="matrices in the largest stack of these")
     bytes: LayerBytes | None = None
+    kernels: dict[str, list[Kernel]] = Field(default_factory=dict, description="of a dry run")
+    collectives: dict[str, list[Collective]] = Field(default_factory=dict, description="of a dry run, inside of ops")
     slices: list[SliceTime] = Field(default_factory=list, description="of a block: times of slices of a microbatch")
 
     def times(self) -> Iterator[tuple[str, Measured]]:
@@ -201,8 +222,8 @@ class WordTimes(Section):
 
 
 class Origin(Section):
-    """The device and method of the measurements. "dry": layers ran without numbers, for their bytes; times are
-    estimates, which every plan makes for itself."""
+    """The device and method of the measurements. "dry": layers ran without numbers; every plan makes times of
+    their kernels."""
 
     source: Literal["measured", "trace", "dry"] = "measured"
     device: Literal["cpu", "cuda"]
@@ -248,8 +269,9 @@ class Profile(Section):
         """The profile as plain data, as in files."""
         plain: dict[str, Any] = _rounded(self.model_dump(mode="json"))
         for layer in plain["layers"].values():
-            if not layer["slices"]:  # left out, as in files from before there were any
-                del layer["slices"]
+            for name in _NEWER:
+                if not layer[name]:
+                    del layer[name]
         for name, there in (
             ("words", self.words),
             ("sums", self.sums),
@@ -370,6 +392,6 @@ def checked(data: Any, name: str, where: str | None, hint: str) -> Profile:
         value = "" if isinstance(first["input"], dict | list) else f", found {first['input']!r}"
         text = f"profile: {name}: {place}: {sentence(first)}{value}"
         raise ZbcError("E143", text, where=where, hint=hint) from None
-    if not any(layer.f.ms + layer.b.ms + layer.w.ms for layer in profile.layers.values()):
+    if profile.timed and not any(layer.f.ms + layer.b.ms + layer.w.ms for layer in profile.layers.values()):
         raise ZbcError("E143", f"profile: {name}: layers: none of them takes any time", where=where, hint=hint)
     return profile

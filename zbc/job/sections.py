@@ -15,7 +15,7 @@ from zbc.job.model_section import Model
 from zbc.job.ramp import Phase
 from zbc.job.section import Amount, Count, Gib, Ms, NotNegative, Positive, Rate, Section, Us
 from zbc.job.unread import reads_attention
-from zbc.topology import Topology, inner_of
+from zbc.topology import Topology, inner_of, row_unit
 
 ACTIVATIONS = ("keep", "selective", "recompute", "offload", "selective+offload", "recompute+offload", "auto")
 
@@ -144,6 +144,11 @@ class Parallel(Section):
         return self.topology.listed * self.dp // self.ep
 
     @property
+    def unit(self) -> int:
+        """The tokens of a row are a multiple of it."""
+        return row_unit(self.cp, self.shared)
+
+    @property
     def regathers(self) -> bool:
         """Whether tokens gathered for a layer are gathered again in its backward, instead of kept."""
         return self.tp_sequence == "regather"
@@ -194,10 +199,8 @@ class Schedule(Section):
         description="of each microbatch the tokens of its rows, where they are unequal; default model.seq_len. "
         "recorded: those of the run that costs.profile was derived from",
     )
-    renumber: bool | Literal["steps"] = Field(
-        True,
-        description="tokens: microbatches may be put in another order, in which a step is shorter. "
-        'steps: and again in every step, with data.balance = "tokens"',
+    renumber: bool = Field(
+        True, description="tokens: microbatches may be put in another order, in which a step is shorter"
     )
     ramp: list[Phase] = Field([], description="smaller batches at the beginning: microbatches, and steps or samples")
     chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")

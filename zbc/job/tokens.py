@@ -86,9 +86,6 @@ def _dealing(draft: Draft, planned: Schedule, model: Model | None) -> Iterator[Z
     if data is None or model is None:
         return
     where = draft.document.where
-    if data.balance != "tokens" and planned.renumber == "steps":
-        text = 'config: schedule.renumber = "steps" orders samples that are dealt by tokens, and they are not'
-        yield ZbcError("E110", text, where=where(("schedule", "renumber")), hint='set data.balance = "tokens"')
     if data.balance == "tokens" and (planned.tokens is None or model.seq_len is None):
         missing = "schedule.tokens" if planned.tokens is None else "model.seq_len"
         text = f'config: data.balance = "tokens" deals samples by the lengths of microbatches, and {missing} is not set'

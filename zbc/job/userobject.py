@@ -22,9 +22,7 @@ def load(name: str, what: str, *, code: str = "E502", where: str | None = None) 
     Searches the import path and the current directory. Raises `code` with the original error in its details.
     """
     module, _, attribute = name.partition(":")
-    here = os.getcwd()
-    if not {"", here} & set(sys.path):
-        sys.path.insert(0, here)
+    here = look_here()
     try:
         loaded = getattr(importlib.import_module(module), attribute)
     except FAILURES as error:
@@ -36,6 +34,14 @@ def load(name: str, what: str, *, code: str = "E502", where: str | None = None) 
         text = f"{_AREAS[code]}: {what} = {name} is {type(loaded).__name__}, not something to call"
         raise ZbcError(code, text, where=where, hint="name a function or a class")
     return loaded  # type: ignore[no-any-return]
+
+
+def look_here() -> str:
+    """Has imports search the current directory, too; returns it."""
+    here = os.getcwd()
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
+    return here
 
 
 def call(

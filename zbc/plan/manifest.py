@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from zbc.ir import TRAITS, Kind, Op, Placement
-from zbc.topology import Topology, inner_of
+from zbc.topology import Topology, inner_of, row_unit
 
 FORMAT = "zbc-plan"
 VERSION = 1
@@ -156,15 +155,9 @@ class Manifest(_Strict):
         return tuple(self.planning.get("schedule", {}).get("tokens") or ())
 
     @property
-    def renumbers(self) -> bool:
-        """Whether microbatches are numbered again in every step."""
-        return bool(self.planning.get("schedule", {}).get("renumber") == "steps")
-
-    @property
     def unit(self) -> int:
         """The tokens of a row are a multiple of it: ranks share them (`parallel.cp` in two chunks, `tp_sequence`)."""
-        tp = self.tp if self.planning.get("parallel", {}).get("tp_sequence") else 1
-        return tp if self.cp == 1 else math.lcm(2 * self.cp, self.cp * tp)
+        return row_unit(self.cp, self.tp if self.planning.get("parallel", {}).get("tp_sequence") else 1)
 
     def on(self, host: Callable[[int], str]) -> None:
         """Sets the name of the host of each rank, in a run on several, for messages."""

@@ -2,7 +2,7 @@
 
 Tests on a CPU run it with stand-ins only (tests/runtime/test_clock.py, test_copying.py, test_streams.py);
 tests/runtime/test_on_a_gpu.py and bench/gpu.py run it. A few lines elsewhere use CUDA: transports/network.py (NCCL),
-chains.py and features/windows.py (side streams), seeding.py and core/validate.py (generators, peaks of memory).
+chains.py and features/shards/windows.py (side streams), seeding.py and core/validate.py (generators, peaks of memory).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 from zbc.errors import ZbcError
 from zbc.runtime.core.clock import Busy
 from zbc.runtime.core.progress import Progress
-from zbc.runtime.features.copying import Piece, Slab, Ticket, bytes_of
+from zbc.runtime.features.offload.copying import Piece, Slab, Ticket, bytes_of
 from zbc.runtime.transports.hub import Hub, Offer, Round
 from zbc.runtime.transports.transport import Letter
 
@@ -128,6 +128,30 @@ def _passed(event: torch.cuda.Event) -> bool:
 # ---- copies to the host --------------------------------------------------------------------------------------
 
 
+class Pinned:
+    """`memory` (size,) of bytes of the host, pinned: a GPU copies from and to it asynchronously.
+
+    It is ordinary memory that is pinned afterwards: torch's pinned allocations are powers of two, up to twice the size.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.memory = torch.empty(size, dtype=torch.uint8)
+        if size:
+            torch.cuda.check_error(int(_runtime().cudaHostRegister(self.memory.data_ptr(), size, 0)))
+
+    def close(self) -> None:
+        """Must be called before the memory is freed."""
+        if len(self.memory):
+            torch.cuda.check_error(int(_runtime().cudaHostUnregister(self.memory.data_ptr())))
+
+
+_IN_USE: list[Pinned] = []  # slabs whose copies had not ended
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 class _Recorded(NamedTuple):
     """A copy on a stream, completed when its event is."""
 
@@ -148,17 +172,18 @@ class StreamCopier:
     spans: list[list[Any]] | None = None
 
     def __init__(self, device: torch.device, *, duplex: bool) -> None:
-        self.device, self._out = device, _stream(device)
+        self.device, self._out, self._slabs = device, _stream(device), list[Pinned]()
         self._back = _stream(device) if duplex else self._out
 
     def slab(self, size: int) -> Tensor:
         """Pinned host memory. Raises E619. Allocation may stall the device, so slabs are made once and kept."""
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._slabs.append(Pinned(size))
         except RuntimeError as error:
             text = f"run: {size / 2**20:.1f} MiB of pinned host memory for activations cannot be had ({error})"
             hint = "raise the limit of locked memory (ulimit -l), or let fewer stages move: memory.activations"
             raise ZbcError("E619", text, hint=hint) from error
+        return self._slabs[-1].memory
 
     def take(self, size: int) -> UntypedStorage:
         return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
@@ -191,7 +216,12 @@ class StreamCopier:
             return _Recorded(end)
 
     def close(self) -> None:
-        pass
+        """Frees the slabs, unless a copy runs, as where a rank has failed: it must not wait for the device."""
+        if not (self._out.query() and self._back.query()):
+            _IN_USE.extend(self._slabs)
+            return
+        for slab in self._slabs:
+            slab.close()
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

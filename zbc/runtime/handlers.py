@@ -7,16 +7,15 @@ from collections.abc import Callable
 from zbc.ir import Kind, Op
 from zbc.runtime.core.ops import backward, backward_weight, forward, optimizer_step, receive, reduce, send, validate
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.added import with_added
 from zbc.runtime.features.ahead import AHEAD
 from zbc.runtime.features.averaging import average
-from zbc.runtime.features.gathers import GATHERS
-from zbc.runtime.features.offload import OFFLOAD
-from zbc.runtime.features.units import overlap
-from zbc.runtime.features.vocabulary_ops import VOCABULARY
+from zbc.runtime.features.groups.units import overlap
+from zbc.runtime.features.offload.offload import OFFLOAD
+from zbc.runtime.features.shards.gathers import GATHERS
+from zbc.runtime.features.words.vocabulary_ops import VOCABULARY
 
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
-    Kind.F: with_added(forward),
+    Kind.F: forward,
     Kind.B: backward,
     Kind.W: backward_weight,
     Kind.BW: backward,

@@ -91,7 +91,7 @@ def reading() -> Iterator[Callable[[int], None]]:
             torch.default_generator.manual_seed(number)
             random.seed(number)
             if numpy is not None:
-                numpy.seed([number & 0xFFFFFFFF, number >> 32])
+                numpy.seed(number & 0xFFFFFFFF)  # a list of numbers takes nine times as long
 
         try:
             if numpy is not None:  # swaps the generator: restoring its state would take 50 us

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from zbc.errors import ZbcError
 from zbc.text import size
 
 T = TypeVar("T")
+ALLOCATOR = "PYTORCH_ALLOC_CONF"  # read when a process first allocates on the GPU
 
 
 def settled(device: torch.device) -> None:
@@ -56,7 +58,13 @@ class Laps:
 
 def place(local_rank: int) -> torch.device:
     """The GPU of a rank: launchers make either its own or all of them visible to each rank. If there are fewer than
-    ranks, ranks share them."""
+    ranks, ranks share them.
+
+    Its allocator gets segments that grow, unless the user has set it: an allocator that has to free what it kept waits
+    for the whole device, so also for receives, which may wait for this rank.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
+        os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
     index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

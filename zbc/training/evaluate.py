@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
+from zbc.runtime.core.feature import Pause
 from zbc.runtime.core.progress import EvaluationResult
 from zbc.runtime.core.remembered import left_alone
 from zbc.runtime.core.state import BatchSource, PhaseRun, Work, Worker
-from zbc.runtime.features.packing import in_rows
-from zbc.runtime.features.vocabulary_ops import count_loss, settle
-from zbc.runtime.features.vocabulary_state import Meeting, Unit, Vocabulary
+from zbc.runtime.core.validate import VectorLayout
+from zbc.runtime.features.words.vocabulary_ops import count_loss, settle
+from zbc.runtime.features.words.vocabulary_state import Meeting, Unit, Vocabulary
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.seeding import seed_of
 from zbc.training.building.context import Site
@@ -57,7 +58,7 @@ class EvaluationRun(PhaseRun):
 _Run = TypeVar("_Run", bound=EvaluationRun)
 
 
-def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], float] | None) -> EvaluationRun:
+def build_evaluation(site: Site, layout: VectorLayout, counts: Callable[[Tensor], float] | None) -> EvaluationRun:
     """The evaluation of the job; `counts`: counts the targets that count.
 
     Floating-point inputs are cast to the type of the weights, as in training.
@@ -79,24 +80,20 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
             kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered, tokens=site.tokens
         )
         total = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
-    run = forward_run(worker, EvaluationRun, batches)
+    run = forward_run(EvaluationRun, site.plan, layout, site.rank, batches)
     run.every, run.total, run.counts = train.eval_every, total, counts or (counting if deal else None)
     return run
 
 
-def forward_run(worker: Worker, kind: type[_Run], batches: BatchSource | None) -> _Run:
-    """The forward-only program of the worker's placement, on data of its own; with a ramp, of its last phase."""
-    manifest = worker.phase_runs[-1].plan.manifest
-    shared = worker.features.find(Vocabulary) is not None
-    program = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
-    plan = RankPlan(worker.plan.rank, program.ranks[worker.plan.rank], manifest)
-    wraps = manifest.balance is not None
-    handlers = [in_rows(HANDLERS[op.kind]) if wraps and op.kind.is_forward else HANDLERS[op.kind] for op in plan.ops]
-    script = [(handler, op, worker.placement.text(op)) for handler, op in zip(handlers, plan.ops, strict=True)]
-    first, layout = worker.replica * manifest.microbatches, worker.phase_runs[-1].layout
-    run = kind(plan, layout, script, trains=False, batches=batches, first=first)
-    worker.prepare(run)
-    return run
+def forward_run(kind: type[_Run], plan: RankPlan, layout: VectorLayout, rank: int, batches: BatchSource | None) -> _Run:
+    """The forward-only program of the placement of a plan, on data of its own, for a rank of the run."""
+    manifest, placement = plan.manifest, plan.manifest.to_placement()
+    shared = manifest.vocabulary is not None
+    program = forward_only(placement, manifest.microbatches, manifest.slices, shared=shared)
+    ops = program.ranks[plan.rank]
+    script = [(HANDLERS[op.kind], op, placement.text(op)) for op in ops]
+    first = manifest.topology.of(rank).dp * manifest.microbatches
+    return kind(RankPlan(plan.rank, ops, manifest), layout, script, trains=False, batches=batches, first=first)
 
 
 def forwards(worker: Worker, run: EvaluationRun, batches: int, work: Work | None = None) -> Iterator[int]:
@@ -142,7 +139,8 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
         raise ZbcError("E703", "run: this plan has no evaluation", hint="set train.eval_every and plan again")
     began = time.monotonic()
     manifest, progress = worker.plan.manifest, worker.progress
-    count = _agreed_count(worker, run)
+    reads = worker.copy == worker.share == 0 and worker.placement.rank_of(0) == worker.plan.rank
+    count = total(worker, run.total if reads else 0)
     per_batch = run.count * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may be filled up with earlier samples, which do not count
     losses = torch.zeros(2, batches * per_batch, dtype=torch.float64, device=worker.device)  # times weights; weights
@@ -165,12 +163,11 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     return result
 
 
-def _agreed_count(worker: Worker, run: EvaluationRun) -> int:
-    """The number of microbatches that count, from the rank with the first stage, which reads the data."""
-    first = worker.copy == worker.share == 0 and worker.placement.rank_of(0) == worker.plan.rank
-    count = torch.tensor([run.total if first else 0], dtype=torch.float64, device=worker.device)
-    worker.all_reduce(count, worker.everyone)
-    return int(count.item())
+def total(worker: Worker, number: int) -> int:
+    """The sum of a number over all ranks, which call this together."""
+    found = torch.tensor([number], dtype=torch.float64, device=worker.device)
+    worker.all_reduce(found, worker.everyone)
+    return int(found.item())
 
 
 @contextmanager
@@ -182,9 +179,7 @@ def evaluating(worker: Worker) -> Iterator[None]:
     ]
     before = [module.training for module in modules]
     for feature in worker.features:
-        feature.evaluates(worker)
-    for feature in worker.features:
-        feature.gathers(worker)
+        feature.pauses(worker, Pause(means=True, whole=True))
     try:
         for module in modules:
             module.training = False
@@ -199,4 +194,4 @@ def evaluating(worker: Worker) -> Iterator[None]:
         if shared is not None:
             shared.output.cast.forget()
         for feature in worker.features:
-            feature.trains(worker)
+            feature.resumes(worker)

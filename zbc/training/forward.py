@@ -2,7 +2,8 @@
 
 For built-in models with cross entropy a row has the log-probabilities of a sample's targets, 0 for one that does not
 count; for others the model's output. Rows are in the order of the samples, as float32. If samples differ in length, the
-file has their `lengths`, too, and the rows are filled up to the longest possible one.
+file has their `lengths`, too, and the rows are filled up to the longest possible one. Such samples are packed into rows
+as they come. The last batch is filled up with the first ones.
 """
 
 from __future__ import annotations
@@ -11,30 +12,129 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from zbc.errors import ZbcError, unwritten
+from zbc.plan.manifest import Manifest
 from zbc.runtime.core.bundle import shown
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import BatchSource, Work, Worker
+from zbc.runtime.features.packing import Rows
 from zbc.runtime.features.tensor_parallel import SharedLayers
-from zbc.runtime.features.vocabulary_state import Meeting, Unit, Vocabulary
-from zbc.runtime.features.words import PLAIN
-from zbc.training.building.context import Settings, tokens_of
-from zbc.training.building.in_order import in_order
+from zbc.runtime.features.words.vocabulary_state import Meeting, Unit, Vocabulary
+from zbc.runtime.features.words.words import PLAIN
+from zbc.topology import At
+from zbc.training.building.context import Settings, steps_of, tokens_of
 from zbc.training.building.shares import log_probabilities_of
-from zbc.training.data.data import Tokens
-from zbc.training.evaluate import EvaluationRun, forward_run, forwards
+from zbc.training.data.data import Batches, SampleRange, Samples, Tokens, all_samples, place
+from zbc.training.data.split import SplitBatches, Steps
+from zbc.training.data.unequal import Padded, all_documents
+from zbc.training.evaluate import EvaluationRun, forward_run, forwards, total
 
 _DIMS = 8  # length of a message with the number of dimensions of a row and their sizes
 _HEADER = 512  # bytes of a file before its tensors
 _SIZES = {"F32": 4, "I64": 8}
+
+
+# The rows of a batch's samples, from those of its microbatches; and their lengths, if they are shorter than a row.
+Cut = Callable[[int, Tensor], tuple[Tensor, list[int] | None]]
+
+
+class InOrder(NamedTuple):
+    batches: BatchSource
+    most: int  # batches
+    cut: Cut
+    work: Work
+
+
+class _Repeated(SampleRange):
+    """The first ones are repeated after the last."""
+
+    def _numbers(self, indices: Sequence[int]) -> list[int]:
+        return [i % len(self._samples) for i in indices]
+
+
+class _Batches(Batches):
+    def taken(self, position: int, count: int) -> list[int]:
+        return [min(i, self.count - 1) for i in range(position, position + count)]
+
+
+class _Steps(SplitBatches):
+    def _number(self, step: int) -> int:
+        return step
+
+
+class _Packed(Work):
+    """Microbatches of `size` packed rows."""
+
+    def __init__(self, packed: Padded, size: int, per_batch: int) -> None:
+        self._packed, self._size, self._per_batch = packed, size, per_batch
+
+    def rows(self, step: int, number: int) -> Rows:
+        first = step * self._per_batch + number * self._size
+        return tuple(self._packed.lengths(first + row) for row in range(self._size))
+
+
+def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
+    """The data for a rank at these coordinates along INNER. Raises E504 for no samples, and as `all_samples`."""
+    data, chosen, size, count = settings.data, settings.model, manifest.microbatch_size, manifest.topology.batch
+    samples: Samples
+    if data.items == "steps":
+        samples = steps_of(settings, manifest, as_given=True)
+    elif data.balance != "none":
+        documents = all_documents(data, chosen, settings.train.seed)
+        samples = Padded(documents, chosen.seq_len or 1, packed=manifest.balance is not None)
+    else:
+        samples = all_samples(data, chosen, settings.train.seed)
+    total, per_batch = len(samples), count * size
+    if not total:
+        text, hint = "data: there are no samples to run forward", "is data.path the right file, and long enough?"
+        raise ZbcError("E504", text, where=place(data, chosen), hint=hint)
+    if isinstance(samples, Steps):
+        tokens, lowered = tokens_of(manifest, chosen, at), settings.lowered
+        given = _Steps(samples, seed=0, lowered=lowered, where=settings.where, tokens=tokens)
+        return InOrder(given, total, _of_steps(samples, size), Work())
+    padded = _Repeated(samples, 0, -(-total // per_batch) * per_batch)
+    batches = _Batches(
+        padded,
+        seed=0,
+        microbatches=count,
+        size=size,
+        lowered=settings.lowered,
+        tokens=tokens_of(manifest, chosen, at),
+    )
+    most = len(padded) // per_batch
+    if not isinstance(samples, Padded):
+        return InOrder(batches, most, lambda batch, rows: (rows[: total - batch * per_batch], None), Work())
+    cut = _of_rows(samples, chosen.seq_len or 1, per_batch)
+    return InOrder(batches, most, cut, _Packed(samples, size, per_batch))
+
+
+def _of_steps(steps: Steps, size: int) -> Cut:
+    def cut(batch: int, rows: Tensor) -> tuple[Tensor, list[int] | None]:
+        given = [(mb * size + row, one.tokens) for mb, one in enumerate(steps.step(batch)) for row in range(one.rows)]
+        lengths = [tokens for _, tokens in given if tokens is not None]
+        return rows[[row for row, _ in given]], lengths or None
+
+    return cut
+
+
+def _of_rows(packed: Padded, longest: int, per_batch: int) -> Cut:
+    def cut(batch: int, rows: Tensor) -> tuple[Tensor, list[int] | None]:
+        first = batch * per_batch
+        known = [packed.lengths(i) for i in range(first, min(len(packed), first + per_batch))]
+        each = [one for row, own in zip(rows, known, strict=False) for one in row[: sum(own)].split(own)]
+        padded = [functional.pad(one, (0, 0) * (one.dim() - 1) + (0, longest - len(one))) for one in each]
+        return torch.stack(padded), [len(one) for one in each]
+
+    return cut
 
 
 @dataclass
@@ -73,13 +173,14 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
     size, per_batch = manifest.microbatch_size, manifest.topology.batch
     reads = worker.batches is not None or worker.rank == 0 or manifest.balance is not None
     data = in_order(settings, manifest, worker.at) if reads else None
-    told = torch.tensor([data.most if data and worker.rank == 0 else 0], dtype=torch.float64, device=worker.device)
-    worker.all_reduce(told, worker.everyone)
-    count = int(told.item()) if most is None else min(int(told.item()), most)
+    count = total(worker, data.most if data and worker.rank == 0 else 0)
+    count = count if most is None else min(count, most)
     layers = [layer.module for stage in worker.stages.values() for layer in stage.layers]
     row = log_probabilities_of(settings.model, worker.features.of(SharedLayers).group, layers)
     name, tokens = "outputs" if row is None else "log_probs", tokens_of(manifest, settings.model, worker.at)
-    run = forward_run(worker, ForwardRun, data and data.batches)
+    last = worker.phase_runs[-1]
+    run = forward_run(ForwardRun, last.plan, last.layout, worker.rank, data and data.batches)
+    worker.prepare(run)
     run.row, shape = row or run.row, list[int]()
     own = () if tokens is None else (slice(None), tokens.rows)
     file = _Rows(out, name) if worker.rank == 0 else None

@@ -1,7 +1,16 @@
-"""Callbacks of a run around its steps: metrics, evaluations, checkpoints, requests to stop."""
+"""Callbacks of a run around its steps: metrics, evaluations, checkpoints, requests to stop, counts of skipped steps.
+
+A step with gradients that are not finite changes nothing on any rank (the verdict is to skip it). `[train]` determines
+whether the run goes on, and all ranks decide the same, since they have the same results.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from zbc.errors import ZbcError
+from zbc.job.spec import Train
+from zbc.plan.directory import Manifest
 from zbc.runtime.core.progress import StepResult
 
 
@@ -30,3 +39,73 @@ class Guest:
 
     def wait(self) -> None:
         """Waits until background work has completed. Raises its error."""
+
+
+_SHOWN = 4  # parameters that are named
+
+
+class Skips(Guest):
+    """Counts skipped steps, in a row and in all."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        train = Train.model_validate(manifest.training["train"], strict=False)
+        self._manifest = manifest
+        self._limit = 1 if train.nonfinite == "stop" else train.skip_limit
+        self._most = train.skip_total
+        self._row = self._all = 0
+
+    def told(self, result: StepResult) -> None:
+        """Raises E704 if the step was skipped and the run may not go on."""
+        if not result.skipped:
+            self._row = 0
+            return
+        if result.scale > 1.0 and not result.bad_losses:
+            return  # an overflow of float16, after which the scale is halved
+        self._row, self._all = self._row + 1, self._all + 1
+        if self._row >= self._limit:
+            raise self._error(result, "" if self._limit == 1 else f", the {_nth(self._row)} in a row")
+        if self._most is not None and self._all >= self._most:
+            raise self._error(result, f", the {_nth(self._all)} in all")
+
+    def _error(self, result: StepResult, counted: str) -> ZbcError:
+        text = f"run: step {result.step + 1} has gradients that are not finite{counted}"
+        hint = "a lower lr, a longer warm-up, optimizer.clip_grad_norm; train.nonfinite and train.skip_limit decide"
+        details = [*_losses(result), *_gradients(self._manifest.layers, result.bad_gradients)]
+        return ZbcError("E704", text, hint=hint, details=details)
+
+
+def origin(layers: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[int, list[str]] | None:
+    """The last layer with parameters in `names`, which backward reached first: its stage and these parameters."""
+    for stage in reversed(range(len(layers))):
+        for layer in reversed(layers[stage]):
+            found = [name for name in names if name == layer or name.startswith(f"{layer}.")]
+            if found:
+                return stage, found
+    return None
+
+
+def _losses(result: StepResult) -> list[str]:
+    if not result.bad_losses:
+        return ["every loss is finite, so it happened in backward"]
+    return [f"the loss is not finite for {_list('microbatch', result.bad_losses)}, so it happened in forward"]
+
+
+def _gradients(layers: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
+    first = origin(layers, names)
+    if first is None:
+        return []
+    stage, found = first
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    where = f"backward met it first in stage {stage}: {', '.join(found[:_SHOWN])}{more}"
+    return [where, f"{len(names)} parameters have gradients that are not finite"]
+
+
+def _list(what: str, numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return f"{what} {shown}{more}" if len(numbers) == 1 else f"{what}es {shown}{more}"
+
+
+def _nth(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

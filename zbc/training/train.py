@@ -30,12 +30,13 @@ from zbc.plan.directory import Manifest, RankPlan, read_manifest, read_ramp, rea
 from zbc.runtime.core import exhausted
 from zbc.runtime.core.answers import primary
 from zbc.runtime.core.execute import Step, StepResult, finish, run_step
+from zbc.runtime.core.feature import Pause
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.filler import Filling
+from zbc.runtime.features.filler import Filling, install
+from zbc.runtime.features.groups.units import Braids
 from zbc.runtime.features.tensor_parallel import SharedLayers
-from zbc.runtime.features.units import Braids
-from zbc.runtime.features.versions import OneVersion
-from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.features.unflushed.versions import OneVersion
+from zbc.runtime.features.words.vocabulary_state import Vocabulary
 from zbc.runtime.transports.transport import Transport
 from zbc.training import devices, frames, hook
 from zbc.training.building.context import Settings
@@ -46,13 +47,11 @@ from zbc.training.checkpoint.together import try_out
 from zbc.training.data.data import KINDS
 from zbc.training.data.unequal import Dealer
 from zbc.training.evaluate import Evaluations
-from zbc.training.filling import install
 from zbc.training.forward import forward
-from zbc.training.guest import Guest
+from zbc.training.guest import Guest, Skips
 from zbc.training.launch.board import Place, host_of, hosts_of
 from zbc.training.launch.identity import identity
 from zbc.training.launch.launch import check_forward
-from zbc.training.launch.numbers import numbering
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.outages import watch_siblings
 from zbc.training.launch.peers import SHARED, connected
@@ -61,7 +60,6 @@ from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import adapters, hfexport
 from zbc.training.models.model import TIED
 from zbc.training.models.stacks import stacks_of, unstacked
-from zbc.training.nonfinite import Skips
 from zbc.training.probing.shapes import Shapes
 from zbc.training.recording.tracing import Tracers, open_tracers
 from zbc.training.warm import warm
@@ -150,7 +148,7 @@ def run_rank(context: RankContext) -> str | None:
         with ExitStack() as run.training:
             for step in (_meet, _connect, _build, _begin):
                 step(run)
-            for step in (_forward,) if forwards else (_record, _trace, _number, _invite, _train):
+            for step in (_forward,) if forwards else (_record, _trace, _invite, _train):
                 step(run)
         for step in (_end,) if forwards else (_tell_filled, _tell_late, _save, _end):
             step(run)
@@ -287,12 +285,6 @@ def _trace(run: _Run) -> None:
         run.step = tracer.step
 
 
-def _number(run: _Run) -> None:
-    """Numbers the microbatches of each step again, if the plan wants it."""
-    board, steps = run.context.place.board, range(run.first, run.total)
-    run.training.enter_context(numbering(run.worker, board, run.limit, run.options.plan, steps, run.context.emit))
-
-
 @contextmanager
 def _recorded(tracer: Tracers) -> Iterator[None]:
     """Writes recorded steps at the end of its block, also if that fails; errors of the disk are ignored then."""
@@ -383,8 +375,6 @@ def train_steps(worker: Worker, steps: range, guests: Sequence[Guest], run: Step
 
     stopped, stopping = None, False
     agree_on_samples(worker)
-    for feature in worker.features:
-        feature.begins(worker)
     for step in steps:
         last = step + 1 == steps.stop
         turns = worker.run_of(step + 1) is not worker.run_of(step)
@@ -462,10 +452,8 @@ def _save(run: _Run) -> None:
     first = [worker.topology.rank(0, worker.placement.rank_of(s)) for s in range(worker.placement.stages)]
     writers = sorted({rank for one in first for rank in worker.topology.sharing(one)})
     averaged = settings.optimizer.ema is not None and not run.options.save_raw
-    for feature in worker.features if averaged else ():
-        feature.evaluates(worker)
     for feature in worker.features:
-        feature.gathers(worker)
+        feature.pauses(worker, Pause(means=averaged, whole=True))
     what = "averages of the " if averaged else ""
     parameters, asked, said = _uncut(worker), settings.adapter, ""
     place, count = writers.index(run.rank) if run.rank in writers else 0, len(writers)

@@ -7,8 +7,10 @@ deadlock. Afterwards weights, gradients, optimizers and buffers are unchanged, b
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +23,17 @@ from zbc.plan.groups import of_replica
 from zbc.runtime.core import exhausted
 from zbc.runtime.core.answers import squares
 from zbc.runtime.core.optimizer import Masters, build_optimizer
-from zbc.runtime.core.remembered import left_alone
+from zbc.runtime.core.remembered import left_alone, places
 from zbc.runtime.core.route import KEEPS, stage_loss
 from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import to_device
-from zbc.runtime.features import words
 from zbc.runtime.features.ahead import NORM, VERDICT, Ahead
-from zbc.runtime.features.gathers import Gathers
-from zbc.runtime.features.offload import Offloads
-from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.features.offload.offload import Offloads
+from zbc.runtime.features.shards.gathers import Gathers
+from zbc.runtime.features.words import words
+from zbc.runtime.features.words.vocabulary_state import Vocabulary
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.network import directions, rounds
 from zbc.runtime.transports.transport import Letter
@@ -57,7 +59,7 @@ def warm(worker: Worker) -> None:
 
 def _warm(worker: Worker, settings: Settings) -> None:
     losses: dict[int, Tensor | float] = {}
-    with left_alone([place for stage in worker.stages.values() for place in stage.buffers]):
+    with _unchanged(worker):
         for stage in worker.stages.values():
             with seeded(seed_of(settings.train.seed, "warm", stage.index)):
                 _compute(worker, stage, losses)
@@ -68,11 +70,10 @@ def _warm(worker: Worker, settings: Settings) -> None:
     for optimizer in worker.optimizers.values():
         optimizer.drop()
     if worker.evaluation is not None:
-        with evaluating(worker):
+        with _unchanged(worker), evaluating(worker):
             for stage in worker.stages.values():
-                if not _counts(stage):
-                    first = _of_first(worker, stage)
-                    first.evaluate(_input(worker, first), _finish(worker, first), "warm")
+                first = _of_first(worker, stage)
+                first.evaluate(_input(worker, first), _finish(worker, first), "warm")
     _signal(worker)
     _transfer(worker)
     worker.transport.finish_step(drain=True)
@@ -82,10 +83,32 @@ def _warm(worker: Worker, settings: Settings) -> None:
 # ---- kernels -------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _unchanged(worker: Worker) -> Iterator[None]:
+    """Runs its body on copies of what forwards of layers change, buffers and attributes, then puts the former back."""
+    layers = [layer for stage in worker.stages.values() for layer in stage.layers]
+    with ExitStack() as stack:
+        stack.enter_context(left_alone([place for layer in layers for place in layer.buffers]))
+        for layer in layers:
+            for module, name in places(layer.module, (*layer.traits.carries, *layer.traits.mixes)):
+                stack.callback(_put_back, module, name, vars(module).get(name, _ABSENT))
+                if name in vars(module):
+                    setattr(module, name, copy.deepcopy(vars(module)[name]))
+        yield
+
+
+_ABSENT = object()
+
+
+def _put_back(module: nn.Module, name: str, value: object) -> None:
+    if value is not _ABSENT:
+        setattr(module, name, value)
+    elif name in vars(module):
+        delattr(module, name)
+
+
 def _compute(worker: Worker, stage: Stage, losses: dict[int, Tensor | float]) -> None:
     """Runs F and the backwards of a stage, twice: the second time gradients are accumulated."""
-    if _counts(stage):
-        return
     ops = [op for run in worker.phase_runs for op in run.plan.ops if op.stage == stage.index]
     kinds = dict.fromkeys(op.kind for op in ops if op.kind.is_backward)
     for kind in (*kinds, *kinds):
@@ -97,11 +120,6 @@ def _compute(worker: Worker, stage: Stage, losses: dict[int, Tensor | float]) ->
 def _of_first(worker: Worker, stage: Stage) -> Stage:
     """The stage for rows as long as those of the first microbatch, whose data it gets here."""
     return stage.of_rows(worker.length(0))
-
-
-def _counts(stage: Stage) -> bool:
-    """Whether a forward changes state outside of buffers, so that one more would change the training."""
-    return any(layer.traits.carries or layer.traits.mixes for layer in stage.layers)
 
 
 def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | None:

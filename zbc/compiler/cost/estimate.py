@@ -1,28 +1,27 @@
-"""Costs of each layer, counted from the model and the hardware: floating-point operations, bytes moved, bytes kept.
+"""Costs of each layer: by its card, from the kernels, collectives and bytes of a dry run, at the speeds of machine.py.
 
-Times, in ms for one microbatch, are of the kernels that work.py counts, at the speeds of machine.py; bytes kept are
-counted in footprint.py and selective.py. These are estimates; measured times, given in [costs] or by a profile, replace
-them.
+Times are ms for one microbatch. Measured times, given in [costs] or by a profile, replace them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import truediv
 from statistics import fmean
 from typing import Any
 
-from zbc.compiler.cost import adapters, footprint, profiled, staying, work
+from zbc.compiler.cost import cards, ends, profiled
+from zbc.compiler.cost.ends import Sizes
 from zbc.compiler.cost.footprint import NOTHING, Footprint
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
-from zbc.compiler.cost.selective import Spared, spared
-from zbc.compiler.cost.sizes import Sizes
-from zbc.excludes import HEAD_NORMS, WHOLE_NORMS
 from zbc.ir import Placement
+from zbc.job.cuts import Cuts
 from zbc.job.graph import names
-from zbc.job.model_section import AROUND, GEMMA
+from zbc.job.model_section import GEMMA
+from zbc.job.profile import Profile
 from zbc.job.sections import Memory
 from zbc.job.spec import GivenCosts, Job, LayerCost, Model
 from zbc.job.tokens import shares_of
@@ -44,27 +43,30 @@ class Layer:
     parts: tuple[int, ...] = ()  # `params` by parameter; () if only their sum is known
     matrices: tuple[tuple[int, int], ...] = ()  # shapes of the parameters that Muon steps
     experts: int = 0  # that it has on a rank, whose matrices Muon steps together
-    measured: Measurement | None = None  # by a profile
-    spared: Mapping[bool, Spared] = field(default_factory=dict)  # with and without attention; {} if neither changes it
-    whole: Footprint | None = None  # in a stage that runs all of F again, if another
-    once: float = 0.0  # the share of F that no recompute repeats
+    measured: Measurement | None = None  # by a profile, or a card
+    card: Callable[[str], Layer] | None = None  # it by its card, under a policy for activations; None: it has none
+    plain: Callable[[], Layer] | None = None  # it without what B repeats, if B repeats anything
     cheap: float = 0.0  # the share of F that is run again, if this layer recomputes selectively
     part: float = 1.0  # the share of F's activations that it then keeps
     lengths: Mapping[int, Layer] = field(default_factory=dict)  # it with rows of so many tokens, where they are unequal
 
     def selective(self, memory: Memory) -> Layer:
-        """This layer with selective recompute; given or measured times take the estimated share."""
-        if not self.spared:
+        """This layer with selective recompute; given or measured times take the share that its card has."""
+        if self.card is None:
             return self
-        size, cheap = self.spared[memory.attends_again]
-        more, one = cheap * self.f, self.measured
-        one = one and replace(one, b=one.b + more, bw=one.bw + more)
-        part = size.act_b / self.size.act_b if self.size.act_b else 1.0
-        return replace(self, b=self.b + more, size=size, cheap=cheap, part=part, measured=one, spared={})
+        plain, one = self.card, self.measured
+        keep, other = plain(cards.KEEP), plain(cards.ATTENTION if memory.attends_again else cards.CHEAP)
+        cheap = max(0.0, other.b - keep.b) / keep.f if keep.f else 0.0
+        more, part = cheap * self.f, other.size.act_b / keep.size.act_b if keep.size.act_b else 1.0
+        if one is not None:
+            told = one.collectives if other.measured is None else other.measured.collectives
+            one = replace(one, b=one.b + more, bw=one.bw + more, collectives=told)
+        changed = replace(self, b=self.b + more, size=other.size, cheap=cheap, part=part, measured=one, card=None)
+        return replace(changed, plain=lambda: plain(cards.GATHERED))
 
     def recomputed(self) -> Layer:
-        """This layer in a stage that runs all of its F again."""
-        return self if self.whole is None else replace(self, size=self.whole)
+        """This layer in a stage that runs all of its F again, which keeps what it gathers."""
+        return self if self.card is None else replace(self, size=self.card(cards.GATHERED).size)
 
     @property
     def total(self) -> float:
@@ -78,7 +80,7 @@ class Layer:
     @property
     def again(self) -> float:
         """ms that recompute adds to its backward."""
-        return self.f * (1 - self.once) if self.measured is None else self.measured.again
+        return self.f if self.measured is None else self.measured.again
 
 
 def layers(job: Job) -> list[Layer]:
@@ -97,42 +99,33 @@ def on_the_mean(job: Job, table: Sequence[Layer]) -> Sequence[Layer]:
 
 def _mean(each: Sequence[Layer]) -> Layer:
     f, b, w = (fmean(ms) for ms in zip(*((one.f, one.b, one.w) for one in each), strict=True))
-    spared = {
-        again: Spared(size, fmean(one.spared[again].cheap * one.f for one in each) / f if f else 0.0)
-        for again, (size, _) in each[0].spared.items()
-    }
     one, measured = each[0].measured, [layer.measured for layer in each if layer.measured]
     if one is not None:
         bw, again = fmean(found.bw for found in measured), fmean(found.again for found in measured)
         one = replace(one, f=f, b=b, w=w, bw=bw, again=again)
-    return replace(each[0], f=f, b=b, w=w, spared=spared, measured=one)
+    by_card = [layer.card for layer in each if layer.card is not None]
+    card = (lambda policy: _mean([of(policy) for of in by_card])) if by_card else None
+    return replace(each[0], f=f, b=b, w=w, measured=one, card=card)
 
 
 def _whole(job: Job) -> list[Layer]:
-    table = _counted(job)
-    if job.profile is not None:
-        found = profiled.measurements(job.profile, [layer.name for layer in table], job.optimizer.name)
-        found = _without_words(job, table, found) if job.vocabulary else found
-        measured = [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
-        return measured if job.profile.timed else list(map(_as_counted, measured, _priced(job, table)))
-    return _priced(job, table)
+    table, profile = _counted(job), job.profile
+    if profile is None:
+        return _priced(job, table)
+    profile = profile if profile.timed else profiled.timed(profile, Machine.of(job))
+    found = profiled.measurements(profile, [layer.name for layer in table], job.optimizer.name)
+    found = _without_words(job, table, found) if job.vocabulary else found
+    measured = [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
+    return measured if profile.timed else _priced(job, measured)
 
 
 def _priced(job: Job, table: list[Layer]) -> list[Layer]:
     """The table with the times of each layer that the job gives, if it does."""
     if job.costs.per != "layer" or job.costs.f is None:
         return table
-    ends, given = [replace(layer, f=0.0, b=0.0, w=0.0) for layer in (table[0], table[-1])], _given(table, job.costs)
-    return [ends[0], *given[1:-1], ends[1]] if job.vocabulary else given
-
-
-def _as_counted(layer: Layer, counted: Layer) -> Layer:
-    """The bytes of a layer with the times of `counted`."""
-    f, b, w, one = counted.f, counted.b, counted.w, layer.measured
-    if one is not None:
-        one = replace(one, f=f, b=b, w=w, bw=b + w, again=counted.again, step=None, tentative=None)
-    cheap = {again: Spared(size, counted.spared[again].cheap) for again, (size, _) in layer.spared.items()}
-    return replace(layer, f=f, b=b, w=w, once=counted.once, spared=cheap, measured=one)
+    first, last = (replace(layer, f=0.0, b=0.0, w=0.0) for layer in (table[0], table[-1]))
+    given = _given(table, job.costs)
+    return [first, *given[1:-1], last] if job.vocabulary else given
 
 
 def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement]) -> list[Measurement]:
@@ -143,17 +136,18 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement
     """
     if sizes_of(job) is None:
         return list(found)
-    ends = []
+    both = []
     for one, layer, (f, b, w) in zip((found[0], found[-1]), (table[0], table[-1]), _left(job, found), strict=True):
         part = layer.params / one.params if one.params else 0.0
         held = one.held and one.held.model_copy(
             update={name: part * getattr(one.held, name) for name in ("weights", "gradients", "optimizer")}
         )
-        times = {"f": one.f * f, "b": one.b * b, "w": one.w * w, "bw": one.b * b + one.w * w, "again": one.again * f}
+        times: Any = {"f": one.f * f, "b": one.b * b, "w": one.w * w, "again": one.again * f}
+        times["bw"] = times["b"] + times["w"]
         step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
         left = replace(one, **times, params=layer.params, frozen=0, parts=layer.parts, size=None, held=held)
-        ends.append(replace(left, step=step, tentative=tentative))
-    return [ends[0], *found[1:-1], ends[1]]
+        both.append(replace(left, step=step, tentative=tentative))
+    return [both[0], *found[1:-1], both[1]]
 
 
 def _left(job: Job, found: Sequence[Measurement]) -> list[tuple[float, float, float]]:
@@ -164,7 +158,7 @@ def _left(job: Job, found: Sequence[Measurement]) -> list[tuple[float, float, fl
         shares = [_shares(ms, (one.f, one.b, one.w)) for one, ms in pairs]
     else:
         assert sizes is not None
-        kernels = (work.look_up(sizes), work.embedding(sizes)), (work.words(sizes), work.head(sizes))
+        kernels = (ends.look_up(sizes), ends.embedding(sizes)), (ends.words(sizes), ends.head(sizes))
         shares = [shares_of_words(machine, words, whole) for words, whole in kernels]
     return [(1 - f, 1 - b, 1 - w) for f, b, w in shares]
 
@@ -174,7 +168,7 @@ def _shares(parts: Sequence[float], whole: Sequence[float]) -> tuple[float, floa
     return f, b, w
 
 
-def times_of(machine: Machine, done: work.Work) -> tuple[float, float, float]:
+def times_of(machine: Machine, done: ends.Work) -> tuple[float, float, float]:
     """ms of F, B and W."""
     return machine.ms(done.f), machine.ms(done.b), machine.ms(done.w)
 
@@ -183,16 +177,17 @@ def slowness(job: Job) -> list[float]:
     """The time of each pipeline rank's ops relative to the fastest rank's."""
     given, count = job.hardware, job.parallel.pp
     slow = given.slow or [1.0] * count
-    sizes = sizes_of(job)
-    if not given.unequal or (sizes is None and not isinstance(given.tflops, list)):
+    if not given.unequal or not (job.counted or isinstance(given.tflops, list)):
         return slow
-    if sizes is None:
+    if not job.counted:
         assert isinstance(given.tflops, list)
         return [k * max(given.tflops) / one for k, one in zip(slow, given.tflops, strict=True)]
-    done = work.block(sizes)
-    each = [sum(times_of(Machine.of(job, given.of(rank)), done)) for rank in range(count)]
-    best = sum(times_of(Machine.of(job), done))
-    return [k * ms / best for k, ms in zip(slow, each, strict=True)]
+    card = cards.of(job)[0] if job.profile is None or job.model.builtin else job.profile
+    every = [layer for kind, layer in card.layers.items() if kind not in ("embed", "head")]
+    kernels = [one for layer in every for name in "fbw" for one in layer.kernels.get(name, ())]
+    ms = [Machine.of(job, given.of(rank)).ms_of(kernels, given.device) for rank in range(count)]
+    best = Machine.of(job).ms_of(kernels, given.device) or 1.0
+    return [k * one / best for k, one in zip(slow, ms, strict=True)]
 
 
 def slow_of(job: Job, placement: Placement) -> list[float]:
@@ -215,152 +210,119 @@ def _by_pipe(job: Job, placement: Placement) -> list[list[float]]:
     return [[each[rank] for rank in pipe] for pipe in placement.pipes]
 
 
-def shares_of_words(machine: Machine, words: work.Work, whole: work.Work) -> tuple[float, float, float]:
+def shares_of_words(machine: Machine, words: ends.Work, whole: ends.Work) -> tuple[float, float, float]:
     """The shares of F, B and W of a whole layer that words take."""
     return _shares(times_of(machine, words), times_of(machine, whole))
 
 
-def _counted(job: Job) -> list[Layer]:
-    table = _family(job)
-    if table is None:  # a factory's layers are unknown until they are built: equal, with no bytes
-        table = [Layer(name, 1.0, 1.0, 1.0) for name in names(job.model)]
-    return table
+def _counted(job: Job, cuts: Cuts = (), part: int = 0) -> list[Layer]:
+    """The layers by their cards, in a `part` of microbatches that are cut into slices at `cuts`."""
+    if not job.model.builtin:  # a factory's layers are unknown until they are built: equal, with no bytes
+        return [Layer(name, 1.0, 1.0, 1.0) for name in names(job.model)]
+
+    @functools.cache
+    def table(policy: str) -> list[Layer]:
+        return _of_card(job, cards.of(job, policy, cuts)[part])
+
+    def of(i: int) -> Callable[[str], Layer]:
+        return lambda policy: table(policy)[i]
+
+    found = [replace(layer, card=of(i)) for i, layer in enumerate(table(cards.KEEP))]
+    again = job.parallel.regathers  # B gathers the tokens again
+    return (
+        [replace(one, plain=functools.partial(of(i), cards.GATHERED)) for i, one in enumerate(found)]
+        if again
+        else found
+    )
 
 
-def of_slice(job: Job, table: Sequence[Layer], begin: int, share: Mapping[str, float], rows: float) -> list[Layer]:
-    """The table for one slice of a microbatch, from token `begin` on; `job` has its length for `model.seq_len`.
+def _names(model: Model) -> list[str]:
+    return ["embed", *names(model), "head"] if model.builtin else names(model)
 
-    Estimated times are of the slice's own kernels. Given or measured times of whole microbatches are multiplied by
-    `share` (f, b and w of a block) or `rows` (any other layer), measured bytes by `rows`.
+
+def _of_card(job: Job, card: Profile) -> list[Layer]:
+    """The layers of a built-in model by a card, with the times of its kernels."""
+    machine = Machine.of(job)
+    each = profiled.measurements(profiled.timed(card, machine), _names(job.model), job.optimizer.name)
+    found = [
+        Layer(
+            name,
+            one.f,
+            one.b,
+            one.w,
+            one.params,
+            one.size or NOTHING,
+            one.frozen,
+            apart=one.apart,
+            parts=one.parts,
+            matrices=one.matrices,
+            experts=one.experts,
+            measured=replace(one, bw=one.b + one.w),
+        )
+        for name, one in zip(_names(job.model), each, strict=True)
+    ]
+    embed, *inner, head = found
+    sizes = sizes_of(job)
+    if job.vocabulary and sizes is not None:  # every rank has a vocabulary shard, and stages have the rest
+        own = _tables(sizes)[1:], _head(sizes)[:-1]
+        done = (ends.places(sizes), ends.places_bytes(sizes)), (ends.last_norm(sizes), ends.norm_bytes(sizes))
+        embed, head = (
+            Layer(layer.name, *times_of(machine, kernels), sum(parts), size, parts=parts)
+            for layer, parts, (kernels, size) in zip((embed, head), own, done, strict=True)
+        )
+        if job.adapter.rank:
+            embed, head = (replace(one, params=0, frozen=one.params, parts=()) for one in (embed, head))
+    tied = max(embed.parts, default=0) if job.model.tie_embeddings and not job.vocabulary else 0
+    return [replace(embed, tied=tied), *inner, replace(head, tied=tied)]
+
+
+def of_slice(
+    job: Job, table: Sequence[Layer], cuts: Cuts, part: int, share: Mapping[str, float], rows: float
+) -> list[Layer]:
+    """The table for one slice of a microbatch, `part` of those at `cuts`.
+
+    Given or measured times of whole microbatches are multiplied by `share` (f, b and w of a block) or `rows` (any other
+    layer), bytes that no card has by `rows`.
     """
-    own = _family(job, begin)
-    if own is not None and job.profile is None and not (job.costs.per == "layer" and job.costs.f is not None):
-        return own
-    found = [part_of(layer, None if own is None else own[i], share, rows) for i, layer in enumerate(table)]
-    return list(map(_as_counted, found, own)) if own is not None and job.profile and not job.timed else found
+    return _parts_of(job, table, _counted(job, cuts, part), share, rows)
 
 
 def _of_length(job: Job, table: Sequence[Layer], tokens: int) -> list[Layer]:
     """The table of layers for rows of `tokens` tokens, from the table for whole rows."""
-    return of_slice(job.of_length(tokens), table, 0, shares_of(job, tokens), tokens / job.row_tokens)
+    unit = job.parallel.unit  # rows are filled up
+    own = _counted(job.of_length(-(-tokens // unit) * unit))
+    return _parts_of(job.of_length(tokens), table, own, shares_of(job, tokens), tokens / job.row_tokens)
+
+
+def _parts_of(
+    job: Job, table: Sequence[Layer], own: list[Layer], share: Mapping[str, float], rows: float
+) -> list[Layer]:
+    if job.model.builtin and job.profile is None and not (job.costs.per == "layer" and job.costs.f is not None):
+        return own
+    return [
+        part_of(layer, one if job.model.builtin else None, share, rows) for layer, one in zip(table, own, strict=True)
+    ]
 
 
 def part_of(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: float) -> Layer:
-    """A layer's slice; `own` is the layer as counted for the slice, None if it can't be counted."""
+    """A layer's slice; `own` is the layer by the card of the slice, None if there is none."""
     parts = share if layer.name.startswith("layers.") else dict.fromkeys("fbw", rows)
     times = {name: getattr(layer, name) * parts[name] for name in "fbw"}
     one = layer.measured
     if one is not None:
         both = (times["b"] + times["w"]) / (layer.b + layer.w) if layer.b + layer.w else parts["b"]
         one = replace(one, **times, bw=one.bw * both, again=one.again * parts["f"])
-    if own is not None and (layer.measured is None or layer.measured.size is None):
-        size, spared, whole = own.size, own.spared, own.whole
-    else:
-        whole = layer.whole and layer.whole.scaled(rows)
-        size, spared = layer.size.scaled(rows), _with(layer.spared, lambda _, size: size.scaled(rows))
-        if own is not None:
-            kv, fused = own.size.kv, {again: size.fused for again, (size, _) in own.spared.items()}
-            size, spared = replace(size, kv=kv), {again: spared[again] for again in fused}
-            spared = _with(spared, lambda again, size: replace(size, kv=kv, fused=fused[again]))
-    return replace(layer, **times, size=size, measured=one, spared=spared, whole=whole)
+    size, card = (layer.size.scaled(rows), None) if own is None else (own.size, own.card)
+    return replace(layer, **times, size=size, measured=one, card=card)
 
 
-def _with(spared: Mapping[bool, Spared], change: Callable[[bool, Footprint], Footprint]) -> dict[bool, Spared]:
-    return {again: Spared(change(again, size), cheap) for again, (size, cheap) in spared.items()}
-
-
-def _family(job: Job, past: int = 0) -> list[Layer] | None:
-    model, machine = job.model, Machine.of(job)
-    sizes = sizes_of(job, past)
-    if sizes is None:
-        return None
-    first, last = (work.embedding(sizes), footprint.embedding(sizes)), (work.head(sizes), footprint.head(sizes))
-    tables, ends, shared = _tables(sizes), _head(sizes), job.vocabulary > 0
-    if shared:  # every rank has a vocabulary shard, and stages have the rest: see vocabulary.py
-        first, last = (work.places(sizes), footprint.places(sizes)), (work.last_norm(sizes), footprint.last_norm(sizes))
-        tables, ends = tables[1:], ends[:-1]
-    kinds = [model.block(i) for i in range(model.layers)]
-    dense: dict[str, Any] = {
-        "mlp": model.mlp_width // job.parallel.tp,
-        **dict.fromkeys(("experts", "choices", "top_k", "common"), 0),
-        "fold": 1,
-    }
-    blocks = {
-        kind: replace(
-            sizes, window=kind.window or 0, turned=sizes.rotary and kind.turned, **(dense if kind.dense else {})
-        )
-        for kind in dict.fromkeys(kinds)
-    }
-    embed, head, *each = (
-        Layer(name, *times_of(machine, done), sum(parts), size, parts=parts)
-        for name, (done, size), parts in (
-            ("embed", first, tables),
-            ("head", last, ends),
-            *(("block", (work.block(z), footprint.learning(z)), z.parameters) for z in blocks.values()),
-        )
-    )
-    known = {
-        kind: replace(
-            one,
-            spared={
-                again: Spared(
-                    spared(z, attention=again),
-                    machine.ms(work.cheap(z, attention=again)) / one.f if one.f else 0.0,
-                )
-                for again in (True, False)
-            },
-            whole=footprint.learning(replace(z, regathers=False)) if z.regathers else None,  # it keeps what it gathers
-            once=machine.ms(work.largest(z)) / one.f if one.f else 0.0,
-            apart=z.apart if job.parallel.ep > 1 else (),
-            experts=z.experts,
-            matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2) if z.by_matrix else (),
-        )
-        for (kind, z), one in zip(blocks.items(), each, strict=True)
-    }
-    found = [replace(known[kind], name=f"layers.{i}") for i, kind in enumerate(kinds)]
-    tied = sizes.vocab * sizes.hidden if model.tie_embeddings and not shared else 0
-    if shared and not sizes.rotary:  # a stage that recomputes any of its forward keeps the rows it was given
-        kept = replace(embed.size, act_b=embed.size.entry)
-        again = {attention: Spared(kept, 0.0) for attention in (True, False)}
-        embed = replace(embed, spared=again, size=kept if job.parallel.regathers else embed.size)
-    if sizes.swaps_only and not shared:  # with selective recompute a stage computes weight gradients in collectives
-        later = Spared(footprint.head(sizes, defers=True), 0.0)
-        head = replace(head, spared={True: later, False: later})
-    found = [replace(embed, tied=tied), *found, replace(head, tied=tied)]
-    found = adapters.frozen(job, found, [blocks[kind] for kind in kinds], sizes) if job.adapter.rank else found
-    return _staying(found, [blocks[kind] for kind in kinds], sizes)
-
-
-def _staying(table: list[Layer], blocks: Sequence[Sizes], ends: Sizes) -> list[Layer]:
-    """The layers with the bytes that offload leaves on the device."""
-    embed, *inner, head = table
-    first = _with(embed.spared, lambda _, size: staying.embedding(ends, size))
-    found = [replace(embed, size=staying.embedding(ends, embed.size), spared=first)]
-    for layer, z in zip(inner, blocks, strict=True):
-        spared = _with(layer.spared, lambda again, size, z=z: staying.block(z, size, spared=True, attention=again))  # type: ignore[misc]
-        whole = layer.whole and staying.block(replace(z, regathers=False), layer.whole)
-        found.append(replace(layer, size=staying.block(z, layer.size), spared=spared, whole=whole))
-    last = _with(head.spared, lambda _, size: staying.head(ends, size))
-    return [*found, replace(head, size=staying.head(ends, head.size), spared=last)]
-
-
-def sizes_of(job: Job, past: int = 0) -> Sizes | None:
-    """The sizes of a built-in model; None for a factory's layers, which are unknown before they are built.
-
-    `past`: tokens of the sequence before the counted ones.
-    """
-    model = job.model
+def sizes_of(job: Job) -> Sizes | None:
+    """The sizes of a built-in model that a shared vocabulary asks for; None for a factory's layers."""
+    model, tp = job.model, job.parallel.tp
     if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
         return None
-    # Each of the tp ranks has a part of every matrix, and of the vocabulary; but experts are whole with a `fold`.
-    tp, fold = job.parallel.tp, job.parallel.topology.fold
     return Sizes(
-        fp8=model.matmul == "fp8",
         hidden=model.hidden,
-        heads=max(1, (model.heads or 1) // tp),
-        queries=(model.heads or 1) * model.head_width // tp,
-        keys=model.kv_width // tp,
-        mlp=model.expert_width * fold // tp if model.experts else model.mlp_width // tp,
         gated=model.family == "llama",
         cuda=job.hardware.device == "cuda",
         vocab=-(-model.vocab // tp),
@@ -369,30 +331,11 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         width=4 if model.dtype == "float32" else 2,
         stream=2 if model.parameters == "bfloat16" else 4,
         rotary=model.rotary,
-        scaled=model.variant in GEMMA or model.embedding_scale != 1.0,
-        clipped=job.optimizer.qk_clip is not None,
         logits_cap=model.logits_cap is not None,
-        chunk=model.loss_chunk or 0,
-        terms=bool(model.z_loss or model.label_smoothing),
-        qkv_bias=model.qkv_bias,
-        proj_bias=model.attention_bias,
-        qk_norm=model.variant in (*WHOLE_NORMS, *HEAD_NORMS),
-        qk_whole=model.variant in WHOLE_NORMS,
         wide_norm=model.variant in GEMMA,
-        around=model.variant in AROUND,
-        capped=model.scores_cap is not None,
-        experts=(model.experts or 0) // job.parallel.ep,
-        choices=model.experts or 0,
-        by_matrix=job.optimizer.kind == "muon",
-        top_k=model.met / fold,
-        fold=fold,
-        uneven=model.imbalance if job.parallel.ep > 1 else 1.0,
-        common=(model.shared_hidden or 0) // tp,
-        past=past,
         tp=tp,
         fused_grads=job.train.fused_gradients,
         shared=job.parallel.shared,
-        regathers=job.parallel.regathers,
         cp=job.parallel.cp,
     )
 
@@ -408,6 +351,7 @@ def _head(z: Sizes) -> tuple[int, ...]:
 
 
 def _measured(layer: Layer, one: Measurement) -> Layer:
+    """A layer with what a profile says of it; what the profile lacks is that of its card."""
     if layer.apart and one.params > layer.params:  # measured with all experts: a rank has some
         part = layer.params / one.params
         held = one.held and one.held.model_copy(
@@ -415,15 +359,9 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
         )
         step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
         one = replace(one, held=held, step=step, tentative=tentative, params=layer.params, parts=layer.parts)
-    size, spared = layer.size, layer.spared
-    if one.size is not None:  # the estimated savings, subtracted from the measured bytes
-        found, plain = one.size, layer.size
-        size = staying.measured(found, plain if plain is not NOTHING else None)
-
-        def lessened(_: bool, other: Footprint) -> Footprint:
-            return staying.measured(found.remade(plain.act_b - other.act_b, other.more_b - plain.more_b), other)
-
-        spared = _with(spared, lessened)
+    own = layer.measured
+    if own is not None:
+        one = replace(one, held=one.held or own.held, collectives=one.collectives or own.collectives)
     parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
     params, frozen = (one.params, one.frozen) if one.params or one.frozen else (layer.params, layer.frozen)
     return replace(
@@ -434,10 +372,11 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
         params=params,
         frozen=frozen,
         parts=parts,
-        size=size,
-        whole=layer.whole if one.size is None else None,
+        apart=layer.apart or one.apart,
+        matrices=layer.matrices or one.matrices,
+        experts=layer.experts or one.experts,
+        size=layer.size if one.size is None else replace(one.size, result=one.size.result or layer.size.result),
         measured=one,
-        spared=spared,
     )
 
 
@@ -452,7 +391,8 @@ def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:
         else:
             f, b, w = (_pick(value, block) for value in (costs.f, costs.b, costs.w))
             block += 1
-        result.append(replace(layer, f=f, b=b, w=w))
+        one = layer.measured and replace(layer.measured, f=f, b=b, w=w, bw=b + w, again=f)
+        result.append(replace(layer, f=f, b=b, w=w, measured=one))
     return result
 
 
@@ -487,12 +427,3 @@ def given_optimizer(costs: GivenCosts, table: Sequence[Layer]) -> list[float]:
         result.append(0.0 if outside else _pick(costs.optimizer, block))
         block += not outside
     return result
-
-
-def boundary_bytes(model: Model, size: int, shared: int = 1) -> float:
-    """Bytes of the tensor between two stages for one microbatch, split by tokens over `shared` ranks; 0 if only the
-    runtime can know it (factories)."""
-    if not model.builtin or model.hidden is None or model.seq_len is None:
-        return 0.0
-    # The residual stream has the type of the parameters, under autocast too.
-    return (2.0 if model.parameters == "bfloat16" else 4.0) * size * model.seq_len * model.hidden / shared

@@ -24,13 +24,13 @@ from zbc.compiler.cost.cost import (
     links_of,
 )
 from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine, message_of
-from zbc.compiler.cost.sizes import GRAD_BYTES
 from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.job.cuts import cuts_of, share, shares_of
-from zbc.job.spec import Job, Memory
+from zbc.job.spec import Job
 from zbc.job.tokens import shares_of as shares_of_length
 
 NEEDS = 8  # lengths whose ops' needs are counted, where microbatches have more; those of others are rounded up
@@ -78,14 +78,14 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     for j, (begin, end) in enumerate(pairwise(cuts)):
         one = replace(job, model=job.model.model_copy(update={"seq_len": end - begin}))
         times = {name: each[j] for name, each in shares.items()}
-        tables.append(chosen(estimate.of_slice(one, plain, begin, times, rows[j])))
+        tables.append(chosen(estimate.of_slice(job, plain, cuts, j, times, rows[j])))
         jobs.append(one)
     for one, layers in zip(jobs, _with_ends(tables), strict=True):
         parts.append(_build(one, placement, stages, layers))
     found = whole.cut(rows, **shares)
     if "f_sums" in found.ms:  # a slice's own W hides its sums
         alone = found.each(lambda b, sums, w: b - sums + w, "b", "b_sums", "w")
-        found = _fused(found, alone, _unhidden(job, placement, exchanges(job, stages, table)))
+        found = _fused(found, alone, _unhidden(job, exchanges(job, stages, table)))
     if job.costs.f is None or job.costs.per == "layer":
         names = [name for name in BY_SLICE if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
@@ -235,8 +235,7 @@ def _of_ops(
     """The costs of F, B, W and transfers, and the activations they keep."""
     given, times = job.costs.f is not None, _times(job, placement, stages, table)
     size = _sizes(job, placement, stages, table, bytes)
-    known = job.model.builtin
-    source = "profiled" if job.timed else "given" if given else "estimated" if known else "assumed equal"
+    source = "profiled" if job.timed else "given" if given else "estimated" if job.counted else "assumed equal"
     links, occupies = _transfers(job, placement, stages, table)
     return Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
 
@@ -266,7 +265,7 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
     if parallel.node is None:
         node = _node(job, placement, stages, table)
         job = replace(job, parallel=parallel.model_copy(update={"node": node}))
-    return replace(job, near=_near(job)) if parallel.ep > 1 else job
+    return replace(job, near=_near(job, table)) if parallel.ep > 1 else job
 
 
 def _node(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[int, int]:
@@ -276,7 +275,7 @@ def _node(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
     size, together = max(1, size // parallel.width), parallel.one_sided
-    swapped = [4 * one for one in _swapped(job, stages, table)] if parallel.ep > 1 else []  # in F and B, and back
+    swapped = [4 * one for one in _swapped(stages, table)] if parallel.ep > 1 else []  # in F and B, and back
     return nodes.choose(
         placement,
         parallel.topology,
@@ -348,42 +347,68 @@ def _with_shared_layers(
         return times
     forward = tuple(math.fsum(one.forward[s] for one in exchanged) for s in range(len(stages)))
     backward = tuple(math.fsum(one.backward[s] for one in exchanged) for s in range(len(stages)))
-    again = _repeated(job, placement, exchanged)
+    again = _repeated(job, exchanged)
     backward = tuple(ms + again[s] * forward[s] for s, ms in enumerate(backward))
     found = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
     plain = found.each(lambda bw: bw, "bw")
     found = found.with_ms(f=found.each(add, "f", "f_sums"), b=found.each(add, "b", "b_sums"))
-    return dict(_fused(found, plain, _unhidden(job, placement, exchanged)).ms)
+    return dict(_fused(found, plain, _unhidden(job, exchanged)).ms)
 
 
 class Exchange(NamedTuple):
-    """Collectives along an axis inside the ops of each stage: ms in its F, and in its B; the share of the F's that
-    selective recompute repeats."""
+    """Collectives along an axis inside the ops of each stage: ms in its F, in its B without those of an F that runs
+    again, of these with selective recompute or where tokens are gathered again, and in B before anything of W is there.
+    """
 
     forward: PerStage
     backward: PerStage
-    spared: float
-    regathered: float  # the share repeated if tokens gathered for a layer are gathered again
-    ahead: PerStage  # ms in its B before anything of its W is there
+    repeated: PerStage
+    ahead: PerStage
 
 
 def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[Exchange]:
-    """The exchanges along each axis, if they take time: given, or estimated from the links."""
+    """The exchanges along each axis, if they take time: given, or those that the cards of layers have."""
     parallel, measured, given = job.parallel, job.profile, job.costs
     timed = given.f is None and not (measured is not None and measured.on.source == "trace")  # its ops have them
-    half = 0.5 if parallel.tp_sequence else 0.0
-    axes = [
-        (parallel.tp, given.tp, _sums, half, half * parallel.regathers, False),
-        (parallel.cp, given.cp, _gathers, float(job.memory.attends_again), 0.0, False),
-        (parallel.ep, given.tp if given.ep is None and parallel.tp == 1 else given.ep, _swaps, 0.0, 0.0, True),
-    ]
+    axes = (
+        ("tp", parallel.tp, given.tp),
+        ("cp", parallel.cp, given.cp),
+        ("ep", parallel.ep, given.tp if given.ep is None and parallel.tp == 1 else given.ep),
+    )
     found = list[Exchange]()
-    for count, ms, by_links, spared, regathered, begins in axes:  # `begins`: whether a B begins with one
+    for axis, count, ms in axes:
         if count > 1 and (ms or (ms is None and timed)):
-            both = ((ms,) * len(stages),) * 2 if ms else by_links(job, stages, table)
-            ahead = _ahead(job, stages, table, both[1]) if begins else (0.0,) * len(stages)
-            found.append(Exchange(*both, spared, regathered, ahead))
+            own = _told(job, stages, table, axis)
+            if ms:  # of both ways, each
+                share = [again / f if f else 0.0 for f, again in zip(own.forward, own.repeated, strict=True)]
+                every = (ms,) * len(stages)
+                own = Exchange(every, every, tuple(ms * part for part in share), (0.0,) * len(stages))
+            found.append(own._replace(ahead=_ahead(job, stages, table, own.backward)) if axis == "ep" else own)
     return found
+
+
+def _told(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], axis: str) -> Exchange:
+    """The collectives along an axis by the cards of layers, at the speeds of links."""
+    machine, choices, two = Machine.of(job), choices_of(job), bool(job.near)
+    sums = None if job.profile is None else job.profile.sums
+
+    def ms(how: str, size: int) -> float:
+        if how == "swap":
+            return machine.swaps_ms(size, choices)[two]
+        if sums is not None and axis == "tp":
+            return sums.ms(size) / (1 if how == "sum" else 2)
+        return machine.shared_ms(axis, size, halves=2 if how == "sum" else 1)
+
+    def of(layer: Layer, op: str) -> float:
+        every = () if layer.measured is None else layer.measured.collectives.get(op, ())
+        return sum(ms(how, size) for name, how, size in every if name == axis)
+
+    def plain(layer: Layer) -> float:
+        return of(layer if layer.plain is None else layer.plain(), "b")
+
+    each = [(of(one, "f"), plain(one), of(one, "b") - plain(one)) for one in table]
+    forward, backward, again = (tuple(sum(each[i][k] for i in part) for part in stages) for k in range(3))
+    return Exchange(forward, backward, again, (0.0,) * len(stages))
 
 
 def _ahead(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], backward: PerStage) -> PerStage:
@@ -394,64 +419,15 @@ def _ahead(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], ba
     return tuple(ms / (2 * n) if n and not w else 0.0 for ms, n, w in zip(backward, blocks, soon, strict=True))
 
 
-def _sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
-    """ms of tensor-parallel collectives in F and in B: two in a block, one after the embedding's look-up, one before
-    the head. Before the weights of experts is one more, of a few numbers per token. If experts are whole, only a shared
-    one has those of an MLP; the tokens' outputs are all-gathered, unless ranks share the tokens anyway."""
-    z, measured, last, machine = estimate.sizes_of(job), job.profile, len(table) - 1, Machine.of(job)
-    size = 0.0 if z is None else float(z.tokens * z.hidden * z.width)
-    sums = None if measured is None else measured.sums
-    if not job.parallel.tp_sequence:
-        one = machine.shared_ms("tp", size) if sums is None else sums.ms(size)
-        first, ends = (1.0, 0.0), (0.0, 1.0)  # of the embedding, and of the head, in F and in B
-    else:  # an all-gather of the tokens, a reduce-scatter after it
-        one = 2 * machine.shared_ms("tp", size, halves=1) if sums is None else sums.ms(size)
-        first = ends = (0.5, 0.5)
-    routed = 4.0 * z.tokens * (z.top_k + bool(z.common)) if z is not None and z.experts else 0.0
-    weights = 0.0 if not routed else machine.shared_ms("tp", routed) if sums is None else sums.ms(routed)
-    more, blocks = (0.0, weights), [sum(i in job.model.routed for i in part) for part in stages]
-    if job.parallel.folded:
-        gather = machine.shared_ms("tp", size, halves=1) if sums is None else sums.ms(size) / 2
-        more = (one * (bool(z and z.common) - 1) + gather * (not job.parallel.tp_sequence),) * 2
-    forward, backward = (
-        tuple(
-            one * sum(first[way] if i == 0 else ends[way] if i == last else 2 for i in part) + more[way] * routed_by
-            for part, routed_by in zip(stages, blocks, strict=True)
-        )
-        for way in (0, 1)
-    )
-    return forward, backward
+def _swapped(stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
+    """Bytes of the rows that the layers of each stage have for experts in an F."""
+    return [sum(_rows(table[i]) for i in part) for part in stages]
 
 
-def _gathers(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
-    """ms of context-parallel collectives in F and in B: in each block keys and values are all-gathered, and their
-    gradients reduce-scattered to the ranks that have the tokens."""
-    z = estimate.sizes_of(job)
-    size = 0.0 if z is None else 2.0 * z.keys * z.tokens * z.cp * z.width
-    one = Machine.of(job).shared_ms("cp", size, halves=1)
-    found = tuple(one * sum(0 < i < len(table) - 1 for i in part) for part in stages)
-    return found, found
-
-
-def _swaps(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
-    """ms of expert-parallel all-to-alls in F and in B: two in every block, to the experts and back, of a row for each
-    choice of a token, after an exchange of their counts."""
-    machine, blocks = Machine.of(job), [sum(bool(table[i].apart) for i in part) for part in stages]
-    choices, two = choices_of(job), bool(job.near)
-    rows, counts = (machine.swaps_ms(size, choices)[two] for size in (_of_block(job), 0.0))
-    found = tuple(count * (2 * rows + counts) for count in blocks)
-    return found, found
-
-
-def _swapped(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
-    """Bytes of the rows that the blocks of each stage have for experts in an F."""
-    one = _of_block(job)
-    return [one * sum(bool(table[i].apart) for i in part) for part in stages]
-
-
-def _of_block(job: Job) -> float:
-    z = estimate.sizes_of(job)
-    return 0.0 if z is None else float(z.top_k * z.uneven * z.tokens * z.hidden * z.width)
+def _rows(layer: Layer) -> float:
+    """Bytes of the rows that a layer has for experts."""
+    every = () if layer.measured is None else layer.measured.collectives.get("f", ())
+    return float(max((size for _, how, size in every if how == "swap"), default=0))
 
 
 def choices_of(job: Job) -> Choices | None:
@@ -462,32 +438,26 @@ def choices_of(job: Job) -> Choices | None:
     return Choices(model.experts, model.met, model.expert_groups or 1, model.node_limit or 1)
 
 
-def _near(job: Job) -> int:
+def _near(job: Job, table: Sequence[Layer]) -> int:
     """The ranks on a node, if exchanges of rows between nodes are faster in two steps; else 0."""
-    one, two = Machine.of(job).swaps_ms(_of_block(job), choices_of(job))
+    one, two = Machine.of(job).swaps_ms(max(map(_rows, table)), choices_of(job))
     return job.hardware.ranks_per_node if two < one else 0
 
 
-def _repeated(job: Job, placement: Placement, found: Sequence[Exchange]) -> PerStage:
+def _repeated(job: Job, found: Sequence[Exchange]) -> PerStage:
     """The share of an F's exchanges that its backward repeats: all with recompute, else those of recomputed parts."""
-    return tuple(_again(job.memory, s, found) for s in range(placement.stages))
+    stages = range(len(found[0].forward))
+    parts = [(sum(one.repeated[s] for one in found), sum(one.forward[s] for one in found) or 1.0) for s in stages]
+    return tuple(1.0 if job.memory.recomputes(s) else again / whole for s, (again, whole) in enumerate(parts))
 
 
-def _unhidden(job: Job, placement: Placement, found: Sequence[Exchange]) -> PerStage:
+def _unhidden(job: Job, found: Sequence[Exchange]) -> PerStage:
     """The collectives of a BW that its W does not hide, as a share of those of an F."""
-    again = _repeated(job, placement, found)
+    again = _repeated(job, found)
     ahead = [
         sum(one.ahead[s] for one in found) / (sum(one.forward[s] for one in found) or 1.0) for s in range(len(again))
     ]
     return tuple(map(add, again, ahead))
-
-
-def _again(memory: Memory, stage: int, found: Sequence[Exchange]) -> float:
-    if memory.recomputes(stage):
-        return 1.0
-    spares = memory.spares(stage)
-    again = sum(one.forward[stage] * (one.spared if spares else one.regathered) for one in found)
-    return again / (sum(one.forward[stage] for one in found) or 1.0)
 
 
 def _fused(costs: Costs, plain: Column, again: PerStage) -> Costs:
@@ -511,7 +481,7 @@ def _with_optimizer(
         step = tentative = _given_optimizer(job, placement, stages, table)
     elif (measured := _measured_optimizer(job, stages, table)) is not None:
         step, tentative = measured
-    elif given or not job.model.builtin:
+    elif given or not job.counted:
         return costs.with_ms(hop=(hop,))
     else:
         layers = [[table[i] for i in part] for part in stages]

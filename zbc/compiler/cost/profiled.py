@@ -6,12 +6,14 @@ for backward if the first keeps its output or the second its input; the first la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from zbc.compiler.cost.footprint import Footprint
+from zbc.compiler.cost.machine import Machine
 from zbc.ir import Placement
-from zbc.job.profile import FAMILY, Host, LayerBytes, LayerProfile, Measured, Profile
+from zbc.job.profile import FAMILY, Collective, Host, LayerBytes, LayerProfile, Measured, Profile
+from zbc.ops import SMALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,20 @@ class Measurement:
     parts: tuple[int, ...]  # elements of each parameter that trains; () if only their sum is known
     size: Footprint | None
     held: LayerBytes | None
+    apart: tuple[int, ...] = ()  # of parts, those of experts that ranks share out
+    matrices: tuple[tuple[int, int], ...] = ()  # shapes of those that Muon steps
+    experts: int = 0  # in the largest stack of these
+    collectives: Mapping[str, Sequence[Collective]] = field(default_factory=dict)  # inside of its ops, of a dry run
+
+
+def timed(profile: Profile, machine: Machine) -> Profile:
+    """The profile of a dry run with the times of its kernels on a machine."""
+    device, layers = profile.on.device, dict[str, LayerProfile]()
+    for kind, layer in profile.layers.items():
+        ms = {name: Measured(ms=machine.ms_of(found, device)) for name, found in layer.kernels.items()}
+        none = dict.fromkeys(("f", "b", "w", "bw"), Measured(ms=0.0))
+        layers[kind] = layer.model_copy(update={**none, **ms} if ms else {})
+    return profile.model_copy(update={"layers": layers})
 
 
 def measurements(profile: Profile, names: Sequence[str], optimizer: str) -> list[Measurement]:
@@ -40,13 +56,18 @@ def measurements(profile: Profile, names: Sequence[str], optimizer: str) -> list
     kinds = profile.order
     if kinds == FAMILY and "embed" in names:
         kinds = [name if name in ("embed", "head") else "block" for name in names]
+    if len(kinds) < len(names):  # a card of fewer layers, all alike
+        kinds = [kinds[0], *[kinds[1]] * (len(names) - 2), kinds[-1]]
     found = [profile.layers[kind] for kind in kinds]
     before = [None, *found[:-1]]
     return [_one(layer, last, profile.optimizer == optimizer) for layer, last in zip(found, before, strict=True)]
 
 
 def _one(layer: LayerProfile, last: LayerProfile | None, same_optimizer: bool) -> Measurement:
-    f, b = layer.f.ms, layer.b.ms
+    size = None if layer.bytes is None else _footprint(layer.bytes, None if last is None else last.bytes)
+    # Before all that trains nothing has a backward. Alone as a stage, a layer passes on a gradient there.
+    passes = bool(layer.kernels) and size is not None and not (size.act_b or size.act_w)
+    f, b = layer.f.ms, 0.0 if passes else layer.b.ms
     step, tentative = (_ms(layer.step), _ms(layer.tentative)) if same_optimizer else (None, None)
     norm = _ms(layer.norm) or 0.0
     rests = layer.bytes is not None and not layer.bytes.gradients  # none of them trains
@@ -62,8 +83,12 @@ def _one(layer: LayerProfile, last: LayerProfile | None, same_optimizer: bool) -
         params=trained,
         frozen=layer.parameters - trained,
         parts=tuple(layer.parts),
-        size=None if layer.bytes is None else _footprint(layer.bytes, None if last is None else last.bytes),
+        size=size,
         held=layer.bytes,
+        apart=tuple(layer.apart),
+        matrices=tuple(layer.matrices),
+        experts=layer.experts,
+        collectives=layer.collectives,
     )
 
 
@@ -73,8 +98,16 @@ def _ms(time: Measured | None) -> float | None:
 
 def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
     kept = z.input if z.keeps_input or (last is not None and last.keeps_output) else 0
+    alone = z.input if z.input < SMALL else 0
+    tensors = [z.kept_b] if z.tensors is None else z.tensors
     return Footprint(
-        act_b=z.kept_b + kept,
+        stays=max(0, z.kept_b - sum(one for one in tensors if one >= SMALL)) + min(kept, alone),
+        logits=0 if z.output else max(tensors, default=0),
+        entry_stays=alone,
+        casts=z.casts,
+        tables=z.buffers,
+        act_b=z.kept_b + kept + z.kv,
+        kv=z.kv,
         act_w=z.kept_w,
         entry=z.input + z.kept_again,
         result=z.output,

@@ -10,10 +10,9 @@ from itertools import pairwise
 from operator import mul
 from typing import Any, NamedTuple
 
-from zbc.compiler.cost import adapters, estimate, stepping
+from zbc.compiler.cost import estimate, stepping
 from zbc.compiler.cost.estimate import Layer
-from zbc.compiler.cost.footprint import Footprint
-from zbc.compiler.cost.sizes import GRAD_BYTES
+from zbc.compiler.cost.footprint import GRAD_BYTES, Footprint
 from zbc.compiler.cost.turns import NO_MORE, NO_RISE, More, Rise, more, rise
 from zbc.ir import Placement
 from zbc.job.sections import Parallel
@@ -112,7 +111,7 @@ def _stage(
     own = _owned(job, placement, s, part, table)
     return replace(
         own,
-        weights=own.weights + sum(z.tables for z in sizes) + adapters.held(job, placement, s, part, table),
+        weights=own.weights + sum(z.tables for z in sizes) + _frozen(job, placement, s, part, table),
         early=min(own.gradients, sum(z.came_b for z in sizes)),
         lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
@@ -120,6 +119,17 @@ def _stage(
         **_needs(job, placement, s, part, table),
         **_kept(job, placement, s, part, table, behind),
     )
+
+
+def _frozen(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
+    """Bytes of frozen weights that no card or profile has among the weights of its layer; less those of a shared one
+    that the rank has with its first stage."""
+    width, sizes = 2.0 if job.model.parameters == "bfloat16" else 4.0, estimate.sizes_of(job)
+    count = sum(layer.frozen for i in part if (layer := table[i]).measured is None or layer.measured.held is None)
+    tied = bool(job.adapter.rank) and job.model.tie_embeddings and not job.vocabulary
+    if tied and sizes and part[-1] == len(table) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}:
+        count -= sizes.vocab * sizes.hidden
+    return width * count
 
 
 def _needs(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
@@ -353,9 +363,8 @@ def _temporaries(job: Job, sizes: Sequence[Footprint], layers: Sequence[Layer]) 
 
 
 def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
-    """Bytes of the tensor after each stage but the last: counted for a family, else by the profile."""
-    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.sent)
-    return [known or table[part[-1]].size.result for part in stages[:-1]]
+    """Bytes of the tensor after each stage but the last."""
+    return [table[part[-1]].size.result for part in stages[:-1]]
 
 
 def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float, float, float]:
@@ -369,7 +378,10 @@ def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, 
         return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), per
     known = sum(layer.params for layer in layers)
     part = params / known if known else 1.0
-    weights, gradients = part * sum(z.weights for z in held), part * sum(z.gradients for z in held)
+    weights, gradients = (
+        part * sum(z.weights - z.casts - z.buffers for z in held),
+        part * sum(z.gradients for z in held),
+    )
     same = job.profile is not None and job.profile.optimizer == options.name
     state = part * sum(z.optimizer for z in held) if same else per * gradients / (GRAD_BYTES * params or 1)
     return weights, gradients, gradients * master / GRAD_BYTES, state

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zbc.compiler.cost import estimate, stepping, work
+from zbc.compiler.cost import ends, estimate, stepping
 from zbc.compiler.cost.cost import ShareBytes
+from zbc.compiler.cost.ends import Sizes
+from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import measurements
-from zbc.compiler.cost.sizes import GRAD_BYTES, Sizes
 from zbc.compiler.cost.stage_bytes import StageBytes, averaging
 from zbc.job.profile import WordTimes
 from zbc.job.spec import Job, LayerCost
@@ -86,9 +87,9 @@ def _output(job: Job, rows: float) -> Times:
         return 0.0, 0.0, 0.0
     if job.timed is not None:
         whole = measurements(job.timed, ["embed", "layers.0", "head"], job.optimizer.name)[2]
-        shares = estimate.shares_of_words(Machine.of(job), work.words(sizes), work.head(sizes))
+        shares = estimate.shares_of_words(Machine.of(job), ends.words(sizes), ends.head(sizes))
         return tuple(ms * part * rows / p for ms, part in zip((whole.f, whole.b, whole.w), shares, strict=True))  # type: ignore[return-value]
-    return estimate.times_of(Machine.of(job), work.words(_share_of(sizes, p)))
+    return estimate.times_of(Machine.of(job), ends.words(_share_of(sizes, p)))
 
 
 def _embedding(job: Job, rows: float) -> tuple[float, float]:
@@ -101,9 +102,9 @@ def _embedding(job: Job, rows: float) -> tuple[float, float]:
         return 0.0, 0.0
     if job.timed is not None:
         whole = measurements(job.timed, ["embed", "layers.0", "head"], job.optimizer.name)[0]
-        f, _, w = estimate.shares_of_words(Machine.of(job), work.look_up(sizes), work.embedding(sizes))
+        f, _, w = estimate.shares_of_words(Machine.of(job), ends.look_up(sizes), ends.embedding(sizes))
         return whole.f * f * rows, whole.w * w * rows / p
-    f, _, w = estimate.times_of(Machine.of(job), work.look_up(_share_of(sizes, p)))
+    f, _, w = estimate.times_of(Machine.of(job), ends.look_up(_share_of(sizes, p)))
     return f, w
 
 

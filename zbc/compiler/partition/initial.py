@@ -64,7 +64,8 @@ def times(
         return layer.f + (layer.b + layer.w if split else layer.backward)
 
     memory = job.memory
-    kept, spared = [once(layer) for layer in table], [once(layer.selective(memory)) for layer in table]
+    kept, some = [once(layer) for layer in table], any(map(memory.spares, range(len(slow))))
+    spared = [once(layer.selective(memory)) for layer in table] if some else kept  # cards of their own
     twice = [ms + layer.again for ms, layer in zip(kept, table, strict=True)]
     rows = [
         twice if s in recompute or memory.recomputes(s) else spared if memory.spares(s) else kept

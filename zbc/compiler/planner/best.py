@@ -198,7 +198,7 @@ def _less(job: Job, case: Case) -> Iterator[Memory]:
     def choice(first: str, rest: str, count: int) -> Memory:
         return job.memory.with_choice([first if before < count else rest for before in place])
 
-    spares = any(layer.spared for layer in case.table)
+    spares = any(layer.card is not None for layer in case.table)
     kept, both = {"attention": KEEP}, spares and job.memory.attention is None
     if spares:
         selective = [choice(SELECTIVE, AUTO, count) for count in counts]

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.runtime.core.current import SLICE
 from zbc.runtime.core.private import pytree
 from zbc.runtime.core.tensors import Laid, TensorSpec
-from zbc.runtime.features.slicing import now
 
 _ALIGN = 16  # bytes: of the largest type, complex128
 _WIDTH = 4  # bytes of a number of a carrier
@@ -253,8 +253,8 @@ Ways = Mapping[int | None, tuple[Packing | None, Packing | None]]  # by the rows
 
 def rows() -> int | None:
     """Rows of the current slice; None outside of slices."""
-    inside = now()
-    return None if inside is None else inside.part.rows
+    inside = None if torch.compiler.is_compiling() else SLICE.value
+    return None if inside is None else int(inside.part.rows)
 
 
 class Adapted:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -28,3 +28,18 @@ class Current(threading.local, Generic[T]):
             yield
         finally:
             self.swap(before)
+
+
+SLICE = Current[Any]()  # of a microbatch, that a forward runs: with its `part` (features/slices/slicing.py)
+AGAIN = list[Current[Any]]()  # those that a forward which runs again has as its first run had
+
+
+@contextmanager
+def as_then(values: Sequence[Any]) -> Iterator[None]:
+    """Runs its body with earlier values of `AGAIN`."""
+    before = [one.swap(value) for one, value in zip(AGAIN, values, strict=True)]
+    try:
+        yield
+    finally:
+        for one, value in zip(AGAIN, before, strict=True):
+            one.swap(value)

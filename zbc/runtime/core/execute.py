@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -56,6 +57,7 @@ def run_step(
     ending.opens(worker, step)
     progress.step, progress.total = step, len(worker.script)
     began = now()
+    worker.hidden()  # drops the time between steps
     for feature in worker.features:
         feature.opens(worker)
     others = None if worker.watch is None else unseeded()
@@ -73,8 +75,7 @@ def run_step(
         worker.watch.outside = moved(others) is not None
     result = ending.closes(worker, began)
     if result is not None and result.step == step:
-        for feature in worker.features:
-            result = feature.tells(worker, result)
+        result = replace(result, sums_hidden=worker.hidden())
     return result if before is None else before
 
 

@@ -157,5 +157,3 @@ def optimizer_step(worker: Worker, op: Op) -> None:
         optimizer.step(verdict.clip(worker.clip))
     optimizer.drop()
     optimizer.stepped(worker.transport, skipped=verdict.skipped)
-    for feature in worker.features:
-        feature.steps(worker, op)

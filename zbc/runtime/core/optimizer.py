@@ -17,9 +17,9 @@ from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core import rounded
 from zbc.runtime.core.muon import Whole, grouped, muon
-from zbc.runtime.core.precision import lower_precision
 from zbc.runtime.core.private import scale_all
 from zbc.runtime.core.split import SplitLinear
+from zbc.runtime.core.tensors import lower_precision
 from zbc.runtime.core.validate import squares_of
 from zbc.runtime.transports.transport import Transport
 

@@ -111,6 +111,13 @@ def load_fakes() -> None:
     import torch._dynamo  # noqa: F401
 
 
+def flop_rules() -> dict[Any, Callable[..., int]]:
+    """By op, a function that counts its operations."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
 def reader(within: str) -> str:
     """The module that reads a number of a fake tensor, called from the module `within`. Its `tolist` reads each."""
     frame = sys._getframe(1)

@@ -28,8 +28,7 @@ from zbc.runtime.core.bundle import shown, taken_apart
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tape import Tape
-from zbc.runtime.core.tensors import Length, Loss, TensorSpec, to_device
-from zbc.runtime.features.slicing import Part, share_of
+from zbc.runtime.core.tensors import Length, Loss, Part, TensorSpec, share_of, to_device
 from zbc.runtime.seeding import seed_of, seeded
 
 if TYPE_CHECKING:
@@ -329,23 +328,23 @@ def route_of(worker: Worker, run: PhaseRun, op: Op, length: Length | None = None
         return Route(key, stage, message, worker.seat(peer), buffer=buffer)
     if not kind.computes:
         return Route(key, stage)
-    keeps = next((kept for feature in worker.features if (kept := feature.keeps(run, stage, key))), KEEPS)
-    return Route(
+    route = Route(
         key,
         stage,
         takes=None if kind.takes is None else _source(worker, op, stage),
         gives=None if kind.gives is None else _sink(worker, run, op, stage),
-        keeps=keeps if run.trains else EVALUATES,
         slotted=stage.slotted or worker.meets or key in run.halves,
     )
+    for feature in worker.features:
+        route = feature.routes(worker, run, op, route)
+    return route if run.trains else route._replace(keeps=EVALUATES)
 
 
 def _source(worker: Worker, op: Op, stage: Stage) -> Source | None:
     placement, here, forward = worker.placement, op.stage, op.kind.takes is At.SOURCES
     others = (stage.inputs or placement.sources(here)) if forward else placement.sinks(here)
     if not others:
-        found = next((source for feature in worker.features if (source := feature.source(op))), None)
-        return found or (Data(stage) if forward else None)
+        return Data(stage) if forward else None
     missing = f"F {op.key.name}: the stage before has not handed over its output"
     if not forward:
         missing = f"B {op.key.name}: the next stage has not handed over its gradient"
@@ -364,23 +363,13 @@ def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
     placement, here, forward = worker.placement, op.stage, op.kind.gives is At.SINKS
     others = placement.sinks(here) if forward else (stage.inputs or placement.sources(here))
     if not others:
-        others = tuple(who for feature in worker.features if (who := feature.reader(worker, op)) is not None)
-    if not others:
         return (Losses if run.trains else Measures)(stage) if forward else None
     edges = tuple(Message(here, other, *op.key[1:]) for other in others)
     split: Callable[[Tensor], list[Tensor]] | None = None
     came = stage.came
-    lays = next((layout for feature in worker.features if (layout := feature.lays(run, here))), None)
-    if forward and lays is not None:
-        split = functools.partial(_laid, lays, len(edges))
     if not forward and came is not None:
         split = came.parted if stage.inputs else functools.partial(_first, came.back)
     return Edges(edges, stage, split)
-
-
-def _laid(lays: Callable[[Tensor], Tensor], count: int, y: Tensor) -> list[Tensor]:
-    """The same output for each of its readers."""
-    return [lays(y)] * count
 
 
 def _first(size: int, grad: Tensor) -> list[Tensor]:

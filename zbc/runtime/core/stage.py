@@ -14,19 +14,17 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
-from zbc.runtime.core.alone import Alone
 from zbc.runtime.core.bundle import Packing
+from zbc.runtime.core.current import AGAIN, as_then
 from zbc.runtime.core.remembered import Decisions, Kept, Place, as_before, renew
 from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
-from zbc.runtime.core.tape import Inputs, RecordedGraph, Tape, input_of
-from zbc.runtime.core.tensors import Laid, Length, TensorSpec
+from zbc.runtime.core.tape import Alone, Inputs, RecordedGraph, Tape, input_of
+from zbc.runtime.core.tensors import Laid, Length, Part, TensorSpec
 from zbc.runtime.seeding import Watch, seed_of, seeded
 
 if TYPE_CHECKING:
-    from zbc.runtime.features.parcels import Parcel
-    from zbc.runtime.features.slicing import Part
-from zbc.runtime.features.added import adding_to, current_adding
+    from zbc.runtime.features.offload.parcels import Parcel
 
 
 @dataclass(frozen=True)
@@ -240,14 +238,14 @@ class Stage:
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last, asleep = self.layers, len(self.layers) - 1, self.asleep
         buffers: dict[int, list[Kept]] = {}  # layer -> its buffers before its forward
-        adding, decisions = current_adding(), [Decisions() for _ in layers]
+        now, decisions = [current.value for current in AGAIN], [Decisions() for _ in layers]
 
         def run(index: int, x: Tensor) -> Tensor:
             rests = self.resting(asleep & {index}) if asleep else nullcontext()
             with (
                 self.autocast,
                 rests,
-                adding_to(adding),
+                as_then(now),
                 decisions[index].again(),
             ):  # in backward as well, when it runs again
                 y = self._run(layers[index], layers[index].call, x, self.seed, step, mb)

@@ -13,37 +13,37 @@ route.py maps each op to its entries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zbc.ir import Key, Message, Op
+from zbc.ir import Key, Kind, Message, Op
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.bucket import GradientSum
 from zbc.runtime.core.clock import clock_for
-from zbc.runtime.core.ending import Barrier, Ending
+from zbc.runtime.core.ending import REPEATED, STORES, Barrier, Ending, Store
 from zbc.runtime.core.feature import Features
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.progress import Progress, StepResult
 from zbc.runtime.core.route import Left, Route, route_of
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
-from zbc.runtime.core.stores import REPEATED, STORES, Store
-from zbc.runtime.core.tensors import Length, Loss
+from zbc.runtime.core.tensors import Length, Loss, Part
 from zbc.runtime.core.validate import VectorLayout
 from zbc.runtime.seeding import Watch
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 
 if TYPE_CHECKING:
     from zbc.runtime.features.packing import Rows
-    from zbc.runtime.features.slicing import Part
 
-Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
+Handler = Callable[["Worker", Op], None]
+Entry = tuple[Handler, Op, str]  # with the text of the op
 Script = list[Entry]
 
 
@@ -64,6 +64,10 @@ class BatchSource(Protocol):
         """This rank's part of `whole`."""
         return whole
 
+    def counts(self, step: int, mb: int) -> tuple[float, float]:
+        """The weight of this rank's tokens of a microbatch, and of all of it, where the data say so."""
+        return 1.0, 1.0
+
     def weight(self, step: int, mb: int) -> float | None:
         """A microbatch's weight by its targets that count; None: equal weights, or `Work.weight`."""
         return None
@@ -74,8 +78,11 @@ class BatchSource(Protocol):
 
 
 class Work:
-    """Each replica's share of a step, here equal ones. A subclass deals out unequal ones (training/data/unequal.py)."""
+    """Each replica's share of a step, here equal ones. A subclass deals out unequal ones (training/data/unequal.py).
 
+    It is told the `phases` of a training before its first step."""
+
+    phases: Phases
     most = 0  # maximum microbatches of a replica, which are numbered over all replicas; 0: the number in its plan
 
     def count(self, step: int, replica: int) -> int | None:
@@ -100,6 +107,7 @@ class Work:
 
     def follow(self, phases: Phases) -> None:
         """Starts the steps from the position of `phases`."""
+        self.phases = phases
 
 
 @dataclass
@@ -115,6 +123,11 @@ class PhaseRun:
     batches: BatchSource | None = None
     first: int = 0  # the number of this replica's first microbatch among those of all replicas of the pipeline
     _shares: dict[tuple[torch.dtype, float], Tensor] = field(default_factory=dict)
+
+    def wrap(self, kinds: Container[Kind], around: Callable[[Handler], Handler]) -> None:
+        """Wraps the handlers of ops of these kinds."""
+        once = functools.cache(around)
+        self.script = [(once(run) if op.kind in kinds else run, op, text) for run, op, text in self.script]
 
     @functools.cached_property
     def count(self) -> int:
@@ -164,6 +177,7 @@ class Worker:
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE of the plan
     work: Work = field(default_factory=lambda: Work())  # each replica's share of a step
     warnings: tuple[str, ...] = ()  # for the console, before the first step
+    hidden: Callable[[], float | None] = lambda: None  # the share of collectives inside ops hidden since the last call
 
     watch: Watch | None = None  # of all its stages
     step: int = 0
@@ -179,6 +193,7 @@ class Worker:
     slots: dict[Key, Slot] = field(default_factory=dict)
     away: dict[Key, Left] = field(default_factory=dict)  # from OFFLOAD to RELOAD
     losses: dict[int, Tensor | float] = field(default_factory=dict)
+    reports: dict[Key, list[tuple[int, Tensor]]] = field(default_factory=dict)  # by place in the vector
     reading: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # of slices to come
     evaluation: PhaseRun | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
@@ -203,6 +218,7 @@ class Worker:
         self.meets = any(feature.meets for feature in self.features)
         for run in self.phase_runs:
             run.first = self.replica * (self.work.most or run.count)
+        for run in (*self.phase_runs, *([] if self.evaluation is None else [self.evaluation])):
             self.prepare(run)
 
     @property
@@ -228,10 +244,7 @@ class Worker:
 
     def run_of(self, step: int) -> PhaseRun:
         """The PhaseRun of a step."""
-        count = self.work.count(step, self.replica)
-        if count is None:
-            return self.phase_runs[self.phases.index(step)]
-        return next(run for run in self.phase_runs if run.count == count)
+        return run_of(self.phase_runs, self.work, self.phases, step, self.replica)
 
     def resume(self, step: int, position: int) -> None:
         """Resumes a training whose steps before `step` used `position` samples."""
@@ -312,8 +325,11 @@ class Worker:
         self.progress.waiting = False
 
     def entries(self, which: Callable[[Key], bool] = lambda key: True) -> dict[int, Tensor | float]:
-        """The features' entries of the vector of a step."""
-        return {place: value for feature in self.features for place, value in feature.entries(self, which).items()}
+        """The sums of what forwards with these keys reported, by place in the vector of a step; removed here."""
+        found = dict[int, list[Tensor]]()
+        for place, value in chain(*(self.reports.pop(key) for key in list(self.reports) if which(key))):
+            found.setdefault(place, []).append(value)
+        return {place: torch.stack([one.to(own[-1].device) for one in own]).sum(0) for place, own in found.items()}
 
     def settle(self, *stages: int) -> None:
         """Completes all gradients of these stages for the optimizer; blocks."""
@@ -341,7 +357,9 @@ class Worker:
         return self.topology.rank(self.replica, part, self.at)
 
     def prepare(self, run: PhaseRun) -> None:
-        """Looks up the routes of the ops of a phase."""
+        """Completes a phase or an evaluation: its script, its end, and the routes of its ops."""
+        for feature in self.features:
+            feature.completes(self, run)
         ops = run.ending.keyed(run.plan.ops)
         run.routes = {op: route for op in ops if (route := route_of(self, run, op)) is not None}
 
@@ -358,6 +376,7 @@ class Worker:
                 self.store(store).clear()
         for feature in self.features:
             feature.repeats(self)
+        self.reports.clear()
         self.reading.clear()
 
     def close(self) -> None:
@@ -367,3 +386,11 @@ class Worker:
             feature.ends()
         if self.batches is not None:
             self.batches.close()
+
+
+def run_of(runs: Sequence[PhaseRun], work: Work, phases: Phases, step: int, replica: int) -> PhaseRun:
+    """The PhaseRun of a step of a replica, among those of all phases."""
+    count = work.count(step, replica)
+    if count is None:
+        return runs[phases.index(step)]
+    return next(run for run in runs if run.count == count)

@@ -10,15 +10,15 @@ the slot keeps the tensors that W needs, as without recompute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from zbc.runtime.core.private import engine
+from zbc.runtime.core.private import engine, shares_memory
 
 
 class Tape(Protocol):
@@ -91,3 +91,30 @@ def input_of(index: int, x: Tensor, first: int) -> Tensor:
     if not index:  # the stage's own input, which already is a leaf
         return x
     return x.detach().requires_grad_(index > first and (x.is_floating_point() or x.is_complex()))
+
+
+class Alone:
+    """Copies gradients of a stage's parameters that share memory with another tensor.
+
+    Autograd takes over the first gradient of a parameter in a step without a copy, and adds later ones to it in place.
+    That first one may be a view of a tensor that the pipeline still needs: the output gradient of a linear layer whose
+    W waits in a slot, or the input gradient of the stage on its way to the previous rank. In
+    `linear(x) + bias.view(shape)` all of these are one storage. Autograd checks the references to the tensor, not those
+    to its storage: safe within one backward pass, but not across two.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._all = [p for p in parameters if p.requires_grad]
+        self._step, self._unseen = -1, list[nn.Parameter]()
+
+    def look(self, step: int) -> None:
+        """Copies new gradients whose storage is shared; to be called after every backward."""
+        if step != self._step:
+            self._step, self._unseen = step, self._all
+        if not self._unseen:
+            return
+        for parameter in self._unseen:
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided and shares_memory(grad):
+                parameter.grad = grad.clone()
+        self._unseen = [parameter for parameter in self._unseen if parameter.grad is None]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbc.runtime.core.private import fake_mode
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of an output and its target: one number
+IGNORED = -100  # a target that does not count, as in torch's cross entropy
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -127,3 +128,54 @@ class Laid(NamedTuple):
         if self.strides is None:
             return tensor
         return torch.empty_strided(tensor.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class Part(NamedTuple):
+    """Slice `number` of a microbatch: rows [start, stop) of a sequence of `length`."""
+
+    number: int
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.length
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Its rows of a tensor (batch, length, ..)."""
+        return whole[:, self.start : self.stop]
+
+
+def share_of(target: Tensor, part: Part) -> float:
+    """The weight of a slice in the mean over its microbatch; `target` has the microbatch's targets, on the CPU.
+
+    Integer targets count unless they are IGNORED; 0 if none counts.
+    """
+    if target.is_floating_point() or target.is_complex():
+        return part.rows / part.length
+    counted = target != IGNORED
+    total = int(counted.sum())
+    return int(part.of(counted).sum()) / total if total else 0.0
+
+
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # by model.dtype; others compute as they are
+
+
+def lower_precision(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> None:
+    """Casts floating-point parameters to `dtype`; those that train accumulate their gradients in float32.
+
+    None leaves all parameters as they are.
+    """
+    if dtype is None:
+        return
+    for parameter in parameters:
+        if not parameter.is_floating_point():
+            continue
+        parameter.data = parameter.data.to(dtype)
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32

@@ -7,95 +7,86 @@ the loss is their mean. `add_loss` corrects for that, and `loss_scale` returns t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zbc.ir import Key, Op
-from zbc.runtime.core.current import Current
+from zbc.ir import Key, Kind, Op
+from zbc.runtime.core.current import AGAIN, Current
 from zbc.runtime.core.feature import Context, Feature
 
 if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
+    from zbc.runtime.core.state import Handler, PhaseRun, Worker
 
 
 class Adding:
-    """Values reported by the forward of one microbatch in a stage; `share`: the weight of its loss in the step's, and
-    `scale` that in the gradients, which are `times` the loss's."""
+    """Values reported by the forward of one microbatch in a stage; `share`: the weight of its loss in the step's, which
+    is asked for once a layer needs it; gradients are `times` the loss's."""
 
-    __slots__ = ("again", "loads", "peaks", "scale", "share", "total")
+    __slots__ = ("_share", "_times", "again", "loads", "peaks", "total")
 
-    def __init__(self, share: float, times: float = 1.0) -> None:
-        self.share, self.scale = share, share * times
+    def __init__(self, share: float | Callable[[], float], times: float = 1.0) -> None:
+        self._share, self._times = share, times
         self.total: Tensor | None = None
         self.loads: list[tuple[int, Tensor]] = []  # index of the first expert among all blocks, rows of each
         self.peaks: dict[int, Tensor] = {}  # by block, the largest attention score of each head
         self.again = False  # whether the forward has run: what reports later recomputes it
 
+    @property
+    def share(self) -> float:
+        if not isinstance(self._share, float | int):
+            self._share = self._share()
+        return self._share
+
+    @property
+    def scale(self) -> float:
+        """The weight of its gradients in the step's."""
+        return self.share * self._times
+
 
 class Added(Feature):
-    """The values that layers report on this rank in a step, by the key of their forward."""
+    """Collects what layers report in the forwards of a training."""
 
     def __init__(self) -> None:
-        self._found: dict[Key, Tensor] = {}
-        self._loads: dict[Key, list[tuple[int, Tensor]]] = {}
         self.peaks: dict[Key, dict[int, Tensor]] = {}  # see qk_clip.py
 
-    def add(self, key: Key, adding: Adding) -> None:
-        if adding.total is not None:
-            self._found[key] = adding.total
-        if adding.loads:
-            self._loads[key] = adding.loads[:]  # a copy: a recomputed forward reports them again
+    def completes(self, worker: Worker, run: PhaseRun) -> None:
+        if run.trains:
+            run.wrap([kind for kind in Kind if kind.is_forward], self._around)
+
+    def _around(self, handler: Handler) -> Handler:
+        def collect(worker: Worker, op: Op) -> None:
+            adding = Adding(lambda: worker.portion(worker.number(op.mb), worker.routes[op].stage.part), worker.scale)
+            outer = _current.swap(adding)
+            try:
+                handler(worker, op)
+            finally:
+                _current.swap(outer)
+            adding.again = True
+            if adding.total is not None or adding.loads or adding.peaks:
+                self.add(worker, op.key, adding)
+
+        return collect
+
+    def add(self, worker: Worker, key: Key, adding: Adding) -> None:
+        """Stores the reports of a forward. If all tensor parallel ranks report the same, the first one does."""
         if adding.peaks:
             self.peaks[key] = adding.peaks
-        adding.again = True
+        if worker.share and not worker.plan.manifest.folded:
+            return
+        at = worker.layout.microbatches
+        found = [] if adding.total is None else [(at, adding.total)]
+        worker.reports[key] = [*found, *((at + 1 + place, counts) for place, counts in adding.loads)]
 
     def repeats(self, worker: Worker) -> None:
-        self._found.clear()
-        self._loads.clear()
         self.peaks.clear()
-
-    def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
-        """Entries after the losses, removed here. Empty without reports, and on tensor parallel ranks but the first, if
-        all of these report the same."""
-        values, found = [self._found.pop(key) for key in list(self._found) if which(key)], dict[int, Tensor | float]()
-        at, loads = worker.layout.microbatches, [key for key in list(self._loads) if which(key)]
-        told = [load for key in loads for load in self._loads.pop(key)]
-        if worker.share and not worker.plan.manifest.folded:
-            return found
-        if values:
-            device = values[-1].device
-            found[at] = torch.stack([value.to(device) for value in values]).sum()
-        for place, counts in told:
-            before = found.get(at + 1 + place)
-            found[at + 1 + place] = counts if before is None else before + counts
-        return found
-
-
-def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
-    """Wraps the handler of F: collects the values that its layers report."""
-
-    def run(worker: Worker, op: Op) -> None:
-        adding = Adding(worker.portion(worker.number(op.mb), worker.routes[op].stage.part), worker.scale)
-        outer = _current.swap(adding if worker.phase_run.trains else None)
-        try:
-            handler(worker, op)
-        finally:
-            _current.swap(outer)
-        worker.features.of(Added).add(op.key, adding)
-
-    return run
 
 
 _current = Current[Adding]()
+AGAIN.append(_current)
 adding_to = _current.using  # the context in which layers report to it
-
-
-def current_adding() -> Adding | None:
-    """The object that layers of this thread report to; None outside of a training's forward."""
-    return _current.value
 
 
 def loss_scale() -> float:

@@ -15,7 +15,7 @@ step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -28,13 +28,14 @@ from zbc.plan.directory import judges
 from zbc.runtime.core.answers import squares
 from zbc.runtime.core.clock import Busy
 from zbc.runtime.core.ending import Ending, close
+from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import Masters, inside, set_rate
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.remembered import Kept, Place, present, put_back
-from zbc.runtime.core.state import PhaseRun, Script, Worker
+from zbc.runtime.core.state import Handler, PhaseRun, Script, Worker
 from zbc.runtime.core.validate import peak_bytes
-from zbc.runtime.features.gathers import Gathers
-from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.shards.gathers import Gathers
+from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.transports.transport import Again, Signal
 
 NORM, VERDICT = Signal(Kind.NORM), Signal(Kind.VERDICT)
@@ -63,25 +64,20 @@ class TentativeStep:
 class Ahead(Ending):
     """The verdict of a step arrives during the next one, or at the end of the run.
 
-    `again` are the ops that REDO runs: those before it that make or send tensors. `outstanding` are the messages they
-    receive and do not use. `buffers` are the buffers that forwards change, `found` their values when the step began.
+    `again` are the ops that REDO runs: those before it that make or send tensors. `buffers` are the buffers that
+    forwards change, `found` their values when the step began.
     """
 
-    def __init__(self, again: Script, outstanding: list[Message], buffers: tuple[Place, ...]) -> None:
-        self.again, self.outstanding, self.buffers = again, outstanding, buffers
+    def __init__(self, again: Script, buffers: tuple[Place, ...]) -> None:
+        self.again, self.buffers = again, buffers
         self.pending: TentativeStep | None = None
         self.found: list[Kept] = []
 
-    @classmethod
-    def of(cls, worker: Worker, run: PhaseRun) -> Ahead:
-        """The ending of a plan with REDO."""
-        kinds = [op.kind for op in run.plan.ops]
-        again = [entry for entry in run.script[: kinds.index(Kind.REDO)] if entry[1].kind.row.scope in UNIT_SCOPES]
-        messages = [(op.kind, run.routes[op].brought) for _, op, _ in again]
-        posted = [message for kind, message in messages if kind.is_recv and message is not None]
+    def outstanding(self, worker: Worker) -> list[Message]:
+        """The messages that ops before REDO receive and do not use."""
+        messages = [(op.kind, worker.routes[op].brought) for _, op, _ in self.again]
         used = {message for kind, message in messages if kind.computes}
-        buffers = tuple(place for stage in worker.stages.values() for place in stage.buffers)
-        return cls(again, [message for message in posted if message not in used], buffers)
+        return [message for kind, message in messages if kind.is_recv and message and message not in used]
 
     def opens(self, worker: Worker, step: int) -> None:
         if self.pending is not None:
@@ -172,7 +168,7 @@ def redo(worker: Worker, op: Op) -> None:
     pending = ahead.pending
     if pending is None or _settle(worker, pending):
         return
-    for message in ahead.outstanding:
+    for message in ahead.outstanding(worker):
         worker.wait(message)
     worker.drop_repeated()
     worker.losses.clear()
@@ -255,10 +251,24 @@ def _after(worker: Worker) -> int | None:
     return worker.seat(part + 1) if part + 1 < worker.topology.pp else None
 
 
-AHEAD: dict[Kind, Callable[[Worker, Op], None]] = {
+AHEAD: dict[Kind, Handler] = {
     Kind.TENTATIVE: tentative,
     Kind.NORM: norm,
     Kind.VERDICT: verdict,
     Kind.REDO: redo,
     Kind.COMMIT: commit,
 }
+
+
+class Tentatively(Feature):
+    """Steps of plans with REDO end before their verdict is known."""
+
+    def completes(self, worker: Worker, run: PhaseRun) -> None:
+        if any(op.kind.row.closes == "ahead" for op in run.plan.ops):
+            until = [op.kind for op in run.plan.ops].index(Kind.REDO)
+            again = [entry for entry in run.script[:until] if entry[1].kind.row.scope in UNIT_SCOPES]
+            run.ending = Ahead(again, tuple(place for stage in worker.stages.values() for place in stage.buffers))
+
+
+def build(context: Context) -> Tentatively:
+    return Tentatively()

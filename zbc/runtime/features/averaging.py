@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zbc.errors import ZbcError
 from zbc.ir import Op
 from zbc.job.sections import Average
 from zbc.ops import TIED
-from zbc.runtime.core.feature import Feature
+from zbc.plan.directory import averaging
+from zbc.runtime.core.feature import Context, Feature, Pause
 from zbc.runtime.transports.transport import Pending, Transport
 
 if TYPE_CHECKING:
@@ -116,10 +118,10 @@ class Averages(Feature):
     def __init__(self, stages: Mapping[int, Averaging]) -> None:
         self.stages = stages
 
-    def saves(self, worker: Worker) -> None:
-        """Makes all replicas equal: weights and optimizer states become means."""
-        for owner, averaging in sorted(self.stages.items()):
-            averaging.forget()
+    def pauses(self, worker: Worker, pause: Pause) -> None:
+        """Weights and optimizer states become means."""
+        for owner, one in sorted(self.stages.items()) if pause.equal else ():
+            one.forget()
             if owner == TIED:  # they are among the weights of their stages
                 continue
             optimizer = worker.optimizers[owner]
@@ -127,7 +129,7 @@ class Averages(Feature):
             parameters = [p for _, p in sorted(optimizer.parameters.items())]
             kept = [state[p][key] for p in parameters if p in state for key in sorted(state[p])]
             numbers = [value for value in kept if isinstance(value, Tensor) and value.is_floating_point()]
-            meet(averaging.ranks, [*parameters, *numbers], worker.transport)
+            meet(one.ranks, [*parameters, *numbers], worker.transport)
 
 
 def average(worker: Worker, op: Op) -> None:
@@ -145,3 +147,23 @@ def meet(ranks: tuple[int, ...], tensors: Sequence[Tensor], transport: Transport
         flat.div_(len(ranks))
         for tensor, piece in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
             tensor.detach().copy_(piece.view(tensor.shape))
+
+
+def build(context: Context) -> Averages | None:
+    """Raises E406 if the plan has no settings for averages. Tied weights belong to several stages."""
+    manifest = context.manifest
+    if not manifest.averages:
+        return None
+    given = manifest.planning.get("parallel", {}).get("average")
+    if given is None:
+        raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
+    asked, ranks = Average.model_validate(given, strict=False), averaging(manifest, context.rank)
+    owned = {
+        owner: {name: p for name, p in opt.parameters.items() if p.requires_grad}
+        for owner, opt in context.optimizers.items()
+    }
+    shared = {name: mine.pop(name) for mine in owned.values() for name in context.tied if name in mine}
+    owned |= {TIED: shared} if shared else {}
+    return Averages(
+        {owner: Averaging([p for _, p in sorted(mine.items())], ranks, asked) for owner, mine in owned.items()}
+    )

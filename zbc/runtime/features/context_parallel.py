@@ -24,7 +24,7 @@ from torch.nn import functional
 from zbc.runtime.core.slot import current_slot
 from zbc.runtime.core.tensors import cached
 from zbc.runtime.features.packing import Rows, rows_now, zeros_like
-from zbc.runtime.features.slicing import Limits, attend, causal
+from zbc.runtime.features.slices.slicing import Limits, attend, causal
 from zbc.runtime.features.tensor_parallel import Group
 
 

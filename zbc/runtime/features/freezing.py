@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import WHOLE, Key, Op
+from zbc.ir import WHOLE, Op
+from zbc.job.sections import Freeze
 from zbc.ops import owners_among
 from zbc.plan.directory import Manifest, RankPlan
-from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import StageOptimizer, inside
-from zbc.runtime.core.route import KEEPS, Finish, Keeps, Left
+from zbc.runtime.core.route import KEEPS, Finish, Keeps, Left, Route
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import PhaseRun
-from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.seeding import seed_of
 
 if TYPE_CHECKING:
@@ -133,9 +134,9 @@ class Resting(Feature):
         """The turns of a phase, by stage."""
         return self._turns.get(id(run.plan), {})
 
-    def keeps(self, run: PhaseRun, stage: Stage, key: Key) -> Keeps | None:
-        turns = self.of(run).get(stage.index)
-        return None if turns is None else Rests(turns)
+    def routes(self, worker: Worker, run: PhaseRun, op: Op, route: Route) -> Route:
+        turns = self.of(run).get(op.stage)
+        return route if turns is None else route._replace(keeps=Rests(turns))
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         for stage, turns in self.of(worker.phase_run).items():
@@ -148,3 +149,13 @@ def _gradients(optimizer: StageOptimizer) -> Iterator[tuple[str, Tensor]]:
     if (sharded := inside(optimizer, Sharded)) is not None:
         return sharded.gradients()
     return ((name, p.grad) for name, p in optimizer.parameters.items() if p.grad is not None)
+
+
+def build(context: Context) -> Resting:
+    after = Freeze.model_validate(context.manifest.planning.get("freeze", {}), strict=False).after
+
+    def of(plan: RankPlan) -> dict[int, Turns]:
+        found = {s: turns_of(plan.ops, stage, plan.manifest, after) for s, stage in context.stages.items()}
+        return {s: turns for s, turns in found.items() if turns is not None}
+
+    return Resting((plan, of(plan)) for plan in context.plans)

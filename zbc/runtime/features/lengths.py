@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zbc.ir import Op
-from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.route import route_of
 from zbc.runtime.core.tensors import Length
 
@@ -26,3 +26,7 @@ class Lengths(Feature):
             length = worker.work.length(step, worker.number(op.mb))
             if now.get(op) != length and (route := route_of(worker, run, op, length)) is not None:
                 run.routes[op], now[op] = route, length
+
+
+def build(context: Context) -> Lengths | None:
+    return Lengths() if context.unequal else None

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from zbc.job import spec
-from zbc.runtime.core.feature import Context, Feature
+from zbc.runtime.core.feature import Context, Feature, Pause
 from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
-from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.shards.gathers import Gathers
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -71,10 +71,15 @@ class Moving(Feature):
     def __init__(self, means: list[Mean]) -> None:
         self._means = means
 
-    def evaluates(self, worker: Worker) -> None:
+    def pauses(self, worker: Worker, pause: Pause) -> None:
+        if pause.means:
+            self._swap(worker)
+
+    def resumes(self, worker: Worker) -> None:
+        self._swap(worker)
+
+    def _swap(self, worker: Worker) -> None:
         """Swaps averages and weights, and gathers sharded weights again."""
-        if not self._means:
-            return
         for mean in self._means:
             mean.swap()
         gathers = worker.features.of(Gathers)
@@ -86,9 +91,8 @@ class Moving(Feature):
             for cast in stage.casts:
                 cast.forget()
 
-    trains = evaluates
 
-
-def build(context: Context) -> Moving:
-    means = (inside(optimizer, Mean) for optimizer in context.optimizers.values())
-    return Moving([mean for mean in means if mean is not None])
+def build(context: Context) -> Moving | None:
+    found = (inside(optimizer, Mean) for optimizer in context.optimizers.values())
+    means = [mean for mean in found if mean is not None]
+    return Moving(means) if means else None

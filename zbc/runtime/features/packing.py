@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zbc.ir import Op
+from zbc.ir import Kind, Op
 from zbc.runtime.core.current import Current
+from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.tensors import cached
 
 if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
+    from zbc.runtime.core.state import Handler, PhaseRun, Worker
 
 Rows = tuple[tuple[int, ...], ...]  # lengths of the samples of each row, in their order
 
@@ -63,11 +64,20 @@ def zeros_like(like: Tensor, mixed: list[Tensor]) -> Tensor:
     return like.new_zeros(like.shape, dtype=mixed[0].dtype if mixed else low)
 
 
-def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
-    """Wraps the handler of an op whose microbatch has packed rows."""
+class Packed(Feature):
+    """Sets the rows of the microbatch of each op that runs layers; a backward may run forwards again."""
 
+    def completes(self, worker: Worker, run: PhaseRun) -> None:
+        run.wrap([kind for kind in Kind if kind.is_forward or kind.is_backward], _in_rows)
+
+
+def _in_rows(handler: Handler) -> Handler:
     def run(worker: Worker, op: Op) -> None:
         with packed(worker.work.rows(worker.step, worker.number(op.mb))):
             handler(worker, op)
 
     return run
+
+
+def build(context: Context) -> Packed | None:
+    return None if context.manifest.balance is None else Packed()

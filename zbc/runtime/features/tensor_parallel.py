@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,12 +34,11 @@ from zbc.ir import Op
 from zbc.ops import WORDS
 from zbc.runtime.core.feature import Answer, Context, Feature
 from zbc.runtime.core.slot import Slot, current_slot
-from zbc.runtime.features import words
-from zbc.runtime.features.strands import current_pair
+from zbc.runtime.features.groups.strands import current_pair
+from zbc.runtime.features.words import words
 from zbc.runtime.transports.transport import Pending, Transport
 
 if TYPE_CHECKING:
-    from zbc.runtime.core.progress import StepResult
     from zbc.runtime.core.state import Worker
 
 
@@ -113,7 +112,9 @@ class Group(NamedTuple):
         return parts.view(self.size, *mine.shape)
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input of sharded layers."""
+        """The input of sharded layers; tokens travel in the type that these compute in."""
+        if self.sequence and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         return _apply(_Meets, x, self, *((_all, _own) if self.sequence else (_same, _sum)))
 
     def leave(self, x: Tensor) -> Tensor:
@@ -171,19 +172,22 @@ class Shared:
     partial: set[str] = field(default_factory=set)
     experts: list[str] = field(default_factory=list)
 
+    def hidden(self) -> float | None:
+        """The share of the time of collectives inside of ops, since the last call, that other work has hidden."""
+        inside = self.group or self.swaps or self.tokens  # with one meter
+        return None if inside is None else inside.hidden()
+
 
 class SharedLayers(Feature):
     """Sums the `partial` gradients over the group, before replicas sum theirs; for the stages of `rest`, which have no
-    REDUCE, at the end of the step. Also measures the share of the time of collectives inside of ops that was hidden by
-    other work."""
+    REDUCE, at the end of the step."""
 
     def __init__(self, context: Context) -> None:
         shared = context.shared
         self.group, self.swaps, self.cuts = shared.group, shared.swaps, shared.cuts
         folded = self.group is not None and self.group.folded
         self.own = tuple(f"{name}." for name in shared.experts) if folded else ()  # other ranks have others
-        self._inside = self.group or shared.swaps or shared.tokens  # with one meter
-        self.meets = self._inside is not None
+        self.meets = (self.group or shared.swaps or shared.tokens) is not None
         named = {s: stage.parameters.items() for s, stage in context.stages.items()}
         self._parameters = {s: [p for name, p in all_ if name in shared.partial] for s, all_ in named.items()}
         reduced = {op.stage for plan in context.plans for op in plan.ops if op.kind.sums}
@@ -215,15 +219,6 @@ class SharedLayers(Feature):
         for parameter, part in zip(terms, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         worker.progress.waiting = False
-
-    def opens(self, worker: Worker) -> None:
-        self._read()  # drops the time between steps
-
-    def tells(self, worker: Worker, result: StepResult) -> StepResult:
-        return replace(result, sums_hidden=self._read())
-
-    def _read(self) -> float | None:
-        return None if self._inside is None else self._inside.hidden()
 
 
 class Cut(NamedTuple):

@@ -17,11 +17,10 @@ from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.bundle import Ways
-from zbc.runtime.core.precision import AUTOCAST
 from zbc.runtime.core.state import Work
-from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.core.tensors import AUTOCAST, Part, TensorSpec
 from zbc.runtime.features.context_parallel import rows_in, rows_of
-from zbc.runtime.features.slicing import Inside, Part, within
+from zbc.runtime.features.slices.slicing import Inside, within
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.transport import Transport
 from zbc.training.data.data import KINDS, Samples, Tokens, build_dataset, build_samples, input_spec, place

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from zbc.ir import NEXT
-from zbc.plan.directory import Manifest, RankPlan
+from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
-from zbc.runtime.core.state import BatchSource, Worker
+from zbc.runtime.core.state import BatchSource, PhaseRun, Work, run_of
+from zbc.runtime.core.tensors import Loss
+from zbc.topology import Topology
 from zbc.training.building.context import Settings, Site
-from zbc.training.data.counted import Count, Counted
+from zbc.training.data.counted import Count, Counted, count_of, no_mean
 from zbc.training.data.data import KINDS, Batches, Tokens
 from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.data.unequal import PackedBatches
+from zbc.training.models import model
+from zbc.training.probing.trials import unscaled
 
 
-def batches_of(site: Site, phases: Phases) -> BatchSource | None:
-    """The data source of a rank of the run; None if it reads no data. A user's dataset may draw random numbers, so it
-    is read in the rank's thread, without prefetch."""
+def batches_of(site: Site, phases: Phases, runs: Sequence[PhaseRun], count: Count | None) -> BatchSource | None:
+    """The data source of a rank of the run; None if it reads no data. On ranks that compute losses microbatches have
+    weights, by the targets that count, or as steps of a dataset say."""
+    source = _source(site, phases)
+    weighs = count is not None or isinstance(source, SplitBatches)
+    if source is None or not weighs or not (site.last or site.manifest.vocabulary is not None):
+        return source
+    layout, groups = runs[0].layout, Groups(runs, site.work, site.topology, site.rank)
+    return Counted(source, count, groups.of, groups.own, parts=layout.weighted, tell=site.ranks)
+
+
+def _source(site: Site, phases: Phases) -> BatchSource | None:
+    """A user's dataset may draw random numbers, so it is read in the rank's thread, without prefetch."""
     settings, manifest = site.settings, site.manifest
     if site.samples is None or not site.reads:
         return None
     if site.dealer is not None:
         return PackedBatches(site.dealer, settings.lowered, site.tokens)
     if isinstance(site.samples, Steps):
-        return split_batches(settings, manifest, site.samples, site.tokens)
+        return split_batches(settings, site.samples, site.tokens)
+    order = [wants(plan, site.rank) for plan in site.parts]
     batches = Batches(
         site.samples,
         seed=settings.train.seed,
@@ -36,51 +52,70 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
         where=settings.where,
         tokens=site.tokens,
         lengths=site.lengths,
+        order=[[*dict.fromkeys(mb for _, mb in step)] for step in order],
     )
     if settings.data.kind not in KINDS:
         return batches
-    return Prefetched(batches, [wants(plan, site.rank) for plan in site.parts], site.device)
+    return Prefetched(batches, order, site.device)
 
 
-def split_batches(settings: Settings, manifest: Manifest, steps: Steps, tokens: Tokens | None = None) -> SplitBatches:
-    return SplitBatches(
-        steps,
-        seed=settings.train.seed,
-        count=manifest.topology.batch,
-        lowered=settings.lowered,
-        where=settings.where,
-        tokens=tokens,
-        tell=manifest.topology.along("cp"),
-    )
+def split_batches(settings: Settings, steps: Steps, tokens: Tokens | None = None) -> SplitBatches:
+    lowered, where = settings.lowered, settings.where
+    return SplitBatches(steps, seed=settings.train.seed, lowered=lowered, where=where, tokens=tokens)
 
 
-def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
-    """Microbatches of a user's dataset, weighted by the number of targets that count, on ranks that compute losses."""
+@dataclass
+class Groups:
+    """The microbatches of a replica in each step, and those with a common mean."""
 
-    def own(step: int, number: int) -> bool:
-        return number in _numbers(worker, step, worker.replica)
+    runs: Sequence[PhaseRun]  # by phase
+    work: Work
+    topology: Topology
+    rank: int
 
-    parts, tell = worker.layout.weighted, worker.layout.tell
-    return Counted(source, counts, partial(groups_of, worker), own, parts=parts, tell=tell)
+    def _numbers(self, step: int, replica: int) -> range:
+        """The microbatches of a replica in a step."""
+        run, here = run_of(self.runs, self.work, self.work.phases, step, self.replica), self.work.count(step, replica)
+        first = replica * (self.work.most or run.count)
+        return range(first, first + (run.count if here is None else here))
+
+    @property
+    def replica(self) -> int:
+        return self.topology.of(self.rank).dp
+
+    def own(self, step: int, number: int) -> bool:
+        """Whether this rank's replica runs a microbatch of a step."""
+        return number in self._numbers(step, self.replica)
+
+    def of(self, step: int) -> list[list[int]]:
+        """All microbatches of a step, those of replicas that average weights, or of a stage's step without a flush."""
+        run = run_of(self.runs, self.work, self.work.phases, step, self.replica)
+        together = self.topology.dp // run.layout.apart
+        first = self.replica // together * together
+        replicas = [self._numbers(step, replica) for replica in range(first, first + together)]
+        if run.layout.weighted:
+            return [[number for span in replicas for number in span]]
+        every = run.ending.every or run.count
+        return [[number for span in replicas for number in span[i : i + every]] for i in range(0, run.count, every)]
 
 
-def _numbers(worker: Worker, step: int, replica: int) -> range:
-    """The microbatches of a replica in a step."""
-    run, here = worker.run_of(step), worker.work.count(step, replica)
-    first = replica * (worker.work.most or run.count)
-    return range(first, first + (run.count if here is None else here))
+def count_of_targets(site: Site) -> Count | None:
+    """Counts the targets of a microbatch that count; None if all microbatches have equal weights, or those of steps."""
+    settings = site.settings
+    if site.samples is None or isinstance(site.samples, Steps) or settings.data.kind in KINDS or not site.reads:
+        return None
+    return count_of(model.loss(settings.model.loss), settings.model.loss, site.samples.targets([0]))
 
 
-def groups_of(worker: Worker, step: int) -> list[list[int]]:
-    """The microbatches of a step with a common mean: all, those of replicas that average weights, or of a stage's step
-    without a flush."""
-    run, parts = worker.run_of(step), worker.layout.weighted
-    together = worker.topology.dp // worker.layout.apart
-    replicas = [_numbers(worker, step, worker.apart * together + k) for k in range(together)]
-    every = run.ending.every or run.count
-    if parts:
-        return [[number for span in replicas for number in span]]
-    return [[number for span in replicas for number in span[i : i + every]] for i in range(0, run.count, every)]
+def warnings_of(site: Site, loss: Loss) -> tuple[str, ...]:
+    """Remarks on a loss that is no mean, and on layers whose gradients do not scale with it."""
+    chosen, found = site.settings.model, list[str | None]()
+    if site.some_targets is not None:
+        found.append(no_mean(chosen.loss, loss, site.made_up(len(site.some_targets)), site.some_targets))
+    adds = [name for name, traits in site.shapes.traits.items() if traits.adds]
+    if adds and site.last and (site.topology.batch > 1 or chosen.dtype == "float16"):
+        found.append(" ".join(unscaled(adds)))
+    return tuple(text for text in found if text is not None)
 
 
 def wants(plan: RankPlan, rank: int) -> list[Want]:

@@ -9,28 +9,22 @@ from torch import nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Op
-from zbc.job import spec
 from zbc.ops import MAKER, TIED, experts_of
-from zbc.plan.directory import averaging, meeting
+from zbc.plan.directory import meeting
 from zbc.plan.lateness import lateness
 from zbc.runtime.core.bucket import Bucket, GradientSum, absent
+from zbc.runtime.core.feature import Context
 from zbc.runtime.core.muon import Whole
-from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
-from zbc.runtime.core.precision import AUTOCAST
+from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer, inside
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.stage import Stage
-from zbc.runtime.core.state import Worker
-from zbc.runtime.features.averaging import Averages, Averaging
-from zbc.runtime.features.expert_parallel import split
-from zbc.runtime.features.feedback import Feedback
-from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.core.tensors import AUTOCAST
+from zbc.runtime.features.experts.expert_parallel import split
 from zbc.runtime.features.moving import with_mean
-from zbc.runtime.features.sharded import Sharded
-from zbc.runtime.features.tensor_parallel import Shared, SharedLayers
-from zbc.runtime.features.ties import Ties
-from zbc.runtime.features.versions import OneVersion, TwoVersions
-from zbc.training.building.context import Site, section
-from zbc.training.probing.shapes import Shapes
+from zbc.runtime.features.shards.sharded import Sharded
+from zbc.runtime.features.tensor_parallel import Shared
+from zbc.runtime.features.unflushed.versions import Feedback, OneVersion, TwoVersions
+from zbc.training.building.context import Site
 
 
 def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
@@ -114,55 +108,31 @@ def _optimizer_of(
     return TwoVersions(Feedback(found, options.feedback) if options.feedback else found, casts)
 
 
-def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Collection[str]) -> Averages | None:
-    """The averages of weights over replicas; `tied` weights belong to several stages. None if replicas do not average.
-
-    Raises E406 if the plan has no settings for them.
-    """
-    if not site.manifest.averages:
-        return None
-    given = site.manifest.planning.get("parallel", {}).get("average")
-    if given is None:
-        raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
-    asked, ranks = section(spec.Average, given), averaging(site.manifest, site.rank)
-    owned = {
-        owner: {name: p for name, p in opt.parameters.items() if p.requires_grad} for owner, opt in optimizers.items()
-    }
-    shared = {name: mine.pop(name) for mine in owned.values() for name in tied if name in mine}
-    owned |= {TIED: shared} if shared else {}
-    return Averages(
-        {owner: Averaging([p for _, p in sorted(mine.items())], ranks, asked) for owner, mine in owned.items()}
-    )
-
-
-def sums_of(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
-    """The gradient reduction of each REDUCE of the plan; `shapes` has all parameters of the model."""
-    sizes = dict(zip(shapes.parameters, shapes.sizes, strict=True))
-    manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
-    tied = worker.features.of(Ties).homes
-    for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
+def sums_of(site: Site, stages: Mapping[int, Stage], context: Context) -> dict[Op, GradientSum]:
+    """The gradient reduction of each REDUCE of the plan."""
+    sizes = dict(zip(site.shapes.parameters, site.shapes.sizes, strict=True))
+    gradients, tied, found = site.shapes.gradients, context.tied, dict[Op, GradientSum]()
+    for op in dict.fromkeys(op for plan in site.parts for op in plan.ops if op.kind.sums):
+        ranks = meeting(site.manifest, op, site.rank)
         if op.stage == TIED:
-            mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in tied}
+            mine = {n: p for s in stages.values() for n, p in s.parameters.items() if n in tied}
             summed = [
-                mine[n] if n in mine else absent(_share_of(worker, sizes[n]), shapes.gradients[n], worker.device)
+                mine[n] if n in mine else absent(_share_of(site, context.shared, sizes[n]), gradients[n], site.device)
                 for n in sorted(tied)
-                if n in shapes.gradients  # otherwise it is frozen, on every rank
+                if n in gradients  # otherwise it is frozen, on every rank
             ]
-            found[op] = Bucket(summed, meeting(manifest, op, worker.rank))
+            found[op] = Bucket(summed, ranks)
             continue
-        if op.stage in (dealt := worker.features.of(Gathers).stages):
-            found[op] = dealt[op.stage]
-            continue
-        own = [p for name, p in worker.optimizers[op.stage].parameters.items() if name not in tied]
-        found[op] = Bucket(own, meeting(manifest, op, worker.rank))
+        optimizer = context.optimizers[op.stage]
+        own = [p for name, p in optimizer.parameters.items() if name not in tied]
+        found[op] = inside(optimizer, Sharded) or Bucket(own, ranks)
     return found
 
 
-def _share_of(worker: Worker, size: int) -> int:
+def _share_of(site: Site, shared: Shared, size: int) -> int:
     """Elements of a tied weight on this rank: its rows of the embedding, the only weight that built-in models tie."""
-    group = worker.features.of(SharedLayers).group
-    if group is None:
+    if shared.group is None:
         return size
-    words = worker.plan.manifest.planning["model"]["vocab"]
-    low, high = group.bounds(words)
+    words = site.manifest.planning["model"]["vocab"]
+    low, high = shared.group.bounds(words)
     return size // int(words) * (high - low)

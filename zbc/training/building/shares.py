@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
-from zbc.runtime.core.precision import AUTOCAST
-from zbc.runtime.core.tensors import Loss
-from zbc.runtime.features import cross_entropy, expert_parallel
+from zbc.runtime.core.tensors import AUTOCAST, Loss
 from zbc.runtime.features.context_parallel import Spread
+from zbc.runtime.features.experts import expert_parallel
 from zbc.runtime.features.moving import with_mean
-from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import Group, Meter, Shared, bounds
-from zbc.runtime.features.vocabulary import Embedding, Output
-from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
-from zbc.runtime.features.words import PLAIN, Terms
+from zbc.runtime.features.words import cross_entropy
+from zbc.runtime.features.words.vocabulary import Embedding, Output
+from zbc.runtime.features.words.vocabulary_state import OfRows, Vocabulary
+from zbc.runtime.features.words.words import PLAIN, Terms
 from zbc.topology import INNER
 from zbc.training.building.context import Site
 from zbc.training.models import model, sharding

@@ -1,58 +1,130 @@
-"""Builds the stages of a rank: layers, input and output specs, compilation."""
+"""Builds the stages of a rank: their layers, split or compiled, with tied weights; input and output specs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.again import ATTENTION, CHEAP, GATHERED
-from zbc.runtime.core.stage import Stage
-from zbc.runtime.features.stage_slice import in_slices
-from zbc.runtime.seeding import Watch
+from zbc.runtime.core.bundle import adapt, is_adapted
+from zbc.runtime.core.remembered import places
+from zbc.runtime.core.split import LINEAR, SPLIT, GroupedLinear, Patch, SplitLinear, split_backward
+from zbc.runtime.core.stage import Stage, StageLayer
+from zbc.runtime.core.tensors import AUTOCAST
+from zbc.runtime.features.slices.stage_slice import in_slices
+from zbc.runtime.seeding import Watch, draws
 from zbc.training.building.context import Site, group_of
-from zbc.training.models.building import build_stage, share_ties
+from zbc.training.models.adapters import LoraLinear
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes
 
+Share = Callable[[str, nn.Module], None]  # reduces a layer to this rank's shard
 
-def build_stages(site: Site, share: Callable[[str, nn.Module], None], watch: Watch | None) -> dict[int, Stage]:
-    manifest, settings, shapes = site.manifest, site.settings, site.shapes
-    by_name, split = {layer.name: layer for layer in site.layers}, split_stages(site.parts)
-    stages = {}
-    for s in site.mine:
-        stages[s] = build_stage(
-            s,
-            [by_name[name] for name in manifest.layers[s]],
-            **forms(manifest, s, shapes),
-            traits=shapes.traits,
-            ways=site.ways,
-            seed=settings.train.seed,
-            device=site.device,
-            dtype=settings.model.dtype,
-            splits=s in split,
-            recompute=settings.memory.recomputes(s),
-            spares=_spares(site, s),
-            flows=shapes.flows[s],
-            passed=shapes.passed[s],
-            compiles=settings.model.compile,
-            fused=settings.train.fused_gradients,
-            share=share,
-        )
-        stages[s].watch = None if settings.model.builtin else watch
+
+def build_stages(site: Site, share: Share, watch: Watch | None) -> dict[int, Stage]:
+    manifest, settings = site.manifest, site.settings
+    split = split_stages(site.parts)
+    stages = {s: _build(site, s, share, splits=s in split) for s in site.mine}
+    for s, stage in stages.items():
+        stage.watch = None if settings.model.builtin else watch
         if settings.model.graph:
-            stages[s].reads = group_of(settings.model, manifest.layers[s][0])
-            stages[s].inputs = _arguments(settings.model, manifest, s)
+            stage.reads = group_of(settings.model, manifest.layers[s][0])
+            stage.inputs = _arguments(settings.model, manifest, s)
         for part in site.parts:
-            refuse_stage(part.manifest, part.ops, stages[s])
+            refuse_stage(part.manifest, part.ops, stage)
     if manifest.vocabulary is None:  # otherwise tied weights are one table in each rank's vocabulary shard
-        share_ties(stages.values(), site.layers, settings.train.seed, site.device, share)
+        _share_ties(site, stages, share)
     for s in site.mine if site.slices else ():
         in_slices(stages[s], site.slices, [forms(manifest, s, shapes) for shapes in site.by_slice])
     return stages
+
+
+def _build(site: Site, index: int, share: Share, *, splits: bool) -> Stage:
+    """A stage, its layers with their initial weights on the rank's device.
+
+    `splits`: the plan has separate B and W for this stage; without it layers stay unpatched, with torch's own cost.
+    """
+    settings, shapes, device = site.settings, site.shapes, site.device
+    low, fused, spares = AUTOCAST.get(settings.model.dtype), settings.train.fused_gradients, _spares(site, index)
+    layers, patches, names = list[StageLayer](), list[Patch](), site.manifest.layers[index]
+    for plan in (plan for plan in site.layers if plan.name in names):
+        module = adapt(plan.name, plan.build(settings.train.seed), site.ways(plan.name))
+        share(plan.name, module)
+        if any(t.device != device for t in (*module.parameters(), *module.buffers())):
+            module.to(device)
+        seen = shapes.traits[plan.name]
+        seen = replace(seen, random=seen.random or draws(module))
+        chosen = settings.model.compile and plan.compiles
+        # Under autocast torch's linear layer saves a cast of its weight per microbatch, ours has one for all.
+        own = spares or fused or (low is not None and not chosen)
+        kinds = () if seen.whole else SPLIT if splits else LINEAR if own else (GroupedLinear,)
+        found = split_backward(module, kinds, fused=fused)
+        compiled = _compiled(module, found) if chosen else None
+        layers.append(StageLayer(plan.name, module, seen, places(module, seen.remembers), compiled))
+        patches += found
+    casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
+    casts += [inner.frozen for layer in layers for inner in layer.module.modules() if isinstance(inner, LoraLinear)]
+    return Stage(
+        index,
+        tuple(layers),
+        **forms(site.manifest, index, shapes),
+        seed=settings.train.seed,
+        device=device,
+        autocast=nullcontext() if low is None else torch.autocast(device.type, low),
+        recompute=settings.memory.recomputes(index),
+        spares=spares,
+        flows=shapes.flows[index],
+        passed=shapes.passed[index],
+        casts=casts,
+        fused=fused,
+    )
+
+
+def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:
+    """The forward of a layer, compiled when it first runs; None if its user compiled it, if it takes or returns several
+    tensors, or if it is one of those that stay uncompiled."""
+    from zbc.runtime.core.private import is_compiled
+    from zbc.training.models.compiled import compile_layer  # takes a second or two to import
+
+    if is_compiled(module) or is_adapted(module) or any(patch.module is module for patch in patches):
+        return None
+    return compile_layer(module, patches)
+
+
+def _share_ties(site: Site, stages: Mapping[int, Stage], share: Share) -> None:
+    """Makes layers that are tied to a parameter of another one use it, under its name.
+
+    If the owner is on this rank they share one parameter, which belongs to the owner's stage; otherwise they get one
+    copy with the same initial values, which belongs to the first of them. To be called before the parameters of the
+    stages are used elsewhere.
+    """
+    owned = {name: p for stage in stages.values() for name, p in stage.parameters.items()}
+    ties = {plan.name: plan.ties for plan in site.layers}
+    for stage in stages.values():
+        for layer in stage.layers:
+            for local, target in ties[layer.name].items():
+                del stage.parameters[f"{layer.name}.{local}"]
+                shared = owned.get(target)
+                if shared is None:
+                    stage.parameters[target] = owned[target] = shared = _initial(site, target, share)
+                path, _, leaf = local.rpartition(".")
+                setattr(layer.module.get_submodule(path), leaf, shared)
+
+
+def _initial(site: Site, name: str, share: Share) -> nn.Parameter:
+    """A parameter of a layer of another rank, with its initial values."""
+    plan = next(plan for plan in site.layers if name.startswith(f"{plan.name}."))
+    layer = plan.build(site.settings.train.seed)
+    share(plan.name, layer)
+    found = layer.get_parameter(name.removeprefix(f"{plan.name}."))
+    return nn.Parameter(found.detach().to(site.device), found.requires_grad)
 
 
 def _spares(site: Site, stage: int) -> int:
@@ -67,8 +139,8 @@ def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int,
     group, _, number = manifest.layers[stage][0].partition(".")
     if number != "0" or len(chosen.graph[group]) < 2:
         return ()
-    home = {name: s for s, names in enumerate(manifest.layers) for name in names}
-    return tuple(home[f"{source}.{chosen.groups[source] - 1}"] for source in chosen.graph[group])
+    home = {name.rpartition(".")[0]: s for s, names in enumerate(manifest.layers) for name in names}  # of its last one
+    return tuple(home[source] for source in chosen.graph[group])
 
 
 def forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:

@@ -17,17 +17,17 @@ from zbc.runtime.core import rounded
 from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.core.optimizer import Held, StageOptimizer, inside
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.feedback import FED, Feedback
 from zbc.runtime.features.moving import MEAN, Mean
 from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.features.tensor_parallel import Cut, SharedLayers
-from zbc.runtime.features.versions import OLDER, OneVersion, TwoVersions
+from zbc.runtime.features.unflushed.versions import FED, OLDER, Feedback, OneVersion, TwoVersions
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
 from zbc.training.checkpoint.folder import StoredTensor
 from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, features_keep, state_buffers, written
 from zbc.training.checkpoint.together import together
 from zbc.training.launch.board import Board
+from zbc.training.models.adapters import Frozen
 from zbc.training.models.stacks import Stack, stacks_of
 
 
@@ -106,6 +106,8 @@ def _restore(worker: Worker, reader: Reader) -> None:
         for name, value in features_keep(worker, stage):
             if name in reader.tensors:
                 reader.fill(value, name)
+    if (frozen := worker.features.find(Frozen)) is not None:
+        frozen.check()
 
 
 def _stacked(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, StoredTensor]:

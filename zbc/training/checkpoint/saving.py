@@ -10,25 +10,29 @@ Until `.complete` exists the previous checkpoint is the newest, and it is kept u
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import zbc
 from zbc.errors import ZbcError
 from zbc.job import spec
+from zbc.runtime.core.feature import Pause
 from zbc.runtime.core.state import Worker
+from zbc.runtime.cuda import Pinned
 from zbc.runtime.features.scaling import Scaling
 from zbc.runtime.transports.background import Background
 from zbc.training.checkpoint import folder as disk
-from zbc.training.checkpoint.arena import Arena, copy_beside
 from zbc.training.checkpoint.files import digest, put_together, write_parts
 from zbc.training.checkpoint.state import HeldPart, entries
 from zbc.training.checkpoint.together import together
@@ -37,6 +41,60 @@ from zbc.training.launch.board import Board
 
 _LOOK_S = 1.0
 _PARTS = "parts of a checkpoint"  # key of the ranks' contents, for rank 0
+_STEP = 64  # bytes; where a tensor of an arena may begin
+
+
+class Arena:
+    """Memory for copies of tensors, by key. `pinned`: a GPU copies into it asynchronously."""
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._laid: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
+        self._places: dict[Hashable, Tensor] = {}
+        self._held: Pinned | None = None
+
+    def places(self, tensors: Mapping[str, Tensor]) -> Mapping[Hashable, Tensor]:
+        """A contiguous tensor on the CPU for each; overwrites those of the previous call."""
+        laid: dict[Hashable, tuple[torch.Size, torch.dtype]] = {k: (t.shape, t.dtype) for k, t in tensors.items()}
+        if laid != self._laid:
+            self._lay(tensors)
+            self._laid = laid
+        return self._places
+
+    def _lay(self, tensors: Mapping[str, Tensor]) -> None:
+        starts = list(accumulate((math.ceil(t.nbytes / _STEP) * _STEP for t in tensors.values()), initial=0))
+        self.close()
+        if self._pinned:
+            self._held = Pinned(starts[-1])
+        memory = torch.empty(starts[-1], dtype=torch.uint8) if self._held is None else self._held.memory
+        for (key, tensor), start in zip(tensors.items(), starts, strict=False):
+            raw = memory[start : start + tensor.nbytes]
+            self._places[key] = raw.view(tensor.dtype).view(tensor.shape)
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._places.clear()
+        if self._held is not None:
+            self._held.close()
+        self._held = None
+
+
+def copy_beside(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+    """Copies the second of each pair into the first, which is on the CPU.
+
+    On a GPU copies overlap with compute: sources must be kept alive and unchanged until the event has completed.
+    """
+    if device.type != "cuda":
+        for place, tensor in pairs:
+            place.copy_(tensor)
+        return None
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for place, tensor in pairs:
+            place.copy_(tensor, non_blocking=True)
+        event: torch.cuda.Event = stream.record_event()
+    return event
 
 
 @dataclass
@@ -70,7 +128,7 @@ class Checkpoints(Guest):
 
     def after(self, step: int) -> None:
         for feature in self.worker.features:
-            feature.saves(self.worker)
+            feature.pauses(self.worker, Pause(equal=True))
         self.save(step)
 
     def save(self, step: int) -> None:

@@ -22,8 +22,8 @@ from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.stage import StageLayer
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.pieces import Piece, deal
-from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.shards.pieces import Piece, deal
+from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.ties import Ties
 from zbc.training.checkpoint.files import TensorPart, check_type
@@ -175,7 +175,7 @@ def _others(worker: Worker, stage: int) -> Iterator[HeldPart]:
 def features_keep(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
     """Tensors of features for checkpoints of a stage, by their names there."""
     for feature in worker.features:
-        for name, value in feature.kept(stage).items():
+        for name, value in feature.kept.get(stage, {}).items():
             yield f"feature.{type(feature).__name__}.{name}", value
 
 

@@ -20,8 +20,7 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.plan.phases import Phases
 from zbc.runtime.core.bundle import taken_apart
 from zbc.runtime.core.state import BatchSource
-from zbc.runtime.core.tensors import Loss
-from zbc.runtime.features.words import IGNORED
+from zbc.runtime.core.tensors import IGNORED, Loss
 from zbc.runtime.seeding import seed_of, seeded
 
 Count = Callable[[Tensor], float]
@@ -89,15 +88,16 @@ class Counted(BatchSource):
     def __init__(
         self,
         source: BatchSource,
-        count: Count,
+        count: Count | None,
         groups: Callable[[int], Sequence[Sequence[int]]],
         own: Callable[[int, int], bool],
         *,
         parts: bool = False,
         tell: int = 1,
     ) -> None:
-        """`own`: whether this rank's replica runs a microbatch of a step. `parts`: weights are shares of the whole,
-        not 1 on average. `tell`: number of ranks over which the tokens of a microbatch are sharded."""
+        """`count`: of targets; None: the source's own `counts`. `own`: whether this rank's replica runs a microbatch of
+        a step. `parts`: weights are shares of the whole, not 1 on average. `tell`: number of ranks over which the
+        tokens of a microbatch are sharded."""
         self._source, self._count, self._groups, self._own, self._parts = source, count, groups, own, parts
         self._tell = tell
         self._weights: dict[int, dict[int, float]] = {}
@@ -144,6 +144,8 @@ class Counted(BatchSource):
 
     def _look(self, step: int, mb: int) -> tuple[float, float]:
         """The numbers of targets that count: of this rank's tokens, and of all tokens of a microbatch."""
+        if self._count is None:
+            return self._source.counts(step, mb)
         whole = self._source.whole(step, mb)
         target = self._source.own(whole)
         if self._own(step, mb):

@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,14 +27,15 @@ from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
-from zbc.training.data.pairs import ANY, UnfitError, Words, pair_of
+from zbc.training.data.pairs import ANY, UnfitError, Words, copied, pair_of
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.tokens import TokenWindows
 
 KINDS = ("text", "tokens", "synthetic")  # made of tokens, so that shapes are known without reading
 _ORDERS = 4  # cached epochs
 _KEPT = 1024  # cached targets of samples whose input was read, at most about this number
-_AT_ONCE = 32  # indices of samples that are computed at once, ahead of the requested microbatch
+_EARLY_S = 0.001  # for which other microbatches of a step are read, too
+_STEPS = 3  # cached steps
 
 
 class Samples(Protocol):
@@ -49,6 +52,10 @@ class Samples(Protocol):
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         """Their targets, stacked."""
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Samples that are about to be read, in this order."""
+        return
 
     def digest(self) -> int:
         """A digest of a few samples, 40 bits, which ranks compare. Raises E516 if two reads of one sample differ.
@@ -110,6 +117,14 @@ class Pairs:
             raise ZbcError("E502", text, hint="return a map-style dataset: __len__ and __getitem__(index)")
         self._dataset, self._name, self._seed, self._both, self.words = dataset, name, seed, both, words
         self._targets: dict[int, Tensor] = {}  # of samples whose input was read, by their number
+        self._next: list[int] = []  # the numbers of samples that are expected, the first one last
+        self._early: dict[int, tuple[Any, Tensor]] = {}  # those read before they are asked for
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Samples that are read quickly are read several at a time, since seeding costs more than they do."""
+        self._next = [*reversed(indices)]
+        for number in self._early.keys() - {*indices}:
+            del self._early[number]
 
     def __len__(self) -> int:
         return self._count
@@ -161,20 +176,37 @@ class Pairs:
 
     def pairs(self, numbers: Sequence[int], group: str | None = "") -> list[tuple[Tensor, Tensor]]:
         """Samples as pairs; if they have several inputs, that of `group`, or any if `group` is None."""
-        found = zip(numbers, self._look(numbers), strict=True)
-        return [self._checked(number % len(self), sample, group) for number, sample in found]
+        return [self._for(n % len(self), pair, group) for n, pair in zip(numbers, self._read(numbers), strict=True)]
 
     def _look(self, numbers: Sequence[int]) -> list[Any]:
         with reading() as seed:
-            found = []
-            for number in numbers:
-                epoch, index = divmod(number, len(self))
-                seed(seed_of(self._seed, "sample", epoch, index))
-                found.append(self._dataset[index])
-            return found
+            return [self._item(number, seed) for number in numbers]
 
-    def _checked(self, index: int, sample: Any, group: str | None) -> tuple[Tensor, Tensor]:
-        x, target = self._pair(index, sample)
+    def _item(self, number: int, seed: Callable[[int], None]) -> Any:
+        epoch, index = divmod(number, len(self))
+        seed(seed_of(self._seed, "sample", epoch, index))
+        return self._dataset[index]
+
+    def _read(self, numbers: Sequence[int]) -> list[tuple[Any, Tensor]]:
+        early = self._early
+        found = {number: early.pop(number) for number in numbers if number in early}
+        missing = [number for number in numbers if number not in found]
+        if missing:
+            until = time.monotonic() + _EARLY_S
+            with reading() as seed:
+                items = [self._item(number, seed) for number in missing]
+                found |= {n: self._pair(n % len(self), item) for n, item in zip(missing, items, strict=True)}
+                if self._next and time.monotonic() < until:
+                    found = {number: copied(pair) for number, pair in found.items()}
+                while self._next and time.monotonic() < until:
+                    number = self._next.pop()
+                    with suppress(Exception):  # it is raised when its sample is asked for
+                        if number not in numbers:
+                            early[number] = copied(self._pair(number % len(self), self._item(number, seed)))
+        return [found[number] for number in numbers]
+
+    def _for(self, index: int, pair: tuple[Any, Tensor], group: str | None) -> tuple[Tensor, Tensor]:
+        x, target = pair
         if not isinstance(x, Mapping):
             return x, target
         group = next(iter(x), "") if group is None else group
@@ -207,6 +239,9 @@ class SampleRange:
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         return self._samples.targets(self._numbers(indices))
+
+    def expect(self, indices: Sequence[int]) -> None:
+        self._samples.expect(self._numbers(indices))
 
     def digest(self) -> int:
         return self._samples.digest()
@@ -257,7 +292,8 @@ class Batches(RankBatches):
     """The microbatches of every step.
 
     `phases` has the positions of steps; by default all have `microbatches`, otherwise that is the maximum of a step.
-    `lengths`: those of the rows of each microbatch of a replica, to which sequences are cut.
+    `lengths`: those of the rows of each microbatch of a replica, to which sequences are cut. `order`: by phase, the
+    microbatches of a step in the order in which they are asked for.
     Raises E504, at `where`, if there are not enough samples for one step.
     """
 
@@ -273,6 +309,7 @@ class Batches(RankBatches):
         where: str | None = None,
         tokens: Tokens | None = None,
         lengths: Sequence[int] = (),
+        order: Sequence[Sequence[int]] = (),
     ) -> None:
         needed, self._count = microbatches * size, len(samples)
         if self._count < needed:
@@ -282,11 +319,10 @@ class Batches(RankBatches):
             raise ZbcError("E504", text, where=where, hint=hint)
         self.phases = phases or Phases.even(needed)
         super().__init__(lowered, tokens)
-        self._lengths = lengths
+        self._lengths, self._asked = lengths, order
         self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
-        self._begun = self.phases, 0, self.phases.position(0)
-        self._next: tuple[int, list[int]] = 0, []  # a position, the numbers of the samples from there on
+        self._steps: dict[int, dict[int, list[int]]] = {}  # numbers of samples, by microbatch
 
     @property
     def count(self) -> int:
@@ -294,6 +330,7 @@ class Batches(RankBatches):
 
     def follow(self, phases: Phases) -> None:
         self.phases = phases
+        self._steps.clear()
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU; `group` selects the input of a group of layers."""
@@ -311,20 +348,23 @@ class Batches(RankBatches):
 
     def _numbers(self, step: int, mb: int) -> list[int]:
         """The numbers of its samples over epochs, as in `Samples`."""
+        found = self._steps.get(step)
+        if found is None:
+            every = self._asked[self.phases.index(step)] if self._asked else ()
+            found = {one: self._at(step, one) for one in every}
+            self._samples.expect([number for numbers in found.values() for number in numbers])
+            while len(self._steps) >= _STEPS:
+                del self._steps[next(iter(self._steps))]
+            self._steps[step] = found
+        return found[mb] if mb in found else self._at(step, mb)
+
+    def _at(self, step: int, mb: int) -> list[int]:
         place = self.phases.position(step) + mb * self._size
         return in_epochs(self.indices(step, mb), place, self._count)
 
     def indices(self, step: int, mb: int) -> list[int]:
         """The indices of its samples."""
-        phases, known, start = self._begun
-        if known != step or phases is not self.phases:
-            start = self.phases.position(step)
-            self._begun = self.phases, step, start
-        size, (first, numbers) = self._size, self._next
-        place = start + mb * size
-        if not first <= place <= first + len(numbers) - size:
-            first, numbers = self._next = place, self.taken(place, max(size, _AT_ONCE))
-        return numbers[place - first : place - first + size]
+        return self.taken(self.phases.position(step) + mb * self._size, self._size)
 
     def taken(self, position: int, count: int) -> list[int]:
         """The indices of `count` samples from a position on."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.runtime.features.words import IGNORED
+from zbc.runtime.core.tensors import IGNORED
 from zbc.runtime.seeding import seed_of
 from zbc.training.data.data import Pairs
 from zbc.training.data.tokens import TokenFile

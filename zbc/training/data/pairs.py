@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.runtime.features.words import IGNORED
+from zbc.runtime.core.tensors import IGNORED
 
 HINT = "set model.vocab to that of the tokenizer and plan again; -100 marks targets that do not count"
 _NAMES = (("input", "target"), ("inputs", "targets"), ("x", "y"))
@@ -76,6 +76,12 @@ def pair_of(sample: Any) -> tuple[Any, Tensor]:
     if isinstance(x, Mapping):
         return {name: _tensor(value, f"input for {name}") for name, value in x.items()}, _tensor(target, "target")
     return _tensor(x, "input"), _tensor(target, "target")
+
+
+def copied(pair: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
+    """A copy, which stays if its dataset uses the memory of one sample for the next."""
+    x, target = pair
+    return {name: t.clone() for name, t in x.items()} if isinstance(x, Mapping) else x.clone(), target.clone()
 
 
 def _tensor(value: Any, what: str) -> Tensor:

@@ -9,7 +9,7 @@ of a step is the weighted mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,11 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.plan.manifest import Manifest
 from zbc.runtime.core.bundle import taken_apart
-from zbc.runtime.core.tensors import Loss
-from zbc.runtime.features.words import IGNORED
+from zbc.runtime.core.tensors import IGNORED, Loss
 from zbc.training.data.data import Batches, Pairs, RankBatches, Tokens, in_epochs
 from zbc.training.data.pairs import ANY, UnfitError, Words, pair_of
 
 _KEPT = 3  # cached steps
-Groups = Callable[[int], Sequence[Sequence[int]]]
 
 
 class Microbatch(NamedTuple):
@@ -187,22 +185,18 @@ def count_of_step(manifest: Manifest) -> int:
 class SplitBatches(RankBatches):
     """Microbatches of steps; the order of an epoch's steps is that of samples."""
 
-    groups: Groups | None = None  # the microbatches of a step with a common mean, if not all
-
     def __init__(
         self,
         steps: Steps,
         *,
         seed: int,
-        count: int,
         lowered: torch.dtype | None,
         where: str,
         tokens: Tokens | None = None,
-        tell: int = 1,
     ) -> None:
-        """`tokens`: this rank's tokens of each sequence, if `tell` ranks share them."""
+        """`tokens`: this rank's tokens of each sequence, if ranks share them."""
         super().__init__(lowered, tokens)
-        self._steps, self._count, self._tell = steps, count, tell
+        self._steps = steps
         self._order = Batches(steps, seed=seed, microbatches=1, size=1, where=where)
 
     @property
@@ -223,21 +217,14 @@ class SplitBatches(RankBatches):
         found = self._steps.step(self._number(step))
         return found[mb % len(found)].target  # a profile runs more of them
 
-    def weight(self, step: int, mb: int) -> float:
-        """1 on average over the microbatches of the step, or of a group of them, and over the ranks that share one."""
-        found = [one.weight for one in self._steps.step(self._number(step))]
-        groups: Sequence[Sequence[int]] = [range(self._count)] if self.groups is None else self.groups(step)
-        group = next((group for group in groups if mb in group), groups[0])
-        weights = [found[number % len(found)] for number in group]
-        return found[mb % len(found)] * len(weights) * self._share(step, mb) / (sum(weights) or 1.0)
-
-    def _share(self, step: int, mb: int) -> float:
-        """The share in a microbatch's targets of this rank's tokens, 1 on average."""
+    def counts(self, step: int, mb: int) -> tuple[float, float]:
+        given = self._steps.step(self._number(step))
+        weight = given[mb % len(given)].weight
         if self._tokens is None:
-            return 1.0
+            return weight, weight
         whole = self.whole(step, mb)
         own, every = (t.numel() - int((t == IGNORED).sum()) for t in (self.own(whole), whole))
-        return self._tell * own / (every or 1)
+        return weight * own / (every or 1), weight
 
     def _number(self, step: int) -> int:
         (number,) = in_epochs(self._order.taken(step, 1), step, len(self._steps))

@@ -1,10 +1,7 @@
-"""`zbc data tokenize`: text files to one token file, in pieces, so that it can be resumed after an interrupt.
+"""`zbc data tokenize`: text files to one token file, in pieces; `out.bin.part` until it is whole.
 
-    out.bin.part        the tokens so far
-    out.bin.part.json   the number of valid ones, and their end in the input; replaced after each piece
-
-A piece is some bytes of one file, up to the end of a line, so pieces and tokens are the same whether or not the work
-was interrupted. A document is a file, or a line of a .jsonl file (its "text"); each ends with the end token.
+A piece is some bytes of one file, up to the end of a line. A document is a file, or a line of a .jsonl file (its
+"text"); each ends with the end token.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
@@ -85,17 +82,6 @@ class Json:
         return [encoding.ids for encoding in self._library.encode_batch(list(texts), add_special_tokens=False)]
 
 
-@dataclass(frozen=True)
-class Journal:
-    """Progress of the work: number of written tokens; the next byte to read is `byte` of input `file`."""
-
-    inputs: str  # a fingerprint of the inputs and the tokenizer
-    file: int = 0
-    byte: int = 0
-    tokens: int = 0
-    documents: int = 0
-
-
 def tokenize(
     texts: Sequence[str], out: Path, tokenizer: Tokenizer, *, done: Callable[[int], None] = lambda count: None
 ) -> Tokens:
@@ -107,28 +93,26 @@ def tokenize(
         raise ZbcError("E533", f"data: {out} exists", hint="name another file with -o, or remove this one")
     files = _inputs(texts, out)
     dtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
-    part = out.with_name(out.name + ".part")
+    part, count, documents = out.with_name(out.name + ".part"), 0, 0
     try:
         with folders_for(out), part.open("ab") as target:
             _alone(target, out)
-            journal = _resume(part, _fingerprint(files, tokenizer), array.array(_CODES[dtype]).itemsize)
-            done(sum(_size(file) for file in files[: journal.file]) + journal.byte)
             try:
-                for file in files[journal.file :]:
-                    for piece in _pieces(file, journal.byte):
-                        journal = _write(target, part, piece, tokenizer, dtype, journal)
-                        done(piece.size)
-            except ZbcError:
-                if not journal.tokens:  # nothing to resume
-                    part.unlink()
+                target.truncate(0)  # of an attempt that was killed
+                for piece in (piece for file in files for piece in _pieces(file)):
+                    count += _write(target, piece, tokenizer, dtype)
+                    documents += len(piece.texts) if piece.each else int(piece.last)
+                    done(piece.size)
+                target.flush()
+                os.fsync(target.fileno())
+            except BaseException:
+                part.unlink()
                 raise
-            os.fsync(target.fileno())
-        made = Tokens(dtype, journal.tokens, tokenizer.vocab, tokenizer.end, journal.documents, tokenizer.name)
-        write_sidecar(out, made)
-        os.replace(part, out)
-        sidecar(part).unlink()
+            made = Tokens(dtype, count, tokenizer.vocab, tokenizer.end, documents, tokenizer.name)
+            write_sidecar(out, made)
+            os.replace(part, out)
     except OSError as error:
-        hint = "choose a place that can be written and has room; what is done is kept, start again to go on"
+        hint = "choose a place that can be written and has room"
         raise ZbcError("E608", f"cannot write {out}: {unwritten(out, error)}", hint=hint) from None
     return made
 
@@ -139,9 +123,8 @@ def total_bytes(texts: Sequence[str], out: Path) -> int:
 
 
 def _inputs(texts: Sequence[str], out: Path) -> list[Path]:
-    """The files of `texts`, without output files of an interrupted attempt."""
-    part = out.with_name(out.name + ".part")
-    own = {path.resolve() for path in (part, sidecar(part), sidecar(part).with_suffix(".new"), sidecar(out))}
+    """The files of `texts`, without those of an earlier attempt."""
+    own = {path.resolve() for path in (out.with_name(out.name + ".part"), sidecar(out))}
     return [file for file in text_files(list(texts)) if file.resolve() not in own]
 
 
@@ -162,29 +145,6 @@ def _size(file: Path) -> int:
         raise unreadable(file, error) from None
 
 
-def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """A digest of the inputs' names, sizes and times, and of the tokenizer."""
-    known: list[Any] = [tokenizer.name, tokenizer.end, PIECE]
-    for file in files:
-        known.append([str(file.absolute()), _size(file), file.stat().st_mtime_ns])
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
-
-
-def _resume(part: Path, inputs: str, width: int) -> Journal:
-    """The journal to resume from; drops tokens after it, or all tokens if they were made from other inputs."""
-    fresh = Journal(inputs)
-    try:
-        journal = Journal(**json.loads(sidecar(part).read_bytes()))
-        usable = journal.inputs == inputs and part.stat().st_size >= journal.tokens * width
-    except (OSError, ValueError, RecursionError, TypeError):
-        usable = False
-    if not usable:
-        part.write_bytes(b"")
-        return fresh
-    os.truncate(part, journal.tokens * width)
-    return journal
-
-
 @dataclass(frozen=True)
 class TextPiece:
     """Texts of consecutive bytes of a file. A document ends after each of them if `each`, after all if `last`."""
@@ -195,15 +155,14 @@ class TextPiece:
     last: bool  # the file ends here
 
 
-def _pieces(file: Path, start: int) -> Iterator[TextPiece]:
-    """The pieces of a file from byte `start` on, where the previous piece ended; an empty file is one piece."""
-    lines = file.suffix == ".jsonl"
+def _pieces(file: Path) -> Iterator[TextPiece]:
+    """The pieces of a file; an empty one is one piece."""
+    lines, start = file.suffix == ".jsonl", 0
     try:
         source = file.open("rb")
     except OSError as error:
         raise unreadable(file, error) from None
     with source:
-        source.seek(start)
         size, last = _size(file), False
         while not last:
             raw = _read(source, whole_lines=lines)
@@ -257,30 +216,14 @@ def _text_of(file: Path, line: bytes, start: int) -> str:
     return text
 
 
-def _write(
-    target: BinaryIO, part: Path, piece: TextPiece, tokenizer: Tokenizer, dtype: str, journal: Journal
-) -> Journal:
-    """Appends the tokens of a piece, then updates the journal: a crash in between loses only this piece."""
-    count, texts = 0, tokenizer.encode(piece.texts)
-    for tokens in texts:
-        numbers = array.array(_CODES[dtype])
+def _write(target: BinaryIO, piece: TextPiece, tokenizer: Tokenizer, dtype: str) -> int:
+    """Appends the tokens of a piece; returns their number."""
+    numbers = array.array(_CODES[dtype])
+    for tokens in tokenizer.encode(piece.texts):
         numbers.extend(tokens)
         if tokenizer.end is not None and (piece.each or piece.last):
             numbers.append(tokenizer.end)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        numbers.tofile(target)
-        count += len(numbers)
-    target.flush()
-    os.fsync(target.fileno())
-    after = Journal(
-        journal.inputs,
-        file=journal.file + piece.last,
-        byte=0 if piece.last else journal.byte + piece.size,
-        tokens=journal.tokens + count,
-        documents=journal.documents + (len(texts) if piece.each else int(piece.last)),
-    )
-    fresh = sidecar(part).with_suffix(".new")
-    fresh.write_text(json.dumps(asdict(after)))
-    os.replace(fresh, sidecar(part))
-    return after
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    numbers.tofile(target)
+    return len(numbers)

@@ -75,6 +75,9 @@ class TokenWindows:
     def targets(self, indices: Sequence[int]) -> Tensor:
         return torch.stack([self._window(index, 1) for index in indices])
 
+    def expect(self, indices: Sequence[int]) -> None:
+        """Does nothing."""
+
     def digest(self) -> int:
         return 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
@@ -22,10 +22,20 @@ from zbc.plan.balancing import Microbatch, Shape, deal, deal_by_tokens, dealt_ev
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import Work
-from zbc.runtime.core.tensors import Length
+from zbc.runtime.core.tensors import IGNORED, Length
 from zbc.runtime.features.packing import Rows
-from zbc.runtime.features.words import IGNORED
-from zbc.training.data.data import KINDS, Batches, Pairs, RankBatches, Tokens, build_dataset, in_epochs, kept_of, place
+from zbc.training.data.data import (
+    KINDS,
+    Batches,
+    Pairs,
+    RankBatches,
+    Samples,
+    Tokens,
+    build_dataset,
+    in_epochs,
+    kept_of,
+    place,
+)
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 from zbc.training.data.pairs import Words
 from zbc.training.models.model import loss as load_loss
@@ -49,7 +59,8 @@ def dealer_of(manifest: Manifest, own: Tokens | None = None) -> Dealer | None:
     if data.balance == "none" or not manifest.tokens:
         return None
     shape = Shape(replicas, model.seq_len or 1, manifest.microbatch_size, manifest.microbatches, manifest.ranks)
-    return ByTokens(build_documents(data, model, seed), shape, manifest.tokens, seed, where, own, manifest.unit)
+    of = build_documents(data, model, seed), shape, len(manifest.tokens), seed, where, own
+    return ByTokens(*of, manifest.tokens, manifest.unit)
 
 
 def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
@@ -114,8 +125,11 @@ class Dealer(Work):
         seed: int,
         where: str,
         own: Tokens | None = None,
+        tokens: Sequence[int] = (),
+        unit: int = 1,
     ) -> None:
-        """`own`: this rank's tokens of rows, if ranks share them."""
+        """`own`: this rank's tokens of rows, if ranks share them; `tokens`, `unit`: see `ByTokens`."""
+        self._tokens, self._unit = tokens, unit
         self.documents, self.shape, self.most, self._own = documents, shape, shape.most, own
         self._lengths: list[int] = documents.lengths.tolist()
         least, size = self._least()
@@ -133,13 +147,8 @@ class Dealer(Work):
         some = [self._lengths[i] for i in self._order.taken(0, min(LOOKED_AT, len(self.documents)))]
         return min(len(self.documents), samples_of_step(some, self.shape, microbatches))
 
-    def _deal(self, lengths: Sequence[int], step: int) -> Sequence[Sequence[Microbatch]] | None:
+    def _deal(self, lengths: Sequence[int]) -> Sequence[Sequence[Microbatch]] | None:
         return deal(lengths, self.shape)
-
-    def _taken(self, step: int) -> tuple[list[int], list[int]]:
-        """The samples of a step, and their lengths."""
-        samples = self._order.taken(self.phases.position(step), self.samples)
-        return samples, [self._lengths[i] for i in samples]
 
     def follow(self, phases: Phases) -> None:
         self.phases = phases
@@ -155,8 +164,10 @@ class Dealer(Work):
         """The work of a step. Raises E117 if its samples do not fit into `max_microbatches`."""
         found = self._known.get(step)
         if found is None:
-            position, (samples, lengths) = self.phases.position(step), self._taken(step)
-            replicas = self._deal(lengths, step)
+            position = self.phases.position(step)
+            samples = self._order.taken(position, self.samples)
+            lengths = [self._lengths[i] for i in samples]
+            replicas = self._deal(lengths)
             if replicas is None:
                 raise _too_many(step, lengths, self.shape)
             while len(self._known) >= KEPT:
@@ -195,23 +206,7 @@ class Dealer(Work):
 
 class ByTokens(Dealer):
     """Deals one sample to each row, the longest to the microbatches that have the most `tokens` in the plan. The rows
-    of a microbatch are as long as the longest of them, in multiples of `unit` tokens. `numbers` has for a step which
-    microbatch, as the plan numbers them, comes in each place (`schedule.renumber = "steps"`); None: the plan's."""
-
-    numbers: Callable[[int], Sequence[int] | None] = staticmethod(lambda step: None)
-
-    def __init__(
-        self,
-        documents: Documents,
-        shape: Shape,
-        tokens: Sequence[int],
-        seed: int,
-        where: str,
-        own: Tokens | None = None,
-        unit: int = 1,
-    ) -> None:
-        self._tokens, self._unit = tokens, unit
-        super().__init__(documents, shape, len(tokens), seed, where, own)
+    of a microbatch are as long as the longest of them, in multiples of `unit` tokens."""
 
     def _least(self) -> tuple[int, int]:
         return self.shape.replicas * len(self._tokens), self.shape.rows
@@ -219,18 +214,8 @@ class ByTokens(Dealer):
     def _samples(self, microbatches: int) -> int:
         return math.prod(self._least())
 
-    def _deal(self, lengths: Sequence[int], step: int) -> list[list[Microbatch]]:
-        dealt, numbers = self._as_planned(lengths), self.numbers(step)
-        return dealt if numbers is None else [[mbs[k] for k in numbers] for mbs in dealt]
-
-    def _as_planned(self, lengths: Sequence[int]) -> list[list[Microbatch]]:
+    def _deal(self, lengths: Sequence[int]) -> list[list[Microbatch]]:
         return deal_by_tokens(lengths, self.shape, self._tokens)
-
-    def asks(self, step: int) -> list[int]:
-        """The tokens of the rows of each microbatch of a step, as the plan numbers them: the most of all replicas."""
-        _, lengths = self._taken(step)
-        longest = [[max(lengths[row[0]] for row in mb) for mb in mbs] for mbs in self._as_planned(lengths)]
-        return [self._rows(max(column)) for column in zip(*longest, strict=True)]
 
     def _rows(self, longest: int) -> int:
         """The tokens of rows for a sample of `longest` tokens."""
@@ -281,7 +266,6 @@ class Dealt(NamedTuple):
     tokens: tuple[int, ...]  # of the rows of each microbatch, the median of all steps and replicas
     longer: int  # steps in which one is longer than planned
     fill: float  # share of the tokens of rows that is not padding
-    longest: tuple[tuple[int, ...], ...]  # by step the tokens of each microbatch, the most of all replicas
 
 
 def dealt(manifest: Manifest, steps: int = 20) -> Dealt:
@@ -295,8 +279,7 @@ def dealt(manifest: Manifest, steps: int = 20) -> Dealt:
     rows = dealer.shape.rows * sum(map(sum, found))
     longer = sum(any(n > planned[k % len(planned)] for k, n in enumerate(step)) for step in found)
     fill = sum(map(dealer.tokens, range(steps))) / rows
-    longest = tuple(tuple(max(step[mb :: len(planned)]) for mb in range(len(planned))) for step in found)
-    return Dealt(steps, tuple(map(median_low, every)), longer, fill, longest)
+    return Dealt(steps, tuple(map(median_low, every)), longer, fill)
 
 
 def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
@@ -371,7 +354,7 @@ def filled(documents: Documents, rows: Sequence[Sequence[int]], room: int, which
     return found
 
 
-class Padded:
+class Padded(Samples):
     """Documents as `Samples` of one length: each padded, or with `packed` the next ones that fit into a row."""
 
     def __init__(self, documents: Documents, room: int, *, packed: bool = False) -> None:

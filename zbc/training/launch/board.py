@@ -150,10 +150,6 @@ class Board:
         self._store.set_timeout(limit)  # `wait` would be one more call
         return self._store.get(key).decode()
 
-    def drop(self, key: str) -> None:
-        """Removes a text that all have heard."""
-        self._store.delete_key(key)
-
     def meet(
         self, name: str, limit: timedelta, say: str = "", decide: Callable[[list[str]], str] = lambda texts: texts[0]
     ) -> str:

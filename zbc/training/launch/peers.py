@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from zbc.plan.directory import Manifest
+from zbc.runtime.transports.around import Staged
 from zbc.runtime.transports.network import Network
-from zbc.runtime.transports.staged import Staged
 from zbc.runtime.transports.transport import Transport
 from zbc.training import devices
 from zbc.training.launch.board import Board, Connect, prefixed

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from zbc.runtime.core.stage import Stage
 from zbc.training.models import hfexport
 from zbc.training.models.model import LayerPlan
 from zbc.training.models.pretrained import safetensors
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
 
 
 class Lora(nn.Module):
@@ -172,16 +169,13 @@ class Frozen(Feature):
             s: {layer.name: torch.tensor(layer.module.__dict__.get(_DIGEST, 0)) for layer in stage.layers}
             for s, stage in stages.items()
         }
-        self._kept = {s: {name: value.clone() for name, value in own.items()} for s, own in self._own.items()}
+        self.kept = {s: {name: value.clone() for name, value in own.items()} for s, own in self._own.items()}
 
-    def kept(self, stage: int) -> Mapping[str, Tensor]:
-        return self._kept.get(stage, {})
-
-    def begins(self, worker: Worker) -> None:
+    def check(self) -> None:
         """Raises E613 if a checkpoint has the digest of other frozen weights."""
         for stage, own in self._own.items():
             for name, value in own.items():
-                if not value.equal(self._kept[stage][name].cpu()):
+                if not value.equal(self.kept[stage][name].cpu()):
                     text = f"run: the frozen weights of {name} are not those that the checkpoint's adapters are for"
                     raise ZbcError("E613", text, hint="resume with the model.pretrained that it began with")
 

@@ -14,7 +14,7 @@ Tensor parallel ranks have a shard of the width of each expert, and the whole ro
 of their weights (scores) are all-reduced. Or, `fold`, each has whole experts and routes a share of the tokens, whose
 outputs are all-gathered.
 
-With a `rate` a bias, which STEP changes (features/routing.py), is added to the scores when experts are chosen.
+With a `rate` a bias, which STEP changes (features/experts/routing.py), is added to the scores when experts are chosen.
 `balance` c adds c E sum(f P) to the loss, of each block: f the share of all choices that an expert got, P its mean
 share of a token's scores (arXiv 2101.03961, section 2.2; 2412.19437, section 2.1.2); `z` c adds c
 mean(logsumexp(logits)^2) (arXiv 2202.08906).
@@ -28,15 +28,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from zbc.job.model_section import Block, Model
 from zbc.runtime.core.again import made_again
 from zbc.runtime.core.grouped import Groups
 from zbc.runtime.core.private import valued
 from zbc.runtime.core.remembered import decided
 from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.added import add_loss, tell_load
-from zbc.runtime.features.expert_parallel import Swaps
+from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.tensor_parallel import Group
-from zbc.training.models.gpt import linear, same
+from zbc.training.models.parts import linear, same
 
 
 class Expert(nn.Module):
@@ -196,3 +197,25 @@ class Experts(nn.Module):
         normed = likely if self.scores is softmax else likely / likely.sum(-1, keepdim=True)
         found = self.balance * self.count * (share * normed.sum(0)).sum() / tokens
         return found + self.z * logits.logsumexp(-1).square().sum() / tokens if self.z else found
+
+
+def experts_of(model: Model, kind: Block, activation: nn.Module, *, gated: bool) -> Experts | None:
+    """The experts of a block of a model, in place of its MLP; None if it has none."""
+    if not model.experts or kind.dense:
+        return None
+    return Experts(
+        model.hidden or 0,
+        model.expert_width,
+        model.experts,
+        model.met,
+        layers=model.layers,
+        gated=gated,
+        activation=activation,
+        shared=model.shared_hidden or 0,
+        normed=model.normed,
+        scores=torch.sigmoid if model.router == "sigmoid" else softmax,
+        balance=model.balance_loss,
+        z=model.router_z_loss,
+        rate=model.balance_rate,
+        groups=(model.expert_groups or 1, model.node_limit or 1),
+    )

@@ -18,38 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbc.job.model_section import GEMMA, Block, Model
 from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
 from zbc.runtime.features.packing import places, rows_now
-from zbc.runtime.features.slicing import attention, first_row
-from zbc.training.models.rotary import Rotary
-
-STD = 0.02
-
-
-def same(x: Tensor) -> Tensor:
-    """The identity: in place of the collectives of tensor parallelism (sharding.py)."""
-    return x
+from zbc.runtime.features.slices.slicing import attention, first_row
+from zbc.training.models.experts import experts_of
+from zbc.training.models.parts import STD, linear, rotary_of, same
 
 
 class Embed(nn.Module):
     """(B, T) int64 -> (B, T, H)."""
 
-    def __init__(
-        self,
-        vocab: int,
-        hidden: int,
-        seq_len: int,
-        *,
-        learned: bool,
-        scale: float = 1.0,
-        padding: int | None = None,
-    ) -> None:
-        """`learned`: with a table of positions; `scale`: factor of token embeddings; `padding`: the word whose
-        embedding gets no gradient."""
+    def __init__(self, model: Model) -> None:
+        """The word `model.padding_token` gets no gradient."""
         super().__init__()
-        self.scale = scale
+        vocab, hidden, seq_len, padding = model.vocab or 0, model.hidden or 0, model.seq_len or 0, model.padding_token
+        self.scale = math.sqrt(hidden) if model.variant in GEMMA else model.embedding_scale
         self.tokens = nn.Embedding(vocab, hidden, padding)
-        self.positions = nn.Embedding(seq_len, hidden) if learned else None
+        self.positions = None if model.rotary else nn.Embedding(seq_len, hidden)
         self.look_up: Callable[[Tensor], Tensor] = self._look_up
         self.length = seq_len
         self.place = 0  # index of this rank's shard of the tokens, with sequence parallelism
@@ -85,32 +71,21 @@ def gelu(*, tanh: bool) -> nn.Module:
 class GptBlock(nn.Module):
     """(B, T, H) -> (B, T, H)."""
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        *,
-        ffn: int,
-        layers: int,
-        eps: float,
-        tanh: bool,
-        rotary: Rotary | None,
-        experts: nn.Module | None = None,
-    ) -> None:
-        """`ffn`: width inside the MLP; `layers`: of the model, for the initial weights; `tanh`: GELU as in GPT-2;
-        `experts`: in place of the MLP."""
+    def __init__(self, model: Model, kind: Block) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.size = heads, kv_heads, hidden // heads
+        hidden, heads, eps = model.hidden or 0, model.heads or 0, model.norm_eps
+        tanh = model.activation == "gelu_tanh"
+        experts = experts_of(model, kind, gelu(tanh=tanh), gated=False)
+        self.heads, self.kv_heads, self.size = heads, model.kv_heads or heads, hidden // heads
         self.norm1 = nn.LayerNorm(hidden, eps=eps)
-        self.qkv = linear(hidden, (heads + 2 * kv_heads) * self.size)  # rows: all queries, keys, values
-        self.proj = linear(hidden, hidden, layers)
+        self.qkv = linear(hidden, (heads + 2 * self.kv_heads) * self.size)  # rows: all queries, keys, values
+        self.proj = linear(hidden, hidden, model.layers)
         self.norm2 = nn.LayerNorm(hidden, eps=eps)
         self.mlp = experts
         if experts is None:
-            self.up = linear(hidden, ffn)
-            self.down = linear(ffn, hidden, layers)
-        self.rotary = rotary
+            self.up = linear(hidden, model.mlp_width)
+            self.down = linear(model.mlp_width, hidden, model.layers)
+        self.rotary = rotary_of(model) if model.rotary else None
         self.gelu = gelu(tanh=tanh)
         self.enter = self.leave = same
         self.attend = attention
@@ -129,7 +104,7 @@ class GptBlock(nn.Module):
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = norm(x)
         rows = self.enter if norm is not self.norm2 or self.mlp is None else self.mlp.rows
-        return rows(y)  # type: ignore[operator]
+        return rows(y)
 
     def _mixed(self, x: Tensor) -> Tensor:
         return made_again(self._mix, x, what=ATTENTION)
@@ -147,20 +122,12 @@ class GptBlock(nn.Module):
 class GptHead(nn.Module):
     """(B, T, H) -> (B, T, V)."""
 
-    def __init__(
-        self,
-        hidden: int,
-        vocab: int,
-        norm: nn.Module,
-        scale: float = 1.0,
-        cap: float | None = None,
-        chunk: int | None = None,
-    ) -> None:
-        """`scale`: divisor of logits; `cap`: they become cap tanh(logits / cap). `chunk`: number of tokens whose logits
-        the loss makes at once; the head then ends before the logits, (B, T, H)."""
+    def __init__(self, model: Model, norm: nn.Module) -> None:
         super().__init__()
-        self.norm, self.scale, self.cap, self.chunk = norm, scale, cap, chunk
-        self.logits = nn.Linear(hidden, vocab, bias=False)
+        self.norm, self.scale = norm, model.logits_scale  # a divisor of logits
+        self.cap = model.logits_cap  # they become cap tanh(logits / cap)
+        self.chunk = model.loss_chunk  # of tokens whose logits the loss makes at once, from (B, T, H)
+        self.logits = nn.Linear(model.hidden or 0, model.vocab or 0, bias=False)
         nn.init.normal_(self.logits.weight, std=STD)
         self.enter = self.join = same
 
@@ -171,12 +138,3 @@ class GptHead(nn.Module):
         y = self.join(self.logits(y))
         y = y if self.scale == 1.0 else y / self.scale
         return y if self.cap is None else (y / self.cap).tanh() * self.cap
-
-
-def linear(inputs: int, outputs: int, residual_layers: int | None = None, *, bias: bool = True) -> nn.Linear:
-    """A linear layer with initial weights; `residual_layers`: layers of a model, if it ends in the residual stream."""
-    made = nn.Linear(inputs, outputs, bias=bias)
-    nn.init.normal_(made.weight, std=STD if residual_layers is None else STD / math.sqrt(2 * residual_layers))
-    if bias:
-        nn.init.zeros_(made.bias)
-    return made

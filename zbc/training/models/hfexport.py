@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
+from zbc.host.linefile import replace_text
 from zbc.job import hfconfig
 from zbc.job.hfnames import HEAD, parts
 from zbc.job.spec import Model
@@ -83,7 +84,8 @@ def write_shard(folder: Path, number: int, count: int, tensors: Mapping[str, Ten
     part = folder / f".{name}.part"
     try:
         safetensors().torch.save_file(dict(tensors), part, metadata={"format": "pt"})
-        _sync(part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(part, folder / name)
     except OSError as error:
         raise _unwritable(folder / name, error) from None
@@ -115,11 +117,8 @@ def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path 
 
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
     """Writes a file atomically. Raises E525."""
-    part = folder / f".{name}.part"
     try:
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        _sync(part)
-        os.replace(part, folder / name)
+        replace_text(folder / name, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise _unwritable(folder / name, error) from None
 
@@ -143,11 +142,6 @@ def _copy_beside(source: Path, folder: Path) -> Iterator[str]:
             copied.append(path.name)
     if copied:
         yield f"copied from there: {', '.join(copied)}"
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _unwritable(path: Path, error: OSError) -> ZbcError:

@@ -30,12 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from zbc.excludes import HEAD_NORMS, WHOLE_NORMS
-from zbc.job.model_section import AROUND, BEHIND, GEMMA
+from zbc.job.model_section import AROUND, BEHIND, GEMMA, Block, Model
 from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
-from zbc.runtime.features.slicing import Limits, attention
-from zbc.training.models.experts import Experts
-from zbc.training.models.gpt import linear, same
-from zbc.training.models.rotary import Rotary
+from zbc.runtime.features.slices.slicing import Limits, attention
+from zbc.training.models.experts import experts_of
+from zbc.training.models.parts import linear, rotary_of, same
 
 
 def norm(size: int, eps: float, variant: str) -> nn.Module:
@@ -70,52 +69,34 @@ def _before(enter: Callable[[Tensor], Tensor], x: Tensor, norm: Callable[[Tensor
 class LlamaBlock(nn.Module):
     """(B, T, H) -> (B, T, H)."""
 
-    def __init__(
-        self,
-        hidden: int,
-        *,
-        heads: int,
-        kv_heads: int,
-        size: int,
-        ffn: int,
-        layers: int,
-        eps: float,
-        rotary: Rotary | None,
-        variant: str = "llama",
-        qkv_bias: bool = False,
-        bias: bool = False,
-        experts: Experts | None = None,
-        scores: float | None = None,
-        residual: float = 1.0,
-        limits: Limits | None = None,
-    ) -> None:
-        """`size`: features of a head; `ffn`: width inside the MLP; `layers`: of the model, for the initial weights;
-        `bias`: of the projection after attention; `experts`: in place of the MLP;
-        `scores`: factor of attention scores, 1 / sqrt(size) by default; `residual`: factor of the outputs of attention
-        and MLP; `rotary`: None for no positions; `limits`: of attention."""
+    def __init__(self, model: Model, kind: Block) -> None:
         super().__init__()
+        hidden, heads, size = model.hidden or 0, model.heads or 0, model.head_width
+        kv_heads, eps, variant, layers = model.kv_heads or heads, model.norm_eps, model.variant, model.layers
+        experts = experts_of(model, kind, gate(variant), gated=True)
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
         before, behind = variant not in BEHIND, variant in BEHIND + AROUND
         self.norm1 = norm(hidden, eps, variant) if before else same
-        self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=qkv_bias)  # rows: all queries, keys, values
+        self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=model.qkv_bias)  # rows: all queries, keys, values
         self.wide = variant in WHOLE_NORMS  # its norms of queries and keys are over all heads
         normed = self.wide or variant in HEAD_NORMS
         self.norm_q = norm(heads * size if self.wide else size, eps, variant) if normed else None
         self.norm_k = norm(kv_heads * size if self.wide else size, eps, variant) if normed else None
-        self.proj = linear(heads * size, hidden, layers, bias=bias)
+        self.proj = linear(heads * size, hidden, layers, bias=model.attention_bias)
         self.behind1 = norm(hidden, eps, variant) if behind else same
         self.norm2 = norm(hidden, eps, variant) if before else same
         self.mlp = experts
         if experts is None:
-            self.gate_up = linear(hidden, 2 * ffn, bias=False)  # rows: gate, then up
-            self.down = linear(ffn, hidden, layers, bias=False)
+            self.gate_up = linear(hidden, 2 * model.mlp_width, bias=False)  # rows: gate, then up
+            self.down = linear(model.mlp_width, hidden, layers, bias=False)
         self.behind2 = norm(hidden, eps, variant) if behind else same
         self.gate = gate(variant)
-        self.rotary = rotary
+        self.rotary = rotary_of(model, windowed=kind.window is not None) if kind.turned else None
         self.enter = self.leave = same
         self.attend = attention
-        self.scores, self.residual = None if scores is None else scores * math.sqrt(size), residual
-        self.limits: dict[str, Any] = (limits or Limits())._asdict()
+        self.scores = None if model.attention_scale is None else model.attention_scale * math.sqrt(size)
+        self.residual = model.residual_scale
+        self.limits: dict[str, Any] = Limits(kind.window, model.scores_cap)._asdict()
 
     def forward(self, x: Tensor) -> Tensor:
         # The output of a norm is not bound to a name: it is freed once the next layer has read it.

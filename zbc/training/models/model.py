@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,16 +22,12 @@ from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.job import graph, spec, userobject
-from zbc.job.model_section import GEMMA, Block
 from zbc.runtime.core.private import mse_kernel
 from zbc.runtime.core.split import refuse_wrapped
 from zbc.runtime.core.tensors import Loss
-from zbc.runtime.features import words
-from zbc.runtime.features.slicing import Limits
+from zbc.runtime.features.words import words
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models import gpt, llama
-from zbc.training.models.experts import Experts, softmax
-from zbc.training.models.rotary import Rotary
 from zbc.training.probing.refusals import refuse_untrainable
 
 TIED = "embed.tokens.weight"  # the weight shared by embedding and head, under its name in the embedding
@@ -130,93 +125,23 @@ def _family(model: spec.Model) -> list[LayerPlan]:
     if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
         text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
         raise ZbcError("E105", text)
-    scale = math.sqrt(model.hidden) if model.variant in GEMMA else model.embedding_scale
-    learned = not model.rotary
-    sizes, padding = (model.vocab, model.hidden, model.seq_len), model.padding_token
-    embed = functools.partial(gpt.Embed, *sizes, learned=learned, scale=scale, padding=padding)
-    block = _llama_block if model.family == "llama" else _gpt_block
+    block = llama.LlamaBlock if model.family == "llama" else gpt.GptBlock
     kinds = [model.block(i) for i in range(model.layers)]
     ties = {"logits.weight": TIED} if model.tie_embeddings else {}
     return [
-        LayerPlan("embed", embed),
+        LayerPlan("embed", functools.partial(gpt.Embed, model)),
         *(
             LayerPlan(f"layers.{i}", functools.partial(block, model, kind), like=kind.name, compiles=True)
             for i, kind in enumerate(kinds)
         ),
-        LayerPlan("head", functools.partial(_head, model, model.hidden, model.vocab), ties=ties),
+        LayerPlan("head", functools.partial(_head, model), ties=ties),
     ]
 
 
-def _gpt_block(model: spec.Model, kind: Block) -> nn.Module:
-    hidden, heads = model.hidden or 0, model.heads or 0
-    rotary = _rotary(model) if model.rotary else None
-    tanh = model.activation == "gelu_tanh"
-    return gpt.GptBlock(
-        hidden,
-        heads,
-        model.kv_heads or heads,
-        ffn=model.mlp_width,
-        layers=model.layers,
-        eps=model.norm_eps,
-        tanh=tanh,
-        rotary=rotary,
-        experts=_experts(model, kind),
-    )
-
-
-def _llama_block(model: spec.Model, kind: Block) -> nn.Module:
-    heads = model.heads or 0
-    return llama.LlamaBlock(
-        model.hidden or 0,
-        heads=heads,
-        kv_heads=model.kv_heads or heads,
-        size=model.head_width,
-        ffn=model.mlp_width,
-        layers=model.layers,
-        eps=model.norm_eps,
-        rotary=_rotary(model, windowed=kind.window is not None) if kind.turned else None,
-        variant=model.variant,
-        qkv_bias=model.qkv_bias,
-        bias=model.attention_bias,
-        experts=_experts(model, kind),
-        scores=model.attention_scale,
-        residual=model.residual_scale,
-        limits=Limits(kind.window, model.scores_cap),
-    )
-
-
-def _experts(model: spec.Model, kind: Block) -> Experts | None:
-    if not model.experts or kind.dense:
-        return None
-    gated = model.family == "llama"
-    return Experts(
-        model.hidden or 0,
-        model.expert_width,
-        model.experts,
-        model.met,
-        layers=model.layers,
-        gated=gated,
-        activation=llama.gate(model.variant) if gated else gpt.gelu(tanh=model.activation == "gelu_tanh"),
-        shared=model.shared_hidden or 0,
-        normed=model.normed,
-        scores=torch.sigmoid if model.router == "sigmoid" else softmax,
-        balance=model.balance_loss,
-        z=model.router_z_loss,
-        rate=model.balance_rate,
-        groups=(model.expert_groups or 1, model.node_limit or 1),
-    )
-
-
-def _rotary(model: spec.Model, *, windowed: bool = False) -> Rotary:
-    if windowed and model.window_theta is not None:
-        return Rotary(model.seq_len or 0, model.head_width, model.window_theta)
-    return Rotary(model.seq_len or 0, model.head_width, model.rope_theta, model.rope_scaling)
-
-
-def _head(model: spec.Model, hidden: int, vocab: int) -> nn.Module:
+def _head(model: spec.Model) -> nn.Module:
+    hidden, eps = model.hidden or 0, model.norm_eps
     llamas = model.family == "llama"
-    norm = llama.norm(hidden, model.norm_eps, model.variant) if llamas else nn.LayerNorm(hidden, eps=model.norm_eps)
-    return gpt.GptHead(hidden, vocab, norm, model.logits_scale, model.logits_cap, model.loss_chunk)
+    return gpt.GptHead(model, llama.norm(hidden, eps, model.variant) if llamas else nn.LayerNorm(hidden, eps=eps))
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:

@@ -31,9 +31,9 @@ from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
 from zbc.training.models.adapters import LoraLinear
 from zbc.training.models.experts import Expert, Experts
-from zbc.training.models.gpt import Embed, GptBlock, GptHead, same
+from zbc.training.models.gpt import Embed, GptBlock, GptHead
 from zbc.training.models.llama import LlamaBlock
-from zbc.training.models.rotary import Rotary
+from zbc.training.models.parts import Rotary, same
 
 
 class Shares(NamedTuple):

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zbc.job.spec import Model
-from zbc.training.models.gpt import Embed, GptHead, same
+from zbc.training.models.gpt import Embed, GptHead
 from zbc.training.models.model import TIED, LayerPlan
+from zbc.training.models.parts import same
 
 LOGITS = "head.logits.weight"
 

@@ -23,8 +23,8 @@ from zbc.ops import round_trip
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.core.bundle import call, names_of
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.core.precision import AUTOCAST, lower_precision
 from zbc.runtime.core.state import BatchSource, Worker
+from zbc.runtime.core.tensors import AUTOCAST, lower_precision
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.seeding import seed_of, seeded
@@ -35,9 +35,9 @@ from zbc.training.building.data import split_batches
 from zbc.training.building.shares import loss_of
 from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches
-from zbc.training.probing.contract import ROUNDING, apart, largest
 from zbc.training.probing.refusals import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
+from zbc.training.probing.trials import ROUNDING, apart, largest
 from zbc.training.worker import build_worker
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}  # of the large
 
 
 class Compared(NamedTuple):
-    """One parameter, and the distance between its gradients (contract.py)."""
+    """One parameter, and the distance between its gradients (trials.py)."""
 
     name: str
     error: float
@@ -193,8 +193,8 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
     criterion = loss_of(settings.model, None, modules.values())
     if settings.data.items == "steps":
         steps = steps_of(settings, manifest)
-        batches: BatchSource = split_batches(settings, manifest, steps)
-        weights, criterion = [batches.weight(0, mb) or 0.0 for mb in range(count)], steps.cut(criterion)
+        batches: BatchSource = split_batches(settings, steps)
+        weights, criterion = [batches.counts(0, mb)[1] for mb in range(count)], steps.cut(criterion)
     else:
         batches = Batches(
             samples_of(settings),

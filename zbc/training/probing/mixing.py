@@ -24,20 +24,19 @@ from zbc.runtime.core.bundle import call, names_of, taken_apart
 from zbc.runtime.core.private import Dropouts
 from zbc.runtime.core.route import slice_loss, stage_loss
 from zbc.runtime.core.stage import Stage, StageLayer
-from zbc.runtime.core.tensors import Loss, TensorSpec
+from zbc.runtime.core.tensors import Loss, Part, TensorSpec, share_of
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.packing import packed
-from zbc.runtime.features.slicing import Inside, Part, Pasts, share_of, within
+from zbc.runtime.features.slices.slicing import Inside, Pasts, within
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
 from zbc.training.building.context import Site
 from zbc.training.models.model import LayerPlan
-from zbc.training.probing.contract import apart
 from zbc.training.probing.shapes import with_values
+from zbc.training.probing.trials import Changed, alike, apart, unmoved
 
 TOKENS = 48  # of the random sequence, if the layers accept one that short
 NOISE = 0.05
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest number; of others 5e-2
 ONE_SLICE = "or set schedule.slices = 1"
 _ONLY = "mix tokens through zbc.attention(q, k, v) only, which is causal"
 _HINT = f"{_ONLY}, {ONE_SLICE}"
@@ -49,7 +48,7 @@ Modules = list[tuple[str, nn.Module]]  # by name
 
 def try_layers(site: Site, stages: Iterable[Stage]) -> None:
     """Raises E512 for a layer of these stages whose results in slices differ from those on the whole."""
-    layers = [layer for stage in stages for layer in stage.layers]
+    layers = _layers(stages)
     for layer in layers:
         if names := (*layer.traits.remembers, *layer.traits.carries):
             text = f"model: layer {layer.name} changes {names[0]} in its forward, which runs once for every slice"
@@ -59,7 +58,7 @@ def try_layers(site: Site, stages: Iterable[Stage]) -> None:
 
 def try_padded(site: Site, stages: Iterable[Stage]) -> None:
     """Raises E512 for a layer of these stages in which the rows of a microbatch, of which some are padding, mix."""
-    layers = [layer for stage in stages for layer in stage.layers]
+    layers = _layers(stages)
     if seeing := [layer.name for layer in layers if layer.traits.remembers]:
         raise _padded(seeing[0], "keeps a buffer of all rows")
     _try_each(site, layers, "padding", _try_padded)
@@ -68,8 +67,11 @@ def try_padded(site: Site, stages: Iterable[Stage]) -> None:
 def try_packed(site: Site, stages: Iterable[Stage], *, behind: bool = False) -> None:
     """Raises E512 for a layer of these stages that mixes samples of one row; `behind`: only if one gets at what stands
     behind it."""
-    attempt = functools.partial(_try_rows, behind=behind)
-    _try_each(site, [layer for stage in stages for layer in stage.layers], "rows", attempt)
+    _try_each(site, _layers(stages), "rows", functools.partial(_try_rows, behind=behind))
+
+
+def _layers(stages: Iterable[Stage]) -> list[StageLayer]:
+    return [layer for stage in stages for layer in stage.layers]
 
 
 def _try_each(
@@ -138,11 +140,10 @@ def _try(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> None:
         if sliced.shape != other.shape:
             text = f"{what}: of shape {list(sliced.shape)} in slices, {list(other.shape)} as a whole"
             raise ZbcError("E512", f"model: layer {text}", hint=_HINT)
-        far, near = apart(other, sliced), TOLERANCE.get(other.dtype, 5e-2)
-        if not far <= near:
-            rows = (n for n, (a, b) in enumerate(zip(sliced, other, strict=True)) if not apart(b, a) <= near)
-            row = next(rows, 0)
-            text = f"model: layer {what} (they differ by {far:.2g} of the largest, from token {row} on)"
+        if not alike(other, sliced):
+            row = next((n for n, (a, b) in enumerate(zip(other, sliced, strict=True)) if not alike(a, b)), 0)
+            far = f"{apart(other, sliced):.2g}"
+            text = f"model: layer {what} (they differ by {far} of the largest, from token {row} on)"
             raise ZbcError("E512", text, hint=_HINT)
 
 
@@ -157,17 +158,14 @@ Named = list[tuple[str, Tensor]]  # a description, and the tensor, whose first d
 
 def _both(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> tuple[Named, Named]:
     """Results in slices, and as a whole: outputs of all layers, then the gradient of the input."""
-    length = parts[-1].length
-    shape = (takes.shape[0], length, *takes.shape[2:])
-    drawn, x = takes.numbers, takes._replace(shape=shape).drawn(below=2)
-    leaf = x.clone().requires_grad_(drawn)
+    length, pasts = parts[-1].length, Pasts()
+    x = takes._replace(shape=(takes.shape[0], length, *takes.shape[2:])).drawn(below=2)
+    leaf, other = (x.clone().requires_grad_(takes.numbers) for _ in range(2))
     whole = _forward_of(modules, leaf)
     if not torch.equal(whole[-1][-1], _forward_of(modules, leaf)[-1][-1]):
         return [], []  # it draws random numbers: results cannot be compared
     grad = TensorSpec.of(whole[-1][-1]).drawn(below=2)
-    pasts: Pasts = {}
-    leaves = [part.of(x).clone().requires_grad_(drawn) for part in parts]
-    cut = [_forward_of(modules, leaf, Inside(part, pasts)) for leaf, part in zip(leaves, parts, strict=True)]
+    cut = [_forward_of(modules, part.of(other).clone(), Inside(part, pasts)) for part in parts]
     found, wanted = Named(), Named()
     for index, (name, _) in enumerate(modules):
         for place, output in enumerate(whole[index]):
@@ -180,23 +178,19 @@ def _both(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> tuple[N
             joined = torch.cat([outputs[index][place].detach() for outputs in cut], along)
             found.append((what, joined.movedim(along, 0)))
             wanted.append((what, output.detach().movedim(along, 0)))
-    if drawn and whole[-1][-1].requires_grad:
+    if takes.numbers and whole[-1][-1].requires_grad:
         whole[-1][-1].backward(grad)  # type: ignore[no-untyped-call]
         for part, outputs in reversed([*zip(parts, cut, strict=True)]):
             outputs[-1][-1].backward(part.of(grad))  # type: ignore[no-untyped-call]
         what = f"{modules[-1][0]} mixes tokens of different slices in its backward"
-        found.append((what, torch.cat([_gradient(leaf) for leaf in leaves], 1).movedim(1, 0)))
-        wanted.append((what, _gradient(leaf).movedim(1, 0)))
+        for results, one in ((found, other), (wanted, leaf)):
+            results.append((what, (torch.zeros_like(x) if one.grad is None else one.grad).movedim(1, 0)))
     return found, wanted
 
 
 def _none_for_each(name: str, output: Tensor, length: int, hint: str) -> ZbcError:
     text = f"model: layer {name} returns {TensorSpec.of(output)} for {length} tokens: none for each"
     return ZbcError("E512", text, hint=hint)
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _forward_of(modules: Modules, x: Tensor, inside: Inside | None = None) -> list[_Tensors]:
@@ -213,37 +207,39 @@ def _forward_of(modules: Modules, x: Tensor, inside: Inside | None = None) -> li
 def _try_rows(modules: Modules, takes: TensorSpec, *, behind: bool) -> None:
     name, length = modules[-1][0], takes.shape[1]
     cut = max(1, length // 3)
-    ends = ((cut, length - cut),) * takes.shape[0] if length > 1 else ((1,),) * takes.shape[0]
-    x = takes.drawn(below=2)
-    other = takes.drawn() if takes.numbers else 1 - x
-    try:
-        with packed(None if behind else ends), torch.no_grad():
-            whole = _forward_of(modules, x)[-1][-1]
-            if length == 1 or not torch.equal(whole, _forward_of(modules, x)[-1][-1]):
-                return  # it draws random numbers: results cannot be compared
-            first = _forward_of(modules, torch.cat([other[:, :cut], x[:, cut:]], 1))[-1][-1]
-            second = _forward_of(modules, torch.cat([x[:, :cut], other[:, cut:]], 1))[-1][-1]
-    except FAILURES as error:
-        text = f"model: layer {name} cannot run on rows of several samples"
-        raise ZbcError("E512", text, hint=_ROWS, details=frames.raised(error)) from error
-    if whole.dim() < 2 or whole.shape[1] != length:
-        raise _none_for_each(name, whole, length, _ROWS)
-    near = TOLERANCE.get(whole.dtype, 5e-2)
-    near_first = behind or apart(whole[:, cut:], first[:, cut:]) <= near
-    if not (near_first and apart(whole[:, :cut], second[:, :cut]) <= near):
+    ends = ((cut, length - cut) if length > 1 else (1,),) * takes.shape[0]
+
+    def run(x: Tensor) -> _Tensors:
+        try:
+            with packed(None if behind else ends):
+                y = _forward_of(modules, x)[-1][-1]
+        except FAILURES as error:
+            text = f"model: layer {name} cannot run on rows of several samples"
+            raise ZbcError("E512", text, hint=_ROWS, details=frames.raised(error)) from error
+        if length > 1 and (y.dim() < 2 or y.shape[1] != length):
+            raise _none_for_each(name, y, length, _ROWS)
+        return (y,)
+
+    x, other = _two(takes)
+    changed: list[Changed] = [(torch.cat([x[:, :cut], other[:, cut:]], 1), lambda y: y[:, :cut])]
+    if not behind:
+        changed.append((torch.cat([other[:, :cut], x[:, cut:]], 1), lambda y: y[:, cut:]))
+    if not unmoved(run, x, changed if length > 1 else []):
         text = "tokens see what stands behind them" if behind else "samples of one row see each other"
         raise ZbcError("E512", f"model: in layer {name} {text}", hint=_ROWS)
 
 
 def _try_padded(modules: Modules, takes: TensorSpec) -> None:
+    x, other = _two(takes)
+    changed: Changed = torch.cat([x[:-1], other[-1:]]), lambda y: y[:-1] if y.dim() and len(y) == len(x) else None
+    if not unmoved(lambda x: _forward_of(modules, x)[-1], x, [changed]):
+        raise _padded(modules[-1][0], "mixes the rows of a microbatch")
+
+
+def _two(takes: TensorSpec) -> _Tensors:
+    """Two inputs that differ everywhere."""
     x = takes.drawn(below=2)
-    other = torch.cat([x[:-1], takes.drawn()[-1:] if takes.numbers else 1 - x[-1:]])
-    with torch.no_grad():
-        every = zip(*(_forward_of(modules, one)[-1] for one in (x, x, other)), strict=True)
-    for one, again, found in every:
-        rows = one.dim() and len(one) == len(x) and torch.equal(one, again)  # else nobody can tell what differs
-        if rows and not apart(one[:-1], found[:-1]) <= TOLERANCE.get(one.dtype, 5e-2):
-            raise _padded(modules[-1][0], "mixes the rows of a microbatch")
+    return x, takes.drawn() if takes.numbers else 1 - x
 
 
 def _padded(name: str, what: str) -> ZbcError:

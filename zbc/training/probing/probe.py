@@ -4,7 +4,7 @@ random       it draws from torch's generators: the stage seeds them for it
 overwrites   it writes into its input, which an earlier layer or a message may still need: it gets a copy
 remembers    it changes buffers of its modules, as BatchNorm does: see remembered.py
 whole        its backward is not split, all of it is in B: it calls autograd itself
-carries      it changes plain attributes of its modules in every forward: see carried.py
+carries      it changes plain attributes of its modules in every forward: see `carried`
 adds         its backward adds gradients of its own, which a zero gradient of its output shows
 """
 
@@ -20,16 +20,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from zbc.errors import ZbcError
-from zbc.job.userobject import FAILURES
-from zbc.runtime.core.bundle import example_for, taken_apart
-from zbc.runtime.core.private import TorchDispatchMode
+from zbc.runtime.core.bundle import taken_apart
+from zbc.runtime.core.private import TorchDispatchMode, tree_leaves
 from zbc.runtime.core.stage import Traits
-from zbc.runtime.core.tensors import TensorSpec
-from zbc.runtime.features.added import Adding, adding_to
-from zbc.runtime.seeding import arguments, draws_unseeded, moved, samples, seeded, unseeded
-from zbc.training.probing.carried import attributes, differing
-from zbc.training.probing.contract import OUTPUT, largest, there_and_back
+from zbc.runtime.seeding import arguments, draws_unseeded, moved, samples, unseeded
 
+_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 _STATISTICS = ("running_mean", "running_var")  # kernels of BatchNorm write to them, which is not in their schema
 
 
@@ -82,6 +78,30 @@ class _Differentiates(TorchFunctionMode):
         self.seen |= func in self._CALLS
         self.hooks |= func is Tensor.register_hook
         return func(*args, **(kwargs or {}))
+
+
+def attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """The plain attributes of a layer and of the modules inside it, with tensor versions."""
+    return {
+        f"{path}.{key}" if path else key: [
+            (leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in tree_leaves(value)
+        ]
+        for path, inner in module.named_modules()
+        for key, value in vars(inner).items()
+        if key not in _OF_TORCH
+    }
+
+
+def differing(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> tuple[str, ...]:
+    """The attributes that changed or are new."""
+    return tuple(key for key, value in after.items() if key not in before or not _alike(before[key], value))
+
+
+def _alike(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        at == then and (a is b or (type(a) is type(b) and isinstance(a, int | float | complex | str) and a == b))
+        for (a, at), (b, then) in zip(one, other, strict=True)
+    )
 
 
 def observe(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tuple[str, ...]]:
@@ -155,15 +175,3 @@ def _graph(tensors: Sequence[Tensor]) -> Iterator[Any]:
             seen.add(node)
             yield node
             left += [before for before, _ in node.next_functions]
-
-
-def adds(module: nn.Module, takes: TensorSpec) -> bool:
-    """Whether a backward with a zero gradient of the output, in a loss that weighs nothing, gives gradients: `module`
-    adds them itself, once per microbatch. It runs on the CPU; False if it cannot run there."""
-    try:
-        with seeded(3), adding_to(Adding(0.0)):
-            x = example_for(module, takes).requires_grad_(takes.numbers)
-            found = there_and_back(module, module, x, torch.zeros_like)
-    except FAILURES:
-        return False
-    return any(largest(grad) > 0 for name, grad in found.items() if name != OUTPUT)

@@ -20,9 +20,9 @@ from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models.compiled import first_line, not_compiled
-from zbc.training.probing.contract import OUTPUT, apart, largest, there_and_back
+from zbc.training.probing.trials import OUTPUT, apart, largest, there_and_back
 
-# By dtype: the maximum relative distance (contract.py); and the share of the layer's largest gradient up to which
+# By dtype: the maximum relative distance (trials.py); and the share of the layer's largest gradient up to which
 # differences of gradients count as rounding.
 TOLERANCE = {"float32": (1e-4, 1e-6), "bfloat16": (5e-2, 5e-3), "float16": (5e-2, 5e-3)}
 

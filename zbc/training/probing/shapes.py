@@ -24,15 +24,14 @@ from zbc.job.userobject import FAILURES
 from zbc.plan.directory import Boundary, Manifest
 from zbc.runtime.core.bucket import gradient_type
 from zbc.runtime.core.bundle import Packing, adapt, taken_apart
-from zbc.runtime.core.precision import lower_precision
 from zbc.runtime.core.private import FakeTensorMode, pytree
 from zbc.runtime.core.stage import Traits
-from zbc.runtime.core.tensors import Laid, TensorSpec
+from zbc.runtime.core.tensors import Laid, TensorSpec, lower_precision
 from zbc.runtime.seeding import seeded
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan, Owners, hollow
-from zbc.training.probing.carried import carried
-from zbc.training.probing.probe import adds, observe, reaches, union
+from zbc.training.probing.probe import observe, reaches, union
+from zbc.training.probing.trials import adds, carried
 
 _CONSTANTS = (type(None), bool, int, float, str)  # allowed between tensors
 _TRIALS = 8  # forwards of a layer that returns several tensors, some of which might require a gradient

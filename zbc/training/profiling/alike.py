@@ -27,11 +27,11 @@ def kinds(plans: Sequence[LayerPlan], inputs: Sequence[Hashable]) -> list[str]:
     result = []
     for index, (plan, takes) in enumerate(zip(plans, inputs, strict=True)):
         key: Hashable
-        if plan.like is not None or not plan.name.startswith("layers."):
+        if plan.like is not None or (plan.after is None and not plan.name.startswith("layers.")):
             key, name = (plan.like or plan.name, takes), plan.like or plan.name
         else:
             module = plan.on_meta()
-            place = "+data" * (index == 0) + "+loss" * (index == len(plans) - 1)
+            place = "+data" * (index == 0 or plan.after == ()) + "+loss" * (index == len(plans) - 1)
             key, name = (describe(module), takes, place), type(module).__name__ + place
         if key not in found:
             taken = sum(other.partition("-")[0] == name for other in found.values())

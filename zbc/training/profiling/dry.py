@@ -9,9 +9,11 @@ Fake tensors are of the CPU: those of a GPU need a torch built with CUDA. `GPU` 
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,26 +26,52 @@ from zbc.job.profile import LayerProfile, Measured, Origin, Profile, model_of, o
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
 from zbc.runtime.core.grouped import Loads
-from zbc.runtime.core.private import NUMBERLESS, FakeTensor, FakeTensorMode, grouped_kernel, load_fakes, reader
+from zbc.runtime.core.private import NUMBERLESS, FakeTensor, FakeTensorMode, grouped_kernel, load_fakes, pytree, reader
+from zbc.topology import INNER, Topology
 from zbc.training import frames
-from zbc.training.profiling.rig import Rig, build_rig, refuse_graph
-from zbc.training.profiling.weigh import Weighed, weigh
+from zbc.training.profiling.kernels import FP8, MOVED, PRODUCT, Kernels, count
+from zbc.training.profiling.rig import Rig, build_rig
+from zbc.training.profiling.weigh import Weighed, parts
 
 CPU = torch.device("cpu")
+_MEASURED = ("bw", "again", "step", "norm", "tentative")  # times that only a device has
 
 
-def profile(job: Job, times: Sequence[tuple[float, float, float]]) -> Profile:
-    """The profile of a job with the bytes of its layers; `times`: of each layer the ms of F, B and W to write down.
+def profile(job: Job) -> Profile:
+    """The profile of a job with the bytes, kernels and collectives of its layers, without times. Raises as
+    `profiles`."""
+    return profiles(job)[0]
+
+
+def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[Profile]:
+    """The same under a `policy` for activations: "keep", or "selective" as memory.attention says; for each slice of a
+    microbatch that is cut at `cuts`.
 
     Raises E110 for a graph of layers, E505 for layers that need numbers to run, E5xx as training.
     """
-    rig, found = weighed(job)
-    each = dict(zip(reversed(rig.order), reversed(times), strict=True))  # the first of each kind
+    kernels = Kernels(job.hardware.device, _axes(job.parallel.topology))
+    rig, found = weighed(job, kernels, policy, cuts)
+    no_times: dict[str, Any] = {**dict.fromkeys("fbw", Measured(ms=0.0)), **dict.fromkeys(_MEASURED)}
+    stages = rig.plain().kinds
 
-    def layer(kind: str) -> LayerProfile:
-        size = found[kind]
-        told: dict[str, Any] = dict(zip("fbw", (Measured(ms=ms) for ms in each[kind]), strict=True))
-        return LayerProfile(**told, parameters=size.parameters, parts=size.parts, bytes=size.bytes)
+    def layer(kind: str, part: int) -> LayerProfile:
+        size, stage = found[part][kind], stages.index(kind)
+        done = {name: kernels.kernels((stage, part, name)) for name in ("f", "b", "w", "bw")}
+        done["again"] = kernels.kernels((stage, part, "again"), less=(stage, part, "bw"))
+        if job.model.matmul == "fp8" and kind not in ("embed", "head"):
+            done = {name: [(_narrow(k[0]), *k[1:]) for k in each] for name, each in done.items()}
+        joined = {name: kernels.collectives((stage, part, name)) for name in ("f", "b", "w", "bw")}
+        return LayerProfile(
+            **no_times,
+            parameters=size.parameters,
+            parts=size.parts,
+            apart=size.apart,
+            matrices=size.matrices,
+            experts=size.experts,
+            bytes=size.bytes,
+            kernels={name: each for name, each in done.items() if each},
+            collectives={name: each for name, each in joined.items() if each},
+        )
 
     about: dict[str, Any] = {"source": "dry", "device": job.hardware.device, "torch": torch.__version__}
     made: dict[str, Any] = {
@@ -54,25 +82,38 @@ def profile(job: Job, times: Sequence[tuple[float, float, float]]) -> Profile:
         "cp": job.parallel.cp,
         "tp": job.parallel.tp,
         "optimizer": job.optimizer.name,
-        "layers": {kind: layer(kind) for kind in dict.fromkeys(rig.order)},
         "order": order_of(rig.order),
     }
-    return Profile(**made)
+    kinds = [*dict.fromkeys(rig.order)]
+    return [Profile(**made, layers={kind: layer(kind, part) for kind in kinds}) for part in range(len(found))]
 
 
-def weighed(job: Job) -> tuple[Rig, dict[str, Weighed]]:
-    """The rig of a job, and the bytes of each kind of layer. Raises as `profile`."""
-    refuse_graph(job)
+def _narrow(what: str) -> str:
+    return FP8 if what == PRODUCT else what
+
+
+def _axes(run: Topology) -> dict[tuple[int, ...], str]:
+    """The name of the axis of each group of ranks with which the first one meets inside of ops."""
+    return {run.sharing(0): "ep", **{run.beside(axis.name, 0): axis.name for axis in INNER}}
+
+
+def weighed(
+    job: Job, kernels: Kernels | None = None, policy: str = "keep", cuts: Sequence[int] = ()
+) -> tuple[Rig, list[dict[str, Weighed]]]:
+    """The rig of a job, and for each slice the bytes of each kind of layer. Raises as `profiles`."""
     try:
-        with fakes(job):
-            rig = build_rig(job, CPU)
-            return rig, weigh(rig, CPU)
+        with fakes(job):  # nothing here multiplies in FP8: the kernels are renamed
+            model = job.model.model_copy(update={"matmul": "dtype"})
+            rig = build_rig(replace(job, model=model), CPU, policy)
+            return rig, parts(rig, CPU, kernels, cuts)
     except FAILURES as error:
         causes: list[BaseException] = [error]
         while causes[-1].__cause__ is not None:
             causes.append(causes[-1].__cause__)
         if not any(isinstance(cause, NUMBERLESS) for cause in causes):
-            raise
+            if isinstance(error, ZbcError) or not frames.of_users(error):
+                raise
+            raise frames.failure(error, "profile: a layer, the loss or the data of the job failed") from error
         text = "profile: a layer, or the loss, cannot run without numbers"
         hint = "measure it on its device: `zbc profile JOB.toml -o FILE`, without --dry"
         raise ZbcError("E505", text, hint=hint, details=_told(causes)) from error
@@ -95,10 +136,12 @@ def fakes(job: Job) -> Iterator[None]:
 
     load_fakes()
     before, Loads.answer = Loads.answer, even
+    gc.disable()  # nothing of it is in cycles, and fake tensors are many objects: a quarter of the time
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), Answers(GPU if job.hardware.device == "cuda" else {}):
             yield
     finally:
+        gc.enable()
         Loads.answer = before
 
 
@@ -121,7 +164,7 @@ class Answers(TorchFunctionMode):
 
 
 def _ends_step(module: str) -> bool:
-    return module.startswith(_ENDS) and not module.startswith(_INSIDE)
+    return module.startswith(_ENDS) and (module == _OF_LOSS or not module.startswith(_INSIDE))
 
 
 def _one(x: Tensor) -> float | int:
@@ -131,7 +174,9 @@ def _one(x: Tensor) -> float | int:
 def _grouped(a: Tensor, b: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
     """The result of a grouped product, of any type."""
     groups = (len(offs),) if a.dim() == b.dim() == 2 else ()
-    return a.new_empty(*groups, a.shape[0], b.shape[-1])
+    made = a.new_empty(*groups, a.shape[0], b.shape[-1])
+    count(PRODUCT, 2 * math.prod(a.shape) * b.shape[-1], a, b, made)
+    return made
 
 
 def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -148,7 +193,7 @@ READS: dict[Any, Callable[..., Any]] = {
     Tensor.__int__: lambda x: 1,
     Tensor.__bool__: lambda x: True,
 }
-_ENDS, _INSIDE = ("zbc.", "torch.optim."), "zbc.runtime.features."
+_ENDS, _INSIDE, _OF_LOSS = ("zbc.", "torch.optim."), "zbc.runtime.features.", "zbc.runtime.features.slices.slicing"
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -165,12 +210,15 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
         rows = x.new_empty((*x.shape[:-dims], *dims * [1]), dtype=torch.float32)
         ctx.save_for_backward(x, weight, rows)
+        count(MOVED, 0, x, x)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
+        count(MOVED, 0, *needs[0] * (x, x, x))
+        count(MOVED, 0, *needs[1] * (x, x))
         return *(torch.empty_like(t) if need else None for t, need in zip((x, weight), needs, strict=True)), None
 
 
@@ -181,9 +229,31 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
     return found
 
 
+def _wide(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under a GPU's autocast, which runs it in float32."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
+
+    return run
+
+
+def _widened(value: Any) -> Any:
+    low = isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < WIDTH
+    return value.float() if low else value
+
+
+WIDTH = 4  # bytes of a float32
+# Of those that torch's autocast runs in float32 on a GPU alone.
+WIDE = (functional.layer_norm, functional.softmax, torch.softmax, Tensor.softmax, functional.log_softmax, Tensor.pow)
 # On a GPU. RMSNorm is one kernel that saves a number per row, as torch declares it (not measured). The runtime's own
 # choices there: products add to sums of gradients, and an optimizer steps in one kernel.
 GPU: dict[Any, Callable[..., Any]] = {
-    functional.rms_norm: _rms_norm,
+    **{func: _wide(func) for func in WIDE},
+    functional.rms_norm: _wide(_rms_norm),
     Tensor.is_cuda.__get__: lambda x: True,  # type: ignore[attr-defined]
 }

@@ -6,7 +6,8 @@ part in everything but do not change: the learning rate is 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program, forward
+from zbc.job.graph import spans
 from zbc.job.learning_rate import RateSchedule
 from zbc.job.spec import Job
 from zbc.ops import round_trip
@@ -22,11 +24,14 @@ from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.runtime.transports.hub import Hub, HubTransport, Offer, Round, Started
+from zbc.runtime.transports.transport import Ranks
 from zbc.training.building.context import Settings, Site, layer_plans
 from zbc.training.models.model import LayerPlan
-from zbc.training.probing.shapes import Shapes
+from zbc.training.probing.shapes import Shapes, read_by
 from zbc.training.profiling.alike import chain, kinds
 from zbc.training.worker import build_worker
+
+Joined = Callable[[Offer, tuple[int, ...]], AbstractContextManager[None]]
 
 IDLE = "idle"
 MICROBATCHES = 5  # the first makes the gradients, then two with separate B and W and two with BW, in turns
@@ -42,34 +47,44 @@ class Rig:
     layers: tuple[LayerPlan, ...]
     kinds: tuple[str, ...]
     inputs: tuple[TensorSpec, ...]  # of each stage
+    outputs: tuple[TensorSpec | None, ...]  # None of the last
     order: tuple[str, ...]
+    policy: str = "keep"  # what stages keep from F to B: all, or with "selective" what memory.attention says
 
-    def worker(self, device: torch.device, *, microbatches: int = MICROBATCHES, cuts: Sequence[int] = ()) -> Worker:
-        """A worker whose script is one step of every kind of op, all stages in turn; `cuts`: boundaries of slices."""
+    @property
+    def placement(self) -> Placement:
+        """All stages on one rank."""
+        names, read = [layer.name for layer in self.layers], read_by(self.layers)
+        edges = ((names.index(source), s) for s, name in enumerate(names) for source in read[name])
+        return Placement(((0,) * len(names),), tuple(edges))
+
+    def worker(
+        self,
+        device: torch.device,
+        *,
+        microbatches: int = MICROBATCHES,
+        cuts: Sequence[int] = (),
+        joined: Joined | None = None,
+    ) -> Worker:
+        """A worker whose script is one step of every kind of op, all stages in turn; `cuts`: boundaries of slices,
+        `joined`: is told each collective, around what takes its place."""
         names, slices = [layer.name for layer in self.layers], max(1, len(cuts) - 1)
-        ops = _ops(len(self.layers), microbatches, slices)
-        plan = _plan(self.job, names, ops, microbatches, cuts if slices > 1 else ())
+        ops = _ops(_program(self.job, names, (), 1), microbatches, slices)
+        cuts = cuts if slices > 1 else ()
+        plan = _plan(self.job, names, ops, microbatches, cuts, self.placement, self.policy)
         rank = RankPlan(0, plan.program.ranks[0], plan.manifest)
-        return build_worker(rank, Apart(Hub(1), 0), device, plans=self.layers)
+        return build_worker(rank, Apart(Hub(1), 0, joined), device, plans=self.layers)
 
     def plain(self) -> Rig:
         """The rig without the layer that does nothing, which would share its tensors with its neighbours.
 
         Nothing is compiled in it: bytes are counted op by op, and ops that are compiled into one are not seen.
         """
-        at = self.kinds.index(IDLE)
-        layers, kinds, inputs = self.layers, self.kinds, self.inputs
-        return replace(
-            self,
-            job=replace(self.job, model=self.job.model.model_copy(update={"compile": False})),
-            layers=layers[:at] + layers[at + 1 :],
-            kinds=kinds[:at] + kinds[at + 1 :],
-            inputs=inputs[:at] + inputs[at + 1 :],
-        )
-
-    def output(self, stage: int) -> TensorSpec | None:
-        """The output of a stage; None after the last."""
-        return (*self.inputs[1:], None)[stage]
+        at = self.kinds.index(IDLE) if IDLE in self.kinds else len(self.kinds)
+        rest = {
+            name: (of := getattr(self, name))[:at] + of[at + 1 :] for name in ("layers", "kinds", "inputs", "outputs")
+        }
+        return replace(self, job=replace(self.job, model=self.job.model.model_copy(update={"compile": False})), **rest)
 
 
 class Idle(nn.Module):
@@ -83,14 +98,30 @@ class Idle(nn.Module):
 
 
 class Apart(HubTransport):
-    """The transport of a tensor parallel rank without the other ranks, whose terms of sums are 0."""
+    """The transport of a rank without the others with which it shares layers, tokens or experts: their terms of sums
+    are 0."""
+
+    def __init__(self, hub: Hub, rank: int, joined: Joined | None = None) -> None:
+        super().__init__(hub, rank)
+        self._joined = joined
+
+    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Started:
+        return self._start(Offer("swap", mine, parts, rows=tuple(out)), ranks)
 
     def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
+        with nullcontext() if self._joined is None else self._joined(offer, ranks):
+            self._run(offer, ranks)
+        return Started(self._hub, self.rank, Round(ranks, over=True), (offer.source, offer.target))
+
+    def _run(self, offer: Offer, ranks: tuple[int, ...]) -> None:
         if offer.what == "gather":
             offer.target.copy_(offer.source.expand_as(offer.target))
         elif offer.what == "scatter":
             offer.target.copy_(offer.source[ranks.index(self.rank)])
-        return Started(self._hub, self.rank, Round(ranks, over=True), (offer.source, offer.target))
+        elif offer.what == "swap":  # the others send what this one sends to itself, and nothing back
+            own, target = torch.split(offer.source, list(offer.rows))[ranks.index(self.rank)], offer.target
+            alike = len(target) == len(ranks) * len(own)
+            target.copy_(torch.cat(len(ranks) * [own])) if alike else target.zero_()
 
 
 def refuse_graph(job: Job) -> None:
@@ -100,25 +131,39 @@ def refuse_graph(job: Job) -> None:
         raise ZbcError("E110", text, where=job.where("model", "graph"), hint="give times in [costs], per layer")
 
 
-def build_rig(job: Job, device: torch.device) -> Rig:
-    """A rig with each kind of layer of a job. Raises E110 for a graph of layers, E5xx if its model or its data do not
-    work."""
-    refuse_graph(job)
+def build_rig(job: Job, device: torch.device, policy: str = "keep") -> Rig:
+    """A rig with each kind of layer of a job, under a `policy` for activations; that of a graph has no layer that does
+    nothing. Raises E5xx if its model or its data do not work."""
     plans = [replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [forward(0)], 1).manifest))]
     shapes = _shapes(job, plans, device)
-    inputs, packed = shapes.inputs, [(shapes.inputs[i], shapes.packed[plan.name]) for i, plan in enumerate(plans)]
+    inputs = shapes.inputs
+    packed = [(inputs[i], shapes.packed[plan.name], shapes.flows[i]) for i, plan in enumerate(plans)]
     order = kinds(plans, packed)
-    chosen = chain(order, packed)
-    at = min(1, len(chosen) - 1)
-    idle = LayerPlan(IDLE, Idle)
-    layers = [plans[i] for i in chosen]
-    return Rig(
+    groups = [*spans(job.model).values()] or [range(len(plans))]
+    chosen = [g[i] for g in groups for i in chain(order[g.start : g.stop], packed[g.start : g.stop])]
+    rig = Rig(
         job,
-        layers=(*layers[:at], idle, *layers[at:]),
-        kinds=(*(order[i] for i in chosen[:at]), IDLE, *(order[i] for i in chosen[at:])),
-        inputs=(*(inputs[i] for i in chosen[:at]), inputs[chosen[at]], *(inputs[i] for i in chosen[at:])),
+        layers=tuple(
+            _chained([plans[i] for i in chosen], read_by(plans)) if job.model.graph else [plans[i] for i in chosen]
+        ),
+        kinds=tuple(order[i] for i in chosen),
+        inputs=tuple(inputs[i] for i in chosen),
+        outputs=tuple(shapes.outputs[i] for i in chosen),
         order=tuple(order),
+        policy=policy,
     )
+    at = min(1, len(chosen) - 1)
+    idle = {"layers": LayerPlan(IDLE, Idle), "kinds": IDLE, "inputs": rig.inputs[at], "outputs": rig.inputs[at]}
+    more = {name: (of := getattr(rig, name))[:at] + (one,) + of[at:] for name, one in idle.items()}
+    return rig if job.model.graph else replace(rig, **more)
+
+
+def _chained(layers: Sequence[LayerPlan], read: Mapping[str, tuple[str, ...]]) -> Iterator[LayerPlan]:
+    """Some layers of a graph: where one reads a layer that was left out, it reads the one before it in its group."""
+    last = dict[str, str]()  # of each group so far
+    for layer in layers:
+        yield replace(layer, after=tuple(last[name.rpartition(".")[0]] for name in read[layer.name]))
+        last[layer.name.rpartition(".")[0]] = layer.name
 
 
 def _shapes(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> Shapes:
@@ -128,7 +173,9 @@ def _shapes(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> Shape
     return Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
 
 
-def _ops(stages: int, microbatches: int, slices: int) -> list[Op]:
+def _ops(program: Program, microbatches: int, slices: int) -> list[Op]:
+    """The ops of `program`, which has none yet."""
+    stages = program.placement.stages
     ops, parts, (f, b, w), (_, bw) = [], range(slices), round_trip(split=True), round_trip(split=False)
     for mb in range(microbatches):
         back = b if mb in SPLIT else bw
@@ -136,14 +183,45 @@ def _ops(stages: int, microbatches: int, slices: int) -> list[Op]:
         ops += [Op(back, s, mb, 0, part) for part in reversed(parts) for s in reversed(range(stages))]
         ops += [Op(w, s, mb, 0, part) for part in parts for s in range(stages) if mb in SPLIT]
     closing = [kind for kind in Kind if kind.row.closes == "barrier"]
-    return ops + [Op(kind, s) for kind in closing for s in (range(stages) if kind.stage_wide else [0])]
+    return ops + [Op(kind, s) for kind in closing for s in (program.owners(0) if kind.stage_wide else [0])]
 
 
-def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int, cuts: Sequence[int] = ()) -> StoredPlan:
+def _program(
+    job: Job,
+    names: Sequence[str],
+    ops: Sequence[Op],
+    microbatches: int,
+    slices: int = 1,
+    placement: Placement | None = None,
+) -> Program:
+    """The program of one rank with one stage per layer."""
+    parallel, blocks = job.parallel, {f"layers.{i - 1}" for i in job.model.routed} if job.model.builtin else {*names}
+    return Program(
+        placement or Placement(((0,) * len(names),)),
+        microbatches,
+        (tuple(ops),),
+        ("profile",),
+        slices,
+        dp=parallel.dp if parallel.ep > 1 else 1,
+        cp=parallel.cp,
+        tp=parallel.tp,
+        ep=parallel.ep if parallel.ep > 1 else 0,
+        folded=parallel.folded,
+        dense=tuple(s for s, name in enumerate(names) if name not in blocks) if parallel.ep > 1 else (),
+    )
+
+
+def _plan(
+    job: Job,
+    names: Sequence[str],
+    ops: Sequence[Op],
+    microbatches: int,
+    cuts: Sequence[int] = (),
+    placement: Placement | None = None,
+    policy: str = "keep",
+) -> StoredPlan:
     """A plan of one rank with one stage per layer."""
-    slices = max(1, len(cuts) - 1)
-    place = Placement(((0,) * len(names),))
-    program = Program(place, microbatches, (tuple(ops),), ("profile",), slices, cp=job.parallel.cp, tp=job.parallel.tp)
+    program = _program(job, names, ops, microbatches, max(1, len(cuts) - 1), placement)
     planning, training = job.with_tokens(()).planning(), job.training()
     still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step", "zero1": False}
     manifest, _ = assemble(
@@ -154,7 +232,7 @@ def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int, 
         microbatch_size=job.schedule.microbatch_size,
         predicted={},
         cuts=cuts,
-        planning={**planning, "memory": {"activations": "keep"}},
+        planning={**planning, "memory": {**planning.get("memory", {}), "activations": policy}},
         training={
             **training,
             "optimizer": {**training["optimizer"], **still},

@@ -170,6 +170,9 @@ def _layer(found: Measurements, kind: str, host: dict[str, float]) -> LayerProfi
         tentative=of("tentative"),
         parameters=0 if weighed is None else weighed.parameters,
         parts=[] if weighed is None else weighed.parts,
+        apart=[] if weighed is None else weighed.apart,
+        matrices=[] if weighed is None else weighed.matrices,
+        experts=0 if weighed is None else weighed.experts,
         bytes=None if weighed is None else weighed.bytes,
         slices=[
             SliceTime(rows=rows, past=past, **{name: max(0.0, ms - host[name]) for name, ms in took.items()})

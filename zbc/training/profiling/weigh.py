@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,13 +13,17 @@ from torch import Tensor
 
 from zbc.ir import Kind, Op
 from zbc.job.profile import LayerBytes
-from zbc.ops import round_trip
+from zbc.ops import owners_among, round_trip
 from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.muon import is_matrix
+from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.route import stage_loss
 from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.features.slices.stage_slice import StageSlice
+from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import Rig
 from zbc.training.recording.measure import Ledger, Reading, Scale, categories
 
@@ -36,27 +40,81 @@ class Weighed:
     bytes: LayerBytes
     parameters: int
     parts: list[int]  # elements of each parameter that trains
+    apart: list[int]  # and of those of experts that ranks share out
+    matrices: list[tuple[int, int]]  # shapes of those that Muon steps
+    experts: int  # in the largest stack of these
 
 
-def weigh(rig: Rig, device: torch.device) -> dict[str, Weighed]:
-    """Measures every kind of layer of a rig, in steps of a separate worker."""
+def weigh(rig: Rig, device: torch.device, kernels: Kernels | None = None) -> dict[str, Weighed]:
+    """Measures every kind of layer of a rig, in steps of a separate worker; `kernels` counts those of its ops."""
+    return parts(rig, device, kernels)[0]
+
+
+def parts(
+    rig: Rig, device: torch.device, kernels: Kernels | None = None, cuts: Sequence[int] = ()
+) -> list[dict[str, Weighed]]:
+    """The same for each slice of microbatches that are cut at `cuts`, else for whole ones."""
     rig = rig.plain()
-    worker = rig.worker(device)
+    worker = rig.worker(device, cuts=cuts, joined=None if kernels is None else kernels.joined)
     gradients = _gradients(worker)
+    buffers = _buffers(worker)
+    if kernels is not None:
+        kernels.watch(worker, _name)
     scale = Scale(worker)
     _prepare(worker)
     run_step(worker, 0)
     changes = _changes(scale.readings)
-    found = {
-        kind: Weighed(
-            _layer(rig, worker, stage, changes, gradients[stage]),
-            sum(p.numel() for p in worker.stages[stage].parameters.values()),
-            [p.numel() for p in worker.stages[stage].parameters.values() if p.requires_grad],
-        )
-        for stage, kind in enumerate(rig.kinds)
-    }
+    whole = rig.worker(device) if cuts else worker  # a slice alone keeps as the whole does
+    ends = [output is None for output in rig.outputs]
+    keeps = [_keeps(whole.stages[s], rig.inputs[s], whole, last=last) for s, last in enumerate(ends)]
+    shares, found = [stop - start for start, stop in pairwise(cuts)], list[dict[str, Weighed]]()
+    for part in range(max(1, len(shares))):
+        found.append({})
+        for stage, kind in enumerate(rig.kinds):
+            parameters = worker.stages[stage].parameters
+            trained = {name: p for name, p in parameters.items() if p.requires_grad}
+            steps = {name: p for name, p in trained.items() if is_matrix(rig.job.optimizer, name, p)}
+            apart = {id(p) for p in _experts(worker, stage)}
+            share = shares[part] / sum(shares) if shares else 1.0
+            size = _layer(rig, worker, stage, changes, gradients[stage], keeps[stage], part, share)
+            if shares:
+                size = _of_slice(size, changes, stage, part, share, buffers[stage])
+            found[-1][kind] = Weighed(
+                size,
+                sum(p.numel() for p in parameters.values()),
+                [size for name, p in trained.items() for size in _pieces(p, name in steps)],
+                [size for name, p in trained.items() for size in _pieces(p, name in steps) if id(p) in apart],
+                [(p.shape[-2], p.shape[-1]) for name, p in steps.items() for _ in _pieces(p, True)],
+                max((len(p) for p in steps.values() if p.dim() > 2), default=0),
+            )
     worker.close()
     return found
+
+
+def _of_slice(
+    size: LayerBytes, changes: dict[Op, _Change], stage: int, part: int, share: float, buffers: int
+) -> LayerBytes:
+    """The bytes of a slice with `share` of the tokens; `buffers` are of all keys and values, which the first F makes
+    and the last B frees with as many gradients."""
+    f, _, w = (changes[Op(kind, stage, _APART, 0, part)].held for kind in round_trip(split=True))
+    kept = f - size.input - size.output * size.keeps_output - buffers * (part == 0)
+    again = size.kept_again - (0 if part else buffers)
+    tensors = [round(share * one) for one in size.tensors or []]
+    made = {"kept_b": max(0, kept), "kept_w": -w, "tensors": tensors}
+    return size.model_copy(update={**made, "kept_again": max(0, again), "kv": round(buffers * share)})
+
+
+def _name(op: Op) -> str | None:
+    """The name of an op of the rig whose kernels count: "again" of a backward that recomputes."""
+    split, (_, fused) = round_trip(split=True), round_trip(split=False)
+    names = {(kind, _APART): name for kind, name in zip(split, "fbw", strict=True)}
+    return {**names, (fused, _WHOLE): "bw", (fused, _ALONE): "again"}.get((op.kind, op.mb))
+
+
+def _pieces(parameter: Tensor, stepped: bool) -> list[int]:
+    """Elements of a parameter; of each matrix of a stack that Muon steps one by one."""
+    count = len(parameter) if stepped and parameter.dim() > 2 else 1
+    return count * [parameter.numel() // count]
 
 
 @dataclass(frozen=True)
@@ -86,7 +144,8 @@ def _prepare(worker: Worker) -> None:
             parameter.grad = None
 
     def recomputes(stage: Stage) -> None:
-        stage.recompute = True
+        for one in (stage, *stage.slices):
+            one.recompute = True
 
     def after(change: Callable[[Stage], None], handler: Handler) -> Handler:
         def run(worker: Worker, op: Op) -> None:
@@ -103,6 +162,25 @@ def _prepare(worker: Worker) -> None:
             handler = after(recomputes, handler)
         changed.append((handler, op, text))
     worker.script[:] = changed
+
+
+def _buffers(worker: Worker) -> dict[int, int]:
+    """A dict that will have the bytes of keys and values that each stage keeps for all slices of a microbatch."""
+    found: dict[int, int] = {}
+
+    def looks(handler: Handler) -> Handler:
+        def run(worker: Worker, op: Op) -> None:
+            handler(worker, op)
+            stage = worker.stages[op.stage].slices[0]
+            if isinstance(stage, StageSlice):
+                found[op.stage] = sum(past.nbytes for each in stage.pasts.values() for past in each.values())
+
+        return run
+
+    for at, (handler, op, text) in enumerate(worker.script):
+        if op.kind.is_forward and op.mb == _APART and op.slice == 0 and worker.stages[op.stage].slices:
+            worker.script[at] = looks(handler), op, text
+    return found
 
 
 def _gradients(worker: Worker) -> dict[int, int]:
@@ -127,22 +205,25 @@ def _layer(
     stage: int,
     changes: dict[Op, _Change],
     gradients: int,
+    keeps: _Kept,
+    part: int,
+    share: float,
 ) -> LayerBytes:
-    of, given = worker.stages[stage], rig.output(stage)
+    of, given = worker.stages[stage], rig.outputs[stage]
     split, (forward, fused) = round_trip(split=True), round_trip(split=False)
+    apart, placement = {id(p) for p in _experts(worker, stage)}, rig.placement
 
     def of_mb(mb: int, *kinds: Kind) -> list[_Change]:
-        return [changes[Op(kind, stage, mb)] for kind in kinds]
+        return [changes[Op(kind, stage, mb, 0, part)] for kind in kinds]
 
     f, b, w = of_mb(_APART, *split)
     (bw,), (first_bw,), (alone,) = of_mb(_WHOLE, fused), of_mb(_MADE, fused), of_mb(_ALONE, forward)
     first_b, first_w = of_mb(_AGAIN, *split[1:])
-    entry, result = _bytes(rig.inputs[stage]), 0 if given is None else _bytes(given)
-    keeps = _keeps(of, rig.inputs[stage], worker, last=given is None)
+    entry, result = (0 if spec is None else round(share * _bytes(spec)) for spec in (rig.inputs[stage], given))
     # B ends with the gradient it passes on, without the one it got.
-    after = b.held + (0 if stage == 0 else entry) - result
+    after = b.held + (entry if placement.sources(stage) else 0) - result * len(placement.sinks(stage))
     held = _held(worker, stage)
-    trained = [p.numel() for p in of.parameters.values() if p.requires_grad]
+    trained = [p.numel() for p in of.parameters.values() if p.requires_grad and id(p) not in apart]
     return LayerBytes(
         input=entry,
         output=result,
@@ -163,7 +244,10 @@ def _layer(
         rise_b=first_b.rise,
         rise_w=first_w.rise,
         rise_bw=first_bw.rise,
+        tensors=keeps.tensors,
         weights=held["weights"],
+        casts=sum(cast.low.nbytes for cast in of.casts if cast.low is not None),
+        buffers=sum(b.nbytes for layer in of.layers for b in layer.module.buffers()),
         gradients=gradients,
         gradients_b=first_b.came,
         masters=held["masters"],
@@ -181,6 +265,7 @@ class _Kept(NamedTuple):
     """
 
     b: int
+    tensors: list[int]  # of b, each of no whole numbers
     w: int
     input: bool
     output: bool
@@ -218,16 +303,28 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
         slot.run()
     for p in stage.parameters.values():
         p.grad = None
-    kept_b, kept_w = (sum(sizes[n] for n in found - own) for found in (alive - given - made - came, left))
-    return _Kept(kept_b, kept_w, bool(given & alive), bool(made & alive), bool(came & left))
+    inside = alive - given - made - came - own
+    kept_b, kept_w = (sum(sizes[n] for n in found) for found in (inside, left - own))
+    tensors = sorted(sizes[n] for n in inside - ledger.whole)
+    return _Kept(kept_b, tensors, kept_w, bool(given & alive), bool(made & alive), bool(came & left))
 
 
 def _bytes(spec: TensorSpec) -> int:
     return torch.Size(spec.shape).numel() * spec.dtype.itemsize
 
 
+def _optimizers(worker: Worker, stage: int) -> list[StageOptimizer]:
+    """The optimizers of a stage and of its experts that ranks share out."""
+    return [worker.optimizers[owner] for owner in owners_among(stage, worker.optimizers)]
+
+
+def _experts(worker: Worker, stage: int) -> list[Tensor]:
+    """The parameters of a stage's experts that ranks share out."""
+    return [p for one in _optimizers(worker, stage)[1:] for p in one.parameters.values()]
+
+
 def _categories(worker: Worker, stage: int) -> Iterator[tuple[str, list[Tensor]]]:
-    return categories([worker.stages[stage]], [worker.optimizers[stage]])
+    return categories([worker.stages[stage]], _optimizers(worker, stage))
 
 
 def _held(worker: Worker, stage: int) -> dict[str, int]:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zbc.job.profile import WordTimes
-from zbc.runtime.core.precision import AUTOCAST
-from zbc.runtime.features.vocabulary import Embedding, Output
-from zbc.runtime.features.words import combine
+from zbc.runtime.core.tensors import AUTOCAST
+from zbc.runtime.features.words.vocabulary import Embedding, Output
+from zbc.runtime.features.words.words import combine
 from zbc.training.devices import Laps
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.times import quick

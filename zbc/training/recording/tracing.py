@@ -24,21 +24,19 @@ from zbc.host.cores import cores
 from zbc.runtime.core.clock import Clock
 from zbc.runtime.core.execute import StepResult, run_step
 from zbc.runtime.core.state import Entry, Worker
-from zbc.runtime.features.copying import Ticket
-from zbc.runtime.features.offload import Offloads
-from zbc.runtime.features.parcels import Pool
-from zbc.runtime.features.units import Braids
+from zbc.runtime.features.groups.units import Braids
+from zbc.runtime.features.offload.copying import Ticket
+from zbc.runtime.features.offload.offload import Offloads
+from zbc.runtime.features.offload.parcels import Pool
 from zbc.runtime.transports.around import Around, Through
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 from zbc.training.launch.board import Board
 from zbc.training.launch.options import RunOptions
-from zbc.training.recording.aligned import compare_clocks
-from zbc.training.recording.measure import CATEGORIES, Scale
-from zbc.training.recording.pace import pace_of
+from zbc.training.recording.measure import CATEGORIES, Scale, pace_of
 from zbc.training.recording.scribe import Scribe
-from zbc.training.recording.stamps import Stamps, stamps_for
+from zbc.training.recording.stamps import Stamps, compare_clocks, stamps_for
 
 _MESSAGE = Cause.MESSAGE.value  # the cause of every other op's wait
 

@@ -1,0 +1,1 @@
+"""Experts shared out to ranks, and the loads of their routers."""

@@ -1,0 +1,1 @@
+"""Activations that wait in host memory."""

@@ -1,0 +1,1 @@
+"""Weights and gradients sharded over replicas: gathered before ops read them, by collectives or one-sided."""

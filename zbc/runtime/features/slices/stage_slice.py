@@ -1,0 +1,111 @@
+"""A stage for one slice of its microbatches: with shapes of its own, and the keys and values of earlier slices.
+
+It shares layers, weights and checks of gradients with the whole stage. Keys and values that later slices attend to
+are kept from the first forward of a microbatch to its last backward; see slicing.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from zbc.runtime.core.feature import Context, Feature
+from zbc.runtime.core.slot import Slot
+from zbc.runtime.core.stage import Stage, StageLayer
+from zbc.runtime.core.tape import Alone, Tape
+from zbc.runtime.core.tensors import Part
+from zbc.runtime.features.offload.parcels import Parcel
+from zbc.runtime.features.slices.slicing import Inside, Pasts, within
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+Place = tuple[Any, ...]  # the seed or "evaluation", the step, the number of the microbatch
+
+
+@dataclass
+class StageSlice(Stage):
+    """A stage for one slice; all slices of a stage share `pasts`."""
+
+    whole: Stage | None = None
+    pasts: dict[Place, Pasts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.whole is None or self.part is None:
+            raise TypeError("a slice of which stage, and which?")
+        self.parameters = self.whole.parameters
+        self._part, self._whole = self.part, self.whole
+
+    @functools.cached_property
+    def alone(self) -> Alone:
+        return self._whole.alone
+
+    def forward(
+        self,
+        x: Tensor,
+        step: int,
+        mb: int,
+        finish: Callable[[Tensor], Tensor],
+        slot: Slot | None,
+        parcel: Parcel | None = None,
+    ) -> tuple[Tensor, Tape]:
+        y, tape = super().forward(x, step, mb, finish, slot, parcel)
+        return y, _Last(tape, self.pasts, (self.seed, step, mb)) if self._part.number == 0 else tape
+
+    def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
+        y = super().evaluate(x, finish, *place)
+        if self._part.last:
+            self.pasts.pop(place, None)
+        return y
+
+    def _run(self, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, *place: object) -> Tensor:
+        with within(Inside(self._part, self.pasts.setdefault(place, {}), layer.name)):
+            return super()._run(layer, call, x, *place, self._part.number)
+
+
+class _Last:
+    """The tape of the first slice, whose backward is the last one of a microbatch: frees its keys and values."""
+
+    __slots__ = ("_at", "_pasts", "_tape")
+
+    def __init__(self, tape: Tape, pasts: dict[Place, Pasts], at: Place) -> None:
+        self._tape, self._pasts, self._at = tape, pasts, at
+
+    def backward(self, grad: Tensor | None) -> None:
+        self._tape.backward(grad)
+        self._pasts.pop(self._at, None)
+
+
+def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> None:
+    """Makes the stages of a stage's slices; `shapes` are the `takes`, `gives`, `laid`, `came` and `goes` of each."""
+    shared = {attribute.name: getattr(stage, attribute.name) for attribute in fields(Stage) if attribute.init}
+    pasts = dict[Place, Pasts]()
+    stage.slices = tuple(
+        StageSlice(**{**shared, **own, "part": part}, whole=stage, pasts=pasts)
+        for part, own in zip(parts, shapes, strict=True)
+    )
+
+
+class SlicePasts(Feature):
+    """Keys and values of earlier slices: all are freed by the end of a step."""
+
+    def repeats(self, worker: Worker) -> None:
+        for pasts in self._of(worker):
+            pasts.clear()
+
+    def leftovers(self, worker: Worker) -> list[str]:
+        numbers = sorted({mb for pasts in self._of(worker) for _, step, mb in pasts if step <= worker.step})
+        return [f"keys and values of microbatch {number} were never freed" for number in numbers]
+
+    @staticmethod
+    def _of(worker: Worker) -> list[dict[Place, Pasts]]:
+        firsts = (first for stage in worker.stages.values() for first in stage.slices[:1])
+        return [first.pasts for first in firsts if isinstance(first, StageSlice)]
+
+
+def build(context: Context) -> SlicePasts:
+    return SlicePasts()

@@ -1,0 +1,1 @@
+"""Steps that follow one another without a flush, on versions of the weights."""

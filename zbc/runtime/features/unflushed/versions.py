@@ -1,0 +1,273 @@
+"""Weight versions of a stage whose steps follow one another without a flush.
+
+TwoVersions (arXiv 2006.09503). Before STEP of batch t the newer version has the steps up to t - 1, the older one those
+up to t - 2. Batch t runs on the older one, batch t + 1 on the newer one. STEP copies the newer into the older, makes
+the copy the parameters' data, and updates it in place: it then is the newest.
+
+Graphs recorded by batch t + 1 hold the version that has become the older one, whose storage does not change until their
+backward. Autograd counts versions per parameter, not per storage, and would take the step for a change of their saved
+tensors: so the version counter is preserved.
+
+OneVersion, for stages that step within a batch: between the forward and the backward of a microbatch the weights change
+by some steps, and its gradient is applied anyway (asynchronous training). With a lookahead a forward runs on the
+weights extrapolated to its backward, as if all steps until then were like the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.ir import Key, Op
+from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
+from zbc.runtime.core.private import copy_all, go_on, unversioned
+from zbc.runtime.core.split import SplitLinear
+from zbc.runtime.features.shards.sharded import Sharded
+from zbc.runtime.transports.transport import Transport
+
+OLDER = "older"  # key of a parameter's older weights in the optimizer's state, for checkpoints
+FED = "fed"  # likewise of its last update
+
+
+class TwoVersions(OptimizerOver):
+    """A `StageOptimizer` with two versions of its weights. Between runs of steps the newest are the parameters' data.
+
+    `casts` of weights are cached for each version.
+    """
+
+    def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = ()) -> None:
+        super().__init__(inner)
+        also_kept(inner, OLDER)
+        trained = {name: p for name, p in inner.parameters.items() if p.requires_grad}
+        self._names, self._trained = list(trained), list(trained.values())
+        self._newer = [p.data for p in self._trained]
+        self._older = [p.data.clone() for p in self._trained]
+        self._casts = tuple(casts)
+        self._lows: list[tuple[int, Tensor, Tensor] | None] = [None] * len(self._casts)  # casts of the other version
+        self.newer = True  # whether the parameters' data are the newer version
+        self._partial = False  # whether only this rank's shards of the older version are valid
+        self.steps = 0  # taken so far, skipped ones too
+
+    def begin(self, step: int, transport: Transport) -> None:
+        """Starts a run of steps after `step` steps; after a checkpoint was read, gathers the older version (blocks)."""
+        self.steps = step
+        dealt = inside(self._inner, Sharded) if self._partial else None
+        if dealt is not None:
+            self._show(newer=False)
+            dealt.moved()
+            dealt.start_gather(transport, whole=True)
+            dealt.finish_gather()
+            self._show(newer=True)
+            dealt.moved()
+        self._partial = False
+
+    def before(self, op: Op, batch: int) -> None:
+        """Sets the parameters to the version that an op of a batch runs on."""
+        self.turn_to(batch)
+
+    def after(self, op: Op) -> None:
+        """Called after the op."""
+
+    def turn_to(self, batch: int) -> None:
+        """Sets the parameters to the version that a batch runs on. Raises E703 if there is no such version."""
+        ahead = batch - self.steps
+        if ahead not in (0, 1):
+            text = f"run: an op of step {batch + 1} reads weights that are not here: {self.steps} steps are made"
+            raise ZbcError("E703", text, hint="plan again")
+        self._show(newer=ahead == 1)
+
+    def newest(self) -> None:
+        """Sets the parameters to the newest version."""
+        self._show(newer=True)
+
+    def step(self, scale: float | None) -> None:
+        self._turn()
+        with unversioned(tuple(self._trained)):
+            self._inner.step(scale)
+        self._keep()
+
+    def skip(self) -> None:
+        """A step that changes nothing."""
+        self._turn()
+        self._keep()
+
+    def loaded(self) -> None:
+        """The newest weights were overwritten, and with the optimizer's state the older ones, if it has any."""
+        for older, newer in zip(self._older, self._newer, strict=True):
+            older.copy_(newer)
+        read_older(self._inner, dict(zip(self._names, self._older, strict=True)))
+        self._partial = self.apart
+        self._keep()
+        self._inner.loaded()
+        self._forget()
+
+    def _turn(self) -> None:
+        if self._trained:
+            copy_all(self._older, self._newer)
+        self._older, self._newer = self._newer, self._older
+        self.newer = False
+        self._show(newer=True)
+        if (dealt := inside(self._inner, Sharded)) is not None:
+            dealt.moved()
+        self._forget()
+        self.steps += 1
+
+    def _show(self, *, newer: bool) -> None:
+        if newer == self.newer:
+            return
+        for parameter, data in zip(self._trained, self._newer if newer else self._older, strict=True):
+            parameter.data = data
+        self._lows = [cast.exchange(low) for cast, low in zip(self._casts, self._lows, strict=True)]
+        self.newer = newer
+
+    def _forget(self) -> None:
+        for cast in self._casts:
+            cast.forget()
+        self._lows = [None] * len(self._casts)
+
+    def _keep(self) -> None:
+        keep_older(self._inner, dict(zip(self._names, self._older, strict=True)))
+
+
+class OneVersion(OptimizerOver):
+    """A `StageOptimizer` that steps while microbatches are between their forward and their backward.
+
+    `lookahead`: the number of steps by which forwards extrapolate weights, 0 for none.
+    """
+
+    newer = True
+
+    def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = (), lookahead: int = 0) -> None:
+        super().__init__(inner)
+        self._casts = tuple(casts)
+        trained = {name: p for name, p in inner.parameters.items() if p.requires_grad}
+        self._names, self._trained = list(trained), list(trained.values())
+        self._lookahead = lookahead
+        looks = self._trained if lookahead else []
+        self._before = [p.data.clone() for p in looks]  # weights before the last step
+        self._aside = [torch.empty_like(p.data) for p in looks]
+        self._read: dict[Key, int] = {}  # steps made before a microbatch's forward
+        self.steps = 0
+        self.stalest = 0  # largest delay of a gradient so far, in steps
+
+    def begin(self, step: int, transport: Transport) -> None:
+        """Starts a run of steps."""
+
+    def before(self, op: Op, batch: int) -> None:
+        """For a backward, updates the largest delay; for a forward, extrapolates the weights."""
+        if not op.kind.is_forward:
+            read = self._read.pop(op.key, self.steps)  # a W comes after its B
+            self.stalest = max(self.stalest, self.steps - read)
+            return
+        self._read[op.key] = self.steps
+        if self._lookahead and self._trained:
+            own = [p.data for p in self._trained]
+            copy_all(self._aside, own)
+            go_on(own, self._before, self._lookahead)
+            self._forget()
+
+    def after(self, op: Op) -> None:
+        """Restores the weights after a forward with a lookahead."""
+        if op.kind.is_forward and self._lookahead and self._trained:
+            copy_all([p.data for p in self._trained], self._aside)
+            self._forget()
+
+    def _forget(self) -> None:
+        for cast in self._casts:
+            cast.forget()
+
+    def newest(self) -> None:
+        """Does nothing: the only version is the newest."""
+
+    def step(self, scale: float | None) -> None:
+        if self._before:
+            copy_all(self._before, [p.data for p in self._trained])
+        with unversioned(tuple(self._trained)):
+            self._inner.step(scale)
+        self.steps += 1
+        self._keep()
+
+    def skip(self) -> None:
+        """A step that changes nothing."""
+        if self._before:
+            copy_all(self._before, [p.data for p in self._trained])
+        self.steps += 1
+
+    def loaded(self) -> None:
+        """The weights were overwritten, and with the optimizer's state those before the last step."""
+        for parameter, before in zip(self._trained, self._before, strict=bool(self._before)):
+            before.copy_(parameter.data)
+        read_older(self._inner, dict(zip(self._names, self._before, strict=False)))
+        self._keep()
+        self._inner.loaded()
+
+    def _keep(self) -> None:
+        keep_older(self._inner, dict(zip(self._names, self._before, strict=False)))
+
+
+def keep_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
+    """Stores older weights, by name, in the optimizer's state, for checkpoints. Not before Adam has made its own state,
+    for which it would take this one: until then older weights are the current ones."""
+    for stepped, before in _parts(inner, older):
+        state = _state_of(inner, stepped)
+        if state or isinstance(inner.optimizer, torch.optim.SGD):
+            state[OLDER] = before
+
+
+def read_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
+    """Overwrites older weights, or this rank's shards of them, with those that a checkpoint put into the state."""
+    for stepped, before in _parts(inner, older):
+        if OLDER in (state := _state_of(inner, stepped)):
+            before.copy_(state[OLDER])
+
+
+def _parts(inner: StageOptimizer, older: Mapping[str, Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each tensor that this rank updates, and the same elements of the older weights."""
+    for held in inner.held():
+        if (whole := older.get(held.name)) is not None:
+            size = held.tensor.numel()
+            part = whole if size == whole.numel() else whole.view(-1)[held.start : held.start + size]
+            yield held.tensor, part.view(held.tensor.shape)
+
+
+def _state_of(inner: StageOptimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    state: dict[str, Any] = {} if inner.optimizer is None else inner.optimizer.state[parameter]
+    return state
+
+
+Unflushed = TwoVersions | OneVersion
+
+
+class Feedback(OptimizerOver):
+    """A `StageOptimizer` whose steps correct a `share` of the last step's error (after arXiv 2606.30634).
+
+    Each step applies the update of the previous one, u(t - 1) in place of u(t). The error is known a step later:
+    W(t + 1) = W(t) + u(t - 1) + c (u(t - 1) - u(t - 2)).
+    """
+
+    def __init__(self, inner: StageOptimizer, share: float) -> None:
+        super().__init__(inner)
+        also_kept(inner, FED)
+        self._share = share
+
+    @torch.no_grad()
+    def step(self, scale: float | None) -> None:
+        stepped = [held.tensor for held in self._inner.held() if held.tensor.requires_grad]
+        then = [weight.data.clone() for weight in stepped]
+        self._inner.step(scale)
+        if self.optimizer is None:
+            return
+        for weight, before in zip(stepped, then, strict=True):
+            state = self.optimizer.state[weight]
+            if not state and not isinstance(self.optimizer, torch.optim.SGD):
+                continue  # Adam would take any state for its own
+            moved = torch.sub(weight.data, before, out=before)
+            if FED in state:
+                weight.data.add_(moved - state[FED], alpha=self._share)
+            state[FED] = moved
+        if (masters := inside(self._inner, Masters)) is not None:
+            masters.publish()

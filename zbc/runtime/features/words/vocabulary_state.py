@@ -1,0 +1,277 @@
+"""The state of a rank's vocabulary shard: its rows, and units in flight.
+
+A unit is a microbatch or a slice of it. The path of a unit through the stores, all keyed by (microbatch, slice):
+
+    I -> looked until E; given -> GIVE -> coming, for F of the first stage on its rank
+    SPREAD -> coming until S -> told -> MEET -> met until T; with 1 sum also coming, for B of the last stage on its rank
+    T, with 2 sums -> parts -> SUM -> coming, for that B
+    TAKE -> coming until E
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Message, Op
+from zbc.ops import At
+from zbc.plan.dealing import CHUNK
+from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.optimizer import Held, OptimizerOver, StageOptimizer
+from zbc.runtime.core.private import users
+from zbc.runtime.core.route import Edges, Finish, Keeps, Left, Route
+from zbc.runtime.core.slot import Slot
+from zbc.runtime.core.tensors import Part, TensorSpec
+from zbc.runtime.core.validate import chunks
+from zbc.runtime.features.tensor_parallel import Group
+from zbc.runtime.features.words.vocabulary import Embedding, Output, Told
+from zbc.runtime.features.words.words import Own, combine
+from zbc.runtime.transports.transport import Pending, Transport
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.stage import Stage
+    from zbc.runtime.core.state import PhaseRun, Worker
+
+Unit = tuple[int, int]  # microbatch, slice
+
+
+class Met(NamedTuple):
+    """The key of a collective's result."""
+
+    kind: Kind
+    mb: int
+    slice: int
+
+    def __str__(self) -> str:
+        return str(Op(self.kind, 0, self.mb, 0, self.slice))
+
+
+class Coming(Protocol):
+    """A collective in flight, and its result."""
+
+    pending: Pending
+
+    def result(self) -> Tensor: ...
+
+
+@dataclass
+class Bringing:
+    """A `Coming` whose result is `tensor`, converted to `spec`, which has the same number of elements."""
+
+    pending: Pending
+    tensor: Tensor
+    spec: TensorSpec
+
+    def result(self) -> Tensor:
+        return self.tensor.view(self.spec.shape).to(self.spec.dtype).detach()  # a view would hold its base
+
+
+@dataclass
+class Meeting:
+    """A MEET: the softmax statistics of all ranks, (ranks, 3, N), and with 1 sum the reduce of the gradient after it,
+    whose result is kept if this rank needs it (`here`). Also a `Coming`."""
+
+    told: Told
+    parts: Tensor
+    spec: TensorSpec  # of the reduced gradient
+    here: bool
+    pending: Pending = field(init=False)
+    made: Tensor | None = None
+    _found: tuple[Tensor, Tensor] | None = None
+
+    def known(self) -> tuple[Tensor, Tensor]:
+        """Log of the sum of exp over the vocabulary, and the target's logit, once all parts have arrived."""
+        if self._found is None:
+            self._found = combine(self.parts)
+        return self._found
+
+    def make(self) -> Tensor:
+        """This rank's part of the gradient."""
+        made = self.told.part(self.known()[0])
+        self.made = made if self.here else None
+        return made
+
+    def result(self) -> Tensor:
+        if self.made is None:
+            raise ZbcError("E703", "run: MEET adds up nothing: the plan has two sums")
+        return self.made.view(self.spec.shape).to(self.spec.dtype)
+
+
+@dataclass
+class Vocabulary(Feature):
+    """One rank's vocabulary shard. `ranks` are the ranks of its pipeline, numbered in the run, ascending; `bounds[0]`
+    has the words of each; `replicas` are the ranks of the run with the same words. In a tensor parallel `group`, the
+    pipeline of the rank at `place` has the words of `bounds[place]`."""
+
+    output: Output
+    embedding: Embedding
+    optimizer: OfRows
+    ranks: tuple[int, ...]
+    bounds: Sequence[Sequence[tuple[int, int]]]
+    replicas: tuple[int, ...]
+    first: int  # the one of `ranks` with the first stage
+    last: int  # the one with the last stage
+    last_stage: int
+    sums: int
+    slices: Sequence[Part]  # empty: microbatches are whole
+    inputs: Sequence[TensorSpec]  # of the first stage, by slice
+    outputs: Sequence[TensorSpec]  # of the last stage, by slice
+    group: Group | None
+
+    looked: dict[Unit, Own] = field(default_factory=dict)
+    given: dict[Unit, Tensor] = field(default_factory=dict)
+    told: dict[Unit, Told] = field(default_factory=dict)
+    met: dict[Unit, Meeting] = field(default_factory=dict)
+    parts: dict[Unit, Tensor] = field(default_factory=dict)
+    coming: dict[Met, Coming] = field(default_factory=dict)
+    sent: list[tuple[Pending, Tensor]] = field(default_factory=list)  # for others; held until delivered
+
+    def slice_of(self, op: Op) -> Part | None:
+        return self.slices[op.slice] if self.slices else None
+
+    def entry(self, worker: Worker, op: Op) -> TensorSpec:
+        """The first stage's input of a unit."""
+        return self.inputs[op.slice].of_rows(worker.length(op.mb))
+
+    def exit(self, worker: Worker, op: Op) -> TensorSpec:
+        """The last stage's output of a unit."""
+        return self.outputs[op.slice].of_rows(worker.length(op.mb))
+
+    def start(self, kind: Kind, unit: Unit, pending: Pending, tensor: Tensor, spec: TensorSpec, *, here: bool) -> None:
+        """Registers a collective whose result is needed `here`, or only by other ranks."""
+        self.forget()
+        if here:
+            self.coming[Met(kind, *unit)] = Bringing(pending, tensor, spec)
+        else:
+            self.sent.append((pending, tensor))
+
+    def routes(self, worker: Worker, run: PhaseRun, op: Op, route: Route) -> Route:
+        """All ranks together come after the last stage and before the first one."""
+        placement = worker.placement
+        ends = {At.SOURCES: not placement.sources(op.stage), At.SINKS: not placement.sinks(op.stage)}
+        if op.stage == 0:
+            route = route._replace(keeps=LOOKED)
+        if op.kind.takes is not None and ends[op.kind.takes]:
+            kind = Kind.GIVE if op.kind.takes is At.SOURCES else Kind.MEET if self.sums == 1 else Kind.SUM
+            route = route._replace(takes=Meets(kind, op.mb, op.slice))
+        if op.kind.gives is not None and ends[op.kind.gives]:
+            reader = len(placement.pipes[0]) if op.kind.gives is At.SINKS else -1
+            route = route._replace(gives=Edges((Message(op.stage, reader, *op.key[1:]),), route.stage))
+        return route
+
+    def forget(self) -> None:
+        """Frees tensors that the other ranks have received."""
+        self.sent = [message for message in self.sent if not message[0].ready()]
+
+    def arrive(self, worker: Worker, met: Met) -> Tensor:
+        """The result of a collective; blocks. Raises E703 if it was not started."""
+        self.forget()
+        coming = self.coming.pop(met, None)
+        if coming is None:
+            raise ZbcError("E703", f"run: {met} has not been started, and its result is needed", hint="plan again")
+        worker.wait_for(str(met), coming.pending)
+        return coming.result()
+
+    def closes(self, worker: Worker) -> None:
+        """Blocks until the other ranks have received all tensors."""
+        worker.progress.waiting = True
+        for pending, _ in self.sent:
+            pending.wait()
+        self.sent.clear()
+        worker.progress.waiting = False
+
+    def whole(self, name: str, transport: Transport) -> Tensor:
+        """All rows of a table; all ranks of the pipeline call this together; blocks."""
+        mine = self.optimizer.parameters[name].detach()
+        words = sorted((own, part, i) for part, shards in enumerate(self.bounds) for i, own in enumerate(shards))
+        most, width = max(high - low for (low, high), *_ in words), mine.shape[1]
+        parts = mine.new_empty(len(self.ranks), most, width)
+        padded = functional.pad(mine, (0, 0, 0, most - len(mine)))
+        transport.start_gather(padded.view(-1), parts.flatten(1), self.ranks).wait()
+        every = parts[None] if self.group is None else self.group.collect(parts)
+        return torch.cat([every[part, i, : high - low] for (low, high), part, i in words])
+
+    def leftovers(self, worker: Worker) -> list[str]:
+        """Messages for values that a finished step should have consumed but did not."""
+        stores: Iterable[tuple[str, Mapping[Unit, object]]] = (
+            ("the words that I {} looked up have no E", self.looked),
+            ("what I {} looked up was never given", self.given),
+            ("what S {} found was never told", self.told),
+            ("MEET {} has no T", self.met),
+            ("what T {} added to the input gradient was never summed", self.parts),
+        )
+        left = [text.format(_name(*unit)) for text, store in stores for unit in store]
+        return [*left, *(f"what {met} brings was never used" for met in self.coming)]
+
+
+def _name(mb: int, part: int) -> str:
+    return str(Op(Kind.S, 0, mb, 0, part)).removeprefix("S ")
+
+
+@dataclass(frozen=True, slots=True)
+class Meets:
+    """The result of a collective of all ranks."""
+
+    kind: Kind
+    mb: int
+    slice: int
+    waits: bool = True
+
+    def take(self, worker: Worker, number: int) -> Tensor:
+        return worker.features.of(Vocabulary).arrive(worker, Met(self.kind, self.mb, self.slice))
+
+
+class Looked(Keeps):
+    """Keeps the graph, and frees the looked-up embeddings if backward needs only their gradient."""
+
+    def forward(
+        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
+    ) -> tuple[Tensor, Left | None]:
+        result = super().forward(worker, stage, x, number, finish, slot)
+        again = stage.recompute or stage.spares  # its forward runs again, from its input
+        if not again and users(x.untyped_storage()) == 2:
+            x.data = x.new_empty(1).expand_as(x)
+        return result
+
+
+LOOKED = Looked()
+
+
+# ---- its weights ---------------------------------------------------------------------------------------------
+
+
+class OfRows(OptimizerOver):
+    """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` of the larger ones."""
+
+    def __init__(self, inner: StageOptimizer, first: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """The rows begin at `first`; `shapes` are the shapes of the whole parameters."""
+        super().__init__(inner)
+        self._shapes = shapes
+        self._starts = {name: first * shape[1] for name, shape in shapes.items()}
+
+    def squares(self) -> dict[str, Tensor]:
+        """Sums of squares at the index of their chunk in the whole parameter. If a chunk is spread over two ranks, each
+        has a number for it, and these are summed."""
+        found = {}
+        for name, sums in self._inner.squares().items():
+            shape = self._shapes[name]
+            every = sums.new_zeros(chunks(shape[0] * shape[1]))
+            before = self._starts[name] // CHUNK
+            every[before : before + len(sums)] = sums
+            found[name] = every
+        return found
+
+    def held(self) -> list[Held]:
+        return [self._of(held) for held in self._inner.held()]
+
+    def incomplete(self) -> list[Held]:
+        return [self._of(held) for held in self._inner.incomplete()]
+
+    def _of(self, one: Held) -> Held:
+        return one._replace(start=self._starts[one.name] + one.start, shape=self._shapes[one.name])
