@@ -90,6 +90,14 @@ class LayerBytes(Section):
     rise_b: Bytes | None = Field(None, description="None, in older files: as if all gradients were there before")
     rise_w: Bytes | None = None
     rise_bw: Bytes | None = None
+    late: dict[str, int] = Field(
+        default_factory=dict,
+        description="of b, bw, first_b, first_bw, rise_b, rise_bw the part after the last kernel that reads the "
+        "gradient that came from the next layer; the others are until then",
+    )
+    until_bw: Bytes | None = Field(
+        None, description="as rise_bw of a later one, until it meets other ranks, if it does"
+    )
     weights: Bytes
     casts: Bytes = Field(0, description="of weights, in copies in the type that layers compute in")
     buffers: Bytes = Field(0, description="of weights, in tensors that are no parameters")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 GRAD_BYTES = 4  # gradients and optimizer state are float32
 
@@ -30,9 +31,9 @@ class Footprint:
     rise_b: float | None = None  # peak of its first B, W or BW beyond the bytes held before it, gradients
     rise_w: float | None = None  # as they are made; None: as if all were made first
     rise_bw: float | None = None
-    late_b: float = 0.0  # as more_b, more_bw and rise_bw, but of a part of B and BW by which the gradient that comes
-    late_bw: float = 0.0  # from the next layer of the stage is gone
-    late_rise: float = 0.0
+    # Of "b", "bw", "first_b" and so on, the part by which the gradient that comes from the next layer of the stage is
+    # gone; more_b and so on are of the part before.
+    late: Mapping[str, float] = field(default_factory=dict)
     until_bw: float | None = None  # peak of a BW until its first collective, if later layers have none: at it ranks
     # compute the weight gradients of those
     casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
@@ -49,6 +50,9 @@ class Footprint:
     # In a slice, whose F finds kv there: bytes of all slices' keys, values and gradients that its B frees or (-) makes.
     ends_kv: float | None = None
 
+    def later(self, part: str) -> float:
+        return self.late.get(part, 0.0)
+
     @property
     def first(self) -> Footprint:
         """This footprint in its first backward of a step."""
@@ -58,6 +62,7 @@ class Footprint:
             more_b=self.more_b if b is None else b,
             more_w=self.more_w if w is None else w,
             more_bw=self.more_bw if bw is None else bw,
+            late={kind: self.later(f"first_{kind}") for kind in ("b", "bw")},
         )
 
     def scaled(self, rows: float) -> Footprint:
@@ -73,7 +78,7 @@ class Footprint:
             more_b=z.more_b + self.came_b if b is None else b,
             more_w=z.more_w + self.came_w if w is None else w,
             more_bw=z.more_bw + self.came_b + self.came_w if bw is None else bw,
-            late_bw=self.late_rise,
+            late={kind: self.later(f"rise_{kind}") for kind in ("b", "bw")},
         )
 
 

@@ -124,6 +124,8 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
         rise_b=z.rise_b,
         rise_w=z.rise_w,
         rise_bw=z.rise_bw,
+        late=z.late,
+        until_bw=z.until_bw,
         largest=z.largest,
         loose=z.input - kept,
         tail=z.output if z.keeps_output else 0,

@@ -118,12 +118,12 @@ def _most(turns: Sequence[_Turn]) -> Rise:
             0.0,
             *(turn.b + max(turn.layer.more_b, turn.again) for turn in turns),
             # W's output gradient may be that from the next layer itself.
-            *(turn.b + turn.layer.late_b - (0.0 if turn.layer.keeps_given else turn.given) for turn in turns),
+            *(turn.b + turn.layer.later("b") - (0.0 if turn.layer.keeps_given else turn.given) for turn in turns),
         ),
         w=max(0.0, *(turn.w + turn.layer.more_w for turn in turns)),
         bw=max(
             0.0,
-            *(turn.bw + max(turn.layer.more_bw, turn.again, turn.layer.late_bw - turn.given) for turn in turns),
+            *(turn.bw + max(turn.layer.more_bw, turn.again, turn.layer.later("bw") - turn.given) for turn in turns),
             *(turn.bw + turn.until for turn in turns),
         ),
     )

@@ -121,7 +121,7 @@ class Apart(HubTransport):
         elif offer.what == "swap":  # the others send what this one sends to itself, and nothing back
             own, target = torch.split(offer.source, list(offer.rows))[ranks.index(self.rank)], offer.target
             alike = len(target) == len(ranks) * len(own)
-            target.copy_(torch.cat(len(ranks) * [own])) if alike else target.zero_()
+            target.view(len(ranks), *own.shape).copy_(own) if alike else target.zero_()
 
 
 def refuse_graph(job: Job) -> None:

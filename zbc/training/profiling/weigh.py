@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.slices.stage_slice import StageSlice
+from zbc.runtime.transports.hub import Offer
 from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import Rig
 from zbc.training.recording.measure import Ledger, Reading, Scale, categories
@@ -31,6 +33,7 @@ Handler = Callable[[Worker, Op], None]
 # Microbatches: the first has a BW that makes the gradients, then come B and W and a BW that add to them, B and W that
 # make them again, and an F that recomputes.
 _MADE, _APART, _WHOLE, _AGAIN, _ALONE = range(5)
+_BACK = (round_trip(split=True)[1], round_trip(split=False)[1])
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,19 @@ def parts(
 ) -> list[dict[str, Weighed]]:
     """The same for each slice of microbatches that are cut at `cuts`, else for whole ones."""
     rig = rig.plain()
-    worker = rig.worker(device, cuts=cuts, joined=None if kernels is None else kernels.joined)
+    scales = list[Scale]()
+
+    def joined(offer: Offer, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
+        for scale in scales:
+            scale.met()
+        return nullcontext() if kernels is None else kernels.joined(offer, ranks)
+
+    worker = rig.worker(device, cuts=cuts, joined=joined)
     gradients = _gradients(worker)
     buffers = _buffers(worker)
     if kernels is not None:
         kernels.watch(worker, _name)
-    scale = Scale(worker)
+    scales.append(scale := Scale(worker))
     _prepare(worker)
     run_step(worker, 0)
     changes = _changes(scale.readings)
@@ -125,13 +135,21 @@ class _Change:
     more: int
     rise: int  # peak during the op above the bytes alive before, gradients included
     came: int  # bytes of gradients that it made new
+    late: int  # `more` and `rise` after the last kernel that reads the gradient that came; they are until then
+    late_rise: int
+    alone: int | None  # `rise` until it meets other ranks, if it does
 
 
 def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
     found, before = {}, 0
     for reading in readings:
         if reading.op.kind.computes:
-            found[reading.op] = _Change(reading.activations - before, reading.extra, reading.rise, reading.came)
+            change = reading.activations - before
+            parts = (
+                (reading.until, reading.after) if reading.op.kind in _BACK else ((reading.extra, reading.rise), (0, 0))
+            )
+            until, after = ([max(0, size) for size in part] for part in parts)
+            found[reading.op] = _Change(change, *until, reading.came, *after, reading.alone)
         before = reading.activations
     return found
 
@@ -221,7 +239,7 @@ def _layer(
     first_b, first_w = of_mb(_AGAIN, *split[1:])
     entry, result = (0 if spec is None else round(share * _bytes(spec)) for spec in (rig.inputs[stage], given))
     # B ends with the gradient it passes on, without the one it got.
-    after = b.held + (entry if placement.sources(stage) else 0) - result * len(placement.sinks(stage))
+    after = max(0, b.held + (entry if placement.sources(stage) else 0) - result * len(placement.sinks(stage)))
     held = _held(worker, stage)
     trained = [p.numel() for p in of.parameters.values() if p.requires_grad and id(p) not in apart]
     return LayerBytes(
@@ -235,15 +253,20 @@ def _layer(
         more_f=f.more,
         kept_again=max(0, alone.held - entry),
         more_alone=alone.more,
-        more_b=b.more + max(0, after),
+        more_b=b.more + after,
         more_w=w.more,
         more_bw=bw.more,
-        first_b=first_b.more + max(0, after),
+        first_b=first_b.more + after,
         first_w=first_w.more,
         first_bw=first_bw.more,
         rise_b=first_b.rise,
         rise_w=first_w.rise,
         rise_bw=first_bw.rise,
+        late={
+            **{"b": b.late + after, "first_b": first_b.late + after, "rise_b": first_b.late_rise},
+            **{"bw": bw.late, "first_bw": first_bw.late, "rise_bw": first_bw.late_rise},
+        },
+        until_bw=bw.alone,
         tensors=keeps.tensors,
         weights=held["weights"],
         casts=sum(cast.low.nbytes for cast in of.casts if cast.low is not None),

@@ -30,6 +30,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -92,6 +93,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sizes: dict[int, int] = {}  # number -> bytes
         self.moving: set[int] = set()
         self.whole: set[int] = set()  # of whole numbers
+        self.watched: set[int] = set()  # that an op was given
+        self.reads = 0  # number of changes by when it had read these for the last time,
+        self.meets: int | None = None  # and by when other ranks were met first
         self.left: list[tuple[int, int]] = []  # freed tensors that were in flight: bytes, and time in ns
         self._numbers: dict[int, int] = {}  # id of the storage's Python object -> number
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -105,6 +109,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made:  # views of tensors from before this ledger began are not new
             given = {_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             self.add(leaf for leaf in made if _id(leaf) not in given)
+        if self.watched and self.watched & self.numbers(
+            t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        ):
+            self.reads = len(self.changes)
         return result
 
     def number(self, tensor: Tensor) -> int | None:
@@ -185,6 +193,9 @@ class Reading:
     transit: int  # in flight, see `buffers` in the module's docstring
     extra: int  # temporary memory, beyond the bytes alive before and after
     rise: int  # peak during the op, above the bytes alive before it
+    until: tuple[int, int]  # these two until the last kernel that reads what the op was given,
+    after: tuple[int, int]  # and after it
+    alone: int | None  # peak as `rise` until it meets other ranks, if it does: see `Scale.met`
     came: int  # gradients that it made new
 
     @property
@@ -237,7 +248,8 @@ class Scale:
                 self._kept.clear()
             if worker.features.of(Gathers).freed:
                 ledger.resize()
-            ledger.keep(self._taken(op))
+            ledger.watched, ledger.reads, ledger.meets = self._taken(op), 0, None
+            ledger.keep(ledger.watched)
             ledger.peak = before = ledger.kept
             last = ledger.count
             ledger.changes.clear()
@@ -251,12 +263,19 @@ class Scale:
             if op.kind.row.lane is Lane.OUT:
                 ledger.forget(ledger.numbers(slab.memory for slab in worker.features.of(Offloads).pool.slabs))
             gone, came = self._left(), self._came(last)
-            extra, rise = self._extra(before, came), ledger.peak - before
+            (extra, rise), until = self._peaks(before, came), self._peaks(before, came, 0, ledger.reads)
+            after = self._peaks(before, came, ledger.reads)
+            alone = None if ledger.meets is None else self._peaks(before, came, 0, ledger.meets)[1]
             peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
             self._mark(op, last)
-            self._note(Reading(op, RankBytes(peak=peak), gone, extra, rise, ledger.bytes(came)))
+            self._note(Reading(op, RankBytes(peak=peak), gone, extra, rise, until, after, alone, ledger.bytes(came)))
 
         return run
+
+    def met(self) -> None:
+        """To be called where the current op meets other ranks."""
+        if self._ledger.meets is None:
+            self._ledger.meets = len(self._ledger.changes)
 
     def _left(self) -> int:
         """Bytes in flight that were freed during the last op, each weighted by its share of the op's time."""
@@ -269,19 +288,18 @@ class Scale:
         gradients = next(tensors for name, tensors in self._categories() if name == "gradients")
         return {number for number in self._ledger.numbers(gradients) if number > last}
 
-    def _extra(self, before: int, fresh: set[int]) -> int:
-        """Temporary bytes of an op, beyond those alive before and after it.
+    def _peaks(self, before: int, fresh: set[int], start: int = 0, stop: int | None = None) -> tuple[int, int]:
+        """Temporary bytes of an op, beyond those alive before and after it, and its peak above those before; of its
+        changes from `start` to `stop` alone.
 
-        Gradients are a category of their own, with its own peak: those that the first backward of a step makes
-        (`fresh`) count as if they had existed before, as in all other backwards.
+        Gradients are a category of their own, with its own peak: to the first, those that the first backward of a step
+        makes (`fresh`) count as if they had existed before, as in all other backwards.
         """
-        ledger = self._ledger
-        level = most = before = before + ledger.bytes(fresh)
-        for number, size in list(ledger.changes):
-            if number not in fresh:
-                level += size
-                most = max(most, level)
-        return most - max(before, ledger.kept)
+        changes, there = list(self._ledger.changes), before + self._ledger.bytes(fresh)
+        apart = list(accumulate((0 if number in fresh else size for number, size in changes), initial=there))
+        together = list(accumulate((size for _, size in changes), initial=before))
+        here = slice(start, None if stop is None else stop + 1)
+        return max(apart[here]) - max(there, self._ledger.kept), max(together[here]) - before
 
     def _taken(self, op: Op) -> set[int]:
         """Storages that the op takes over from a neighbour: no longer in flight, but part of the op's own."""
