@@ -86,6 +86,7 @@ def test_microbatches_have_their_lengths_and_train_what_one_process_does(kind, t
     tables = settings(*traits)
     tables["schedule"] |= {"kind": kind, "tokens": TOKENS[: tables["schedule"]["microbatches"]]}
     plan = planned(tables)
+    seen.clear()  # of the layers' cards
     count, workers = plan.manifest.microbatches, run_threads(plan, 3)
     found = [(one.loss, one.grad_norm) for one in workers[0].results]
     lengths = [workers[0].work.length(0, mb).tokens for mb in range(count)]

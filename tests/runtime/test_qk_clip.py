@@ -23,7 +23,7 @@ from zbc.runtime.features.packing import packed
 from zbc.runtime.features.qk_clip import Attending
 from zbc.runtime.features.slices import slicing
 from zbc.runtime.features.slices.slicing import Limits, causal, peaks
-from zbc.training.models import gpt
+from zbc.training.models import gpt, parts
 
 TAU, STEPS = 0.8, 3
 GROUPED = {"kv_heads": 2, "seq_len": 16, "layers": 2}
@@ -33,7 +33,8 @@ GPT = {"seq_len": 16, "layers": 2}
 @pytest.fixture(autouse=True)
 def large_scores(monkeypatch):
     """Initial weights for which some heads are beyond TAU; several chunks of queries, and of weights."""
-    monkeypatch.setattr(gpt, "STD", 0.2)
+    for module in (parts, gpt):
+        monkeypatch.setattr(module, "STD", 0.2)
     monkeypatch.setattr(slicing, "CHUNK", 3)
     monkeypatch.setattr(validate, "CHUNK", 100)
     monkeypatch.setattr(dealing, "CHUNK", 100)
@@ -159,9 +160,9 @@ AGAIN = [{}, {"activations": "recompute"}, {"activations": "selective", "attenti
 
 @pytest.mark.parametrize("memory", AGAIN, ids=str)
 def test_scores_are_computed_once_for_each_microbatch(memory, tmp_path, monkeypatch):
-    calls, own = [], slicing.peaks
+    plan, calls, own = planned(tmp_path, **LLAMA, memory=memory, **EVALUATED), [], slicing.peaks
     monkeypatch.setattr(slicing, "peaks", lambda *given: calls.append(1) or own(*given))
-    run_threads(planned(tmp_path, **LLAMA, memory=memory, **EVALUATED), 2)
+    run_threads(plan, 2)
     assert len(calls) == 2 * 4 * 2  # steps, microbatches, blocks
 
 

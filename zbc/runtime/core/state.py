@@ -73,7 +73,11 @@ class BatchSource(Protocol):
         return None
 
     def close(self) -> None:
-        """Ends the reader threads."""
+        """Reads nothing ahead from here on; ends the reader threads."""
+        return
+
+    def open(self) -> None:
+        """Reads ahead once more, after `close`."""
         return
 
 

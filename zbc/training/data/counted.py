@@ -129,6 +129,9 @@ class Counted(BatchSource):
     def close(self) -> None:
         self._source.close()
 
+    def open(self) -> None:
+        self._source.open()
+
     def _of(self, step: int) -> dict[int, float]:
         found = self._weights.get(step)
         if found is None:

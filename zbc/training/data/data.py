@@ -323,6 +323,7 @@ class Batches(RankBatches):
         self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
         self._steps: dict[int, dict[int, list[int]]] = {}  # numbers of samples, by microbatch
+        self._ahead = True
 
     @property
     def count(self) -> int:
@@ -331,6 +332,14 @@ class Batches(RankBatches):
     def follow(self, phases: Phases) -> None:
         self.phases = phases
         self._steps.clear()
+
+    def close(self) -> None:
+        self._ahead = False
+        self._steps.clear()
+        self._samples.expect(())
+
+    def open(self) -> None:
+        self._ahead = True
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU; `group` selects the input of a group of layers."""
@@ -350,7 +359,7 @@ class Batches(RankBatches):
         """The numbers of its samples over epochs, as in `Samples`."""
         found = self._steps.get(step)
         if found is None:
-            every = self._asked[self.phases.index(step)] if self._asked else ()
+            every = self._asked[self.phases.index(step)] if self._asked and self._ahead else ()
             found = {one: self._at(step, one) for one in every}
             self._samples.expect([number for numbers in found.values() for number in numbers])
             while len(self._steps) >= _STEPS:

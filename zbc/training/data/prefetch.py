@@ -33,7 +33,7 @@ class Prefetched(BatchSource):
         self.open()
 
     def open(self) -> None:
-        """Starts prefetching, also after `close`."""
+        self._batches.open()
         self._places = [{want: place for place, want in enumerate(step)} for step in self._wants]
         self._asked: SimpleQueue[_Coming | None] = SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first request on
@@ -57,12 +57,13 @@ class Prefetched(BatchSource):
         self._batches.follow(phases)
 
     def close(self) -> None:
-        """Ends the thread after its current read; later requests are served synchronously."""
+        """The thread ends after its current read."""
         self._forget()
         self._asked.put(None)
         if self._thread is not None:
             self._thread.join()
         self._places.clear()
+        self._batches.close()
 
     def _forget(self) -> None:
         for waiting in self._ready.values():

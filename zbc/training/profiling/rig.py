@@ -134,6 +134,8 @@ def refuse_graph(job: Job) -> None:
 def build_rig(job: Job, device: torch.device, policy: str = "keep") -> Rig:
     """A rig with each kind of layer of a job, under a `policy` for activations; that of a graph has no layer that does
     nothing. Raises E5xx if its model or its data do not work."""
+    # It lacks most of the parameters that groups of the optimizer name.
+    job = replace(job, optimizer=job.optimizer.model_copy(update={"groups": []}))
     plans = [replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [forward(0)], 1).manifest))]
     shapes = _shapes(job, plans, device)
     inputs = shapes.inputs

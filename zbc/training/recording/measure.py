@@ -52,7 +52,6 @@ from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.features.words.vocabulary_state import Vocabulary
 from zbc.trace.recording import Timing
-from zbc.training.data.prefetch import Prefetched
 
 LOOKING_S = 0.005  # of measuring the kernels of a layer, on a CPU
 MOST = 8.0  # maximum factor
@@ -219,9 +218,8 @@ class Scale:
         self._kept: set[int] = set()  # results that are sent, and saved as well
         self._steps = 0
         worker = self.worker
-        if isinstance(worker.batches, Prefetched):
-            worker.batches.close()  # the mode sees tensors made on this thread only
         if worker.batches is not None:
+            worker.batches.close()  # the mode sees tensors made on this thread only; no op needs those read ahead
             worker.batches.targets(0, 0)  # makes the order of an epoch's samples, which is not part of a step
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
         worker.features.of(Braids).one_by_one = True  # tensors of two interleaved ops could not be distinguished
@@ -233,7 +231,7 @@ class Scale:
         self.worker.script[:] = self._plain
         self.worker.clock = self._clock.inner
         self.worker.features.of(Braids).one_by_one = False
-        if isinstance(self.worker.batches, Prefetched):
+        if self.worker.batches is not None:
             self.worker.batches.open()
 
     def _weighed(self, handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
