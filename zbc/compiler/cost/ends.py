@@ -19,6 +19,7 @@ class Sizes:
     cuda: bool
     vocab: int
     seq_len: int
+    length: int  # tokens of a sequence in a slice
     sequences: int
     width: int
     stream: int
@@ -33,7 +34,7 @@ class Sizes:
     @property
     def tokens(self) -> int:
         """Tokens of a rank."""
-        return self.sequences * self.seq_len // self.cp
+        return self.sequences * self.length // self.cp
 
     @property
     def own(self) -> float:
@@ -189,13 +190,15 @@ def norm_bytes(z: Sizes) -> Footprint:
     )
 
 
-def places_bytes(z: Sizes) -> Footprint:
-    """The positions that are added to a vocabulary-parallel embedding, if they are learned."""
+def places_bytes(z: Sizes, *, again: bool) -> Footprint:
+    """The positions that are added to a vocabulary-parallel embedding, if they are learned; `again`: a stage that runs
+    any of its forward twice keeps the rows it was given."""
     rows = z.stream * z.hidden * z.tokens
     if z.rotary:
         return Footprint(entry=rows, result=rows)
     table = GRAD_BYTES * z.seq_len * z.hidden
     return Footprint(
+        act_b=rows * again,
         act_w=rows,
         entry=rows,
         result=rows,

@@ -222,7 +222,9 @@ def _counted(job: Job, cuts: Cuts = (), part: int = 0) -> list[Layer]:
 
     @functools.cache
     def table(policy: str) -> list[Layer]:
-        return _of_card(job, cards.of(job, policy, cuts)[part])
+        again = policy in (cards.ATTENTION, cards.CHEAP) or (policy == cards.KEEP and job.parallel.regathers)
+        length = cuts[part + 1] - cuts[part] if cuts else None
+        return _of_card(job, cards.of(job, policy, cuts)[part], again=again, length=length)
 
     def of(i: int) -> Callable[[str], Layer]:
         return lambda policy: table(policy)[i]
@@ -240,8 +242,9 @@ def _names(model: Model) -> list[str]:
     return ["embed", *names(model), "head"] if model.builtin else names(model)
 
 
-def _of_card(job: Job, card: Profile) -> list[Layer]:
-    """The layers of a built-in model by a card, with the times of its kernels."""
+def _of_card(job: Job, card: Profile, *, again: bool = False, length: int | None = None) -> list[Layer]:
+    """The layers of a built-in model by a card, with the times of its kernels; `again`: B runs some of them again,
+    `length`: tokens of a sequence in a slice."""
     machine = Machine.of(job)
     each = profiled.measurements(profiled.timed(card, machine), _names(job.model), job.optimizer.name)
     found = [
@@ -262,10 +265,10 @@ def _of_card(job: Job, card: Profile) -> list[Layer]:
         for name, one in zip(_names(job.model), each, strict=True)
     ]
     embed, *inner, head = found
-    sizes = sizes_of(job)
+    sizes = sizes_of(job, length)
     if job.vocabulary and sizes is not None:  # every rank has a vocabulary shard, and stages have the rest
         own = _tables(sizes)[1:], _head(sizes)[:-1]
-        done = (ends.places(sizes), ends.places_bytes(sizes)), (ends.last_norm(sizes), ends.norm_bytes(sizes))
+        done = (ends.places(sizes), ends.places_bytes(sizes, again=again)), (ends.last_norm(sizes), ends.norm_bytes(sizes))
         embed, head = (
             Layer(layer.name, *times_of(machine, kernels), sum(parts), size, parts=parts)
             for layer, parts, (kernels, size) in zip((embed, head), own, done, strict=True)
@@ -316,8 +319,9 @@ def part_of(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: f
     return replace(layer, **times, size=size, measured=one, card=card)
 
 
-def sizes_of(job: Job) -> Sizes | None:
-    """The sizes of a built-in model that a shared vocabulary asks for; None for a factory's layers."""
+def sizes_of(job: Job, length: int | None = None) -> Sizes | None:
+    """The sizes of a built-in model that a shared vocabulary asks for, in slices of `length` tokens of each sequence;
+    None for a factory's layers."""
     model, tp = job.model, job.parallel.tp
     if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
         return None
@@ -327,6 +331,7 @@ def sizes_of(job: Job) -> Sizes | None:
         cuda=job.hardware.device == "cuda",
         vocab=-(-model.vocab // tp),
         seq_len=model.seq_len,
+        length=length or model.seq_len,
         sequences=job.schedule.microbatch_size,
         width=4 if model.dtype == "float32" else 2,
         stream=2 if model.parameters == "bfloat16" else 4,
