@@ -144,12 +144,10 @@ def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
     found, before = {}, 0
     for reading in readings:
         if reading.op.kind.computes:
-            change = reading.activations - before
-            parts = (
-                (reading.until, reading.after) if reading.op.kind in _BACK else ((reading.extra, reading.rise), (0, 0))
-            )
-            until, after = ([max(0, size) for size in part] for part in parts)
-            found[reading.op] = _Change(change, *until, reading.came, *after, reading.alone)
+            held, whole = reading.activations - before, reading.op.kind not in _BACK
+            more, rise = (reading.extra, reading.rise) if whole else reading.until
+            late, late_rise = (0, 0) if whole else reading.after
+            found[reading.op] = _Change(held, more, rise, reading.came, late, late_rise, reading.alone)
         before = reading.activations
     return found
 

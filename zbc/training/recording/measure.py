@@ -261,8 +261,8 @@ class Scale:
             if op.kind.row.lane is Lane.OUT:
                 ledger.forget(ledger.numbers(slab.memory for slab in worker.features.of(Offloads).pool.slabs))
             gone, came = self._left(), self._came(last)
-            (extra, rise), until = self._peaks(before, came), self._peaks(before, came, 0, ledger.reads)
-            after = self._peaks(before, came, ledger.reads)
+            extra, rise = self._peaks(before, came)[0], ledger.peak - before
+            until, after = self._peaks(before, came, 0, ledger.reads), self._peaks(before, came, ledger.reads)
             alone = None if ledger.meets is None else self._peaks(before, came, 0, ledger.meets)[1]
             peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
             self._mark(op, last)
@@ -297,7 +297,7 @@ class Scale:
         apart = list(accumulate((0 if number in fresh else size for number, size in changes), initial=there))
         together = list(accumulate((size for _, size in changes), initial=before))
         here = slice(start, None if stop is None else stop + 1)
-        return max(apart[here]) - max(there, self._ledger.kept), max(together[here]) - before
+        return max(0, max(apart[here]) - max(there, self._ledger.kept)), max(together[here]) - before
 
     def _taken(self, op: Op) -> set[int]:
         """Storages that the op takes over from a neighbour: no longer in flight, but part of the op's own."""
