@@ -125,6 +125,23 @@ def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_pat
     assert found[0] == found[1] == found[2]
 
 
+def test_what_marked_modules_save_is_planned_before_anything_ran(tmp_path, monkeypatch):
+    (tmp_path / "planned_users.py").write_text(USERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    most = []
+    for activations in ("keep", "selective"):
+        job, _ = beside(schedule__kind="zb-h1")
+        job["model"] = {"family": "planned_users:layers", "layers": 8, "vocab": 256, "seq_len": 64}
+        job["memory"], path = {"activations": activations}, tmp_path / f"{activations}.toml"
+        path.write_text(toml(job))
+        made = compile_job(load_job(path), budget=0.0, suggest=False)
+        made.write(tmp_path / activations)
+        most.append([rank.bytes for rank in made.memory])
+        held = [scale.held.peak for scale in scaled(StoredPlan.read(tmp_path / activations))[1]]
+        assert most[-1] == pytest.approx(held, rel=0.01)
+    assert sum(most[1]) < 0.9 * sum(most[0])
+
+
 def test_where_no_gradient_goes_what_is_cheap_is_kept(tmp_path, monkeypatch):
     """A frozen table, followed by a frozen norm."""
     text = USERS.replace("*(Layer(mark) for _ in range(6))", "frozen(Layer(mark)), *(Layer(mark) for _ in range(5))")

@@ -116,7 +116,17 @@ def _whole(job: Job) -> list[Layer]:
     found = profiled.measurements(profile, [layer.name for layer in table], job.optimizer.name)
     found = _without_words(job, table, found) if job.vocabulary else found
     measured = [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
-    return measured if profile.timed else _priced(job, measured)
+    if job.model.builtin or not cards.known(job.profile):
+        return measured if profile.timed else _priced(job, measured)
+
+    @functools.cache
+    def made(policy: str) -> list[Layer]:
+        return _whole(replace(job, profile=cards.of(job, policy)[0]))
+
+    def of(i: int) -> Callable[[str], Layer]:
+        return lambda policy: made(policy)[i]
+
+    return _priced(job, [replace(one, card=of(i)) for i, one in enumerate(measured)])
 
 
 def _priced(job: Job, table: list[Layer]) -> list[Layer]:
@@ -268,7 +278,10 @@ def _of_card(job: Job, card: Profile, *, again: bool = False, length: int | None
     sizes = sizes_of(job, length)
     if job.vocabulary and sizes is not None:  # every rank has a vocabulary shard, and stages have the rest
         own = _tables(sizes)[1:], _head(sizes)[:-1]
-        done = (ends.places(sizes), ends.places_bytes(sizes, again=again)), (ends.last_norm(sizes), ends.norm_bytes(sizes))
+        done = (
+            (ends.places(sizes), ends.places_bytes(sizes, again=again)),
+            (ends.last_norm(sizes), ends.norm_bytes(sizes)),
+        )
         embed, head = (
             Layer(layer.name, *times_of(machine, kernels), sum(parts), size, parts=parts)
             for layer, parts, (kernels, size) in zip((embed, head), own, done, strict=True)
