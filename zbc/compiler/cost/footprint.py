@@ -46,7 +46,6 @@ class Footprint:
     pair: float = 0.0  # elements: twice a parameter and once the one before it, at most; 0 for twice the largest
     ends: tuple[float, float] = (0.0, 0.0)  # elements of its first and its last parameter
     kv: float = 0.0  # the part of act_b in keys and values
-    fused: float = 0.0  # the part of act_b kept only because keys and values are views of it; slices copy them
     # In a slice, whose F finds kv there: bytes of all slices' keys, values and gradients that its B frees or (-) makes.
     ends_kv: float | None = None
 
@@ -95,7 +94,6 @@ _BY_TOKEN = (
     "loose",
     "tail",
     "kv",
-    "fused",
 )
 
 

@@ -95,8 +95,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     if whole.bytes is None:
         return _with_copies(found, job)
     kv = [[sum((one[i].size.kv for i in part), 0.0) for part in stages] for one in tables]
-    fused = [[sum((one[i].size.fused for i in part), 0.0) for part in stages] for one in tables]
-    return _with_copies(_weighed(found, whole, parts, kv, fused, _recomputed(job, placement)), job)
+    return _with_copies(_weighed(found, whole, parts, kv, _recomputed(job, placement)), job)
 
 
 def _with_ends(tables: Sequence[Sequence[Layer]]) -> Iterator[list[Layer]]:
@@ -182,11 +181,9 @@ def _weighed(
     whole: Costs,
     parts: Sequence[Costs],
     kv: Sequence[Sequence[float]],
-    fused: Sequence[Sequence[float]],
     again: Collection[int],
 ) -> Costs:
-    """Adds the bytes that slices keep: all that `parts` keep except keys and values, `kv[slice][stage]`, and the
-    tensors that these were views of.
+    """Adds the bytes that slices keep: all that `parts` keep except keys and values, `kv[slice][stage]`.
 
     Keys and values are kept for the whole microbatch; on a stage that recomputes, in addition to the inputs of its
     layers. A byte is as many units as in the `whole` microbatch.
@@ -202,8 +199,7 @@ def _weighed(
         each = [list(part.bytes_of(name)) for part in parts]
         if name == "kept":
             each = [
-                [kept - (0.0 if s in again else kv[j][s] + fused[j][s]) for s, kept in enumerate(one)]
-                for j, one in enumerate(each)
+                [kept - (0.0 if s in again else kv[j][s]) for s, kept in enumerate(one)] for j, one in enumerate(each)
             ]
         size[name] = tuple(
             tuple(Size(one[s] * rates[name][s], one[s]) for one in each) if rates[name][s] else costs.size[name][s]

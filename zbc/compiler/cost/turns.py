@@ -47,7 +47,7 @@ def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn]
     kept = [z.entry if recompute else z.act_b for z in layers]
     if not recompute:
         kept[0], kept[-1] = kept[0] + layers[0].loose, kept[-1] + layers[-1].tail
-    there = [0.0 if z.ends_kv is None else z.kv + z.fused for z in layers]
+    there = [0.0 if z.ends_kv is None else z.kv for z in layers]
     kept = [
         (z.ends_kv or 0.0) + one - (0.0 if recompute else kv) for z, one, kv in zip(layers, kept, there, strict=True)
     ]
