@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.compiler.grid import FIXED
-from tests.jobs import write_job
+from tests.jobs import toml_text, write_job
 from tests.tiers import few
 from zbc.commands.jobs import Template, template_text
 from zbc.commands.summary import layer_ranges, ranges
@@ -645,3 +645,15 @@ def test_a_plan_says_where_recompute_costs_time_and_saves_nothing(zbc, job, kind
         kept = json.loads(zbc("plan", path, "-o", "again", "--json").out)["keep"]
         plain = json.loads(zbc("plan", path, "-o", "plain", "--json", "--set", 'memory.activations="keep"').out)
         assert kept["barrier_ms"] == pytest.approx(plain["barrier_ms"], rel=1e-2), "by the fast search"
+
+
+@pytest.mark.parametrize(("gbps", "said"), [(10, "in two steps, between nodes and inside"), (800, "in one step")])
+def test_a_plan_says_how_rows_of_experts_are_exchanged(zbc, folder, gbps, said):
+    model = {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 256}
+    model |= {"experts": 8, "top_k": 4, "expert_hidden": 32}
+    hardware = {"device": "cuda", "ranks_per_node": 2, "link_gbps": 800, "inter_node_gbps": gbps}
+    parallel, schedule = {"pp": 1, "dp": 4, "ep": 4}, {"kind": "1f1b", "microbatches": 2}
+    job = toml_text(model=model, parallel=parallel, schedule=schedule, hardware=hardware)
+    Path("zbc.toml").write_text(job)
+    out = zbc("plan", "zbc.toml", "--budget", "0").out
+    assert said in out[out.index("swaps ") :].partition("\nwhy")[0]
