@@ -1,7 +1,8 @@
-"""Sixteen experiments on correctness and cost of zbc on a GPU, for one GPU and half an hour.
+"""Twenty experiments on correctness and cost of zbc on a GPU, for one GPU and forty minutes.
 
     python bench/gpu.py all                   one after the other
-    python bench/gpu.py all --part 1          experiments 1 to 6 (ten minutes at most), --part 2: the others
+    python bench/gpu.py all --part 1          experiments 1 to 6 (ten minutes at most), --part 2: 7 to 16,
+                                              --part 3: 17 to 20, what is newest
     python bench/gpu.py streams memory        these
     python bench/gpu.py all --device cpu      those that can run without a GPU, on small sizes
 
@@ -21,6 +22,7 @@ from collections.abc import Callable
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; cuBLAS reads it at its first use
 
 import gpu_cost
+import gpu_next
 import gpu_price
 import gpu_right
 import torch
@@ -44,14 +46,18 @@ EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     "copies": gpu_cost.copies,
     "priced": gpu_price.priced,
     "plain": gpu_price.plain,
+    "cards": gpu_next.cards,
+    "experts": gpu_next.products_of_experts,
+    "waits": gpu_next.waits,
+    "whole": gpu_next.whole,
 }
-PARTS = {1: list(EXPERIMENTS)[:6], 2: list(EXPERIMENTS)[6:]}
+PARTS = {1: list(EXPERIMENTS)[:6], 2: list(EXPERIMENTS)[6:16], 3: list(EXPERIMENTS)[16:]}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Experiments on one GPU.")
     parser.add_argument("names", nargs="+", choices=["all", *EXPERIMENTS], metavar="NAME", help=", ".join(EXPERIMENTS))
-    parser.add_argument("--part", type=int, choices=list(PARTS), help="of all: the first or the second half")
+    parser.add_argument("--part", type=int, choices=list(PARTS), help="of all: these")
     parser.add_argument("--device", default="cuda", choices=list(SIZES), help="cpu: to see that it runs")
     parser.add_argument("--quick", action="store_true", help="write no files")
     options = parser.parse_args()

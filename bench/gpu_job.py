@@ -52,6 +52,7 @@ microbatch_size = {size}
 {schedule}
 [memory]
 activations = "{activations}"
+{adapter}
 [optimizer]
 {optimizer}
 [checkpoint]
@@ -73,6 +74,7 @@ USUAL = {
     "compile": "false",
     "dp": 1,
     "activations": "keep",
+    "adapter": "",
     "hardware": "",
     "schedule": "",
     "optimizer": 'sync = "before-step"',

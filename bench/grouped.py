@@ -40,23 +40,28 @@ def main() -> None:
         layer = Experts(*sizes, layers=1, activation=nn.SiLU()).to(asked.device, dtype)
         split_backward(layer)
         x = torch.randn(1, asked.tokens, asked.hidden, device=asked.device, dtype=dtype)
-        ways: dict[str, Callable[..., bool]] = {"grouped": grouped._together, "loop": lambda rows, *sizes: False}
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        found: dict[str, list[Tensor]] = {}
-        for _ in range(asked.runs):
-            for name, way in ways.items():
-                grouped._together = way
-                began = time.perf_counter()
-                found[name] = _ran(layer, x)
-                times[name].append(time.perf_counter() - began)
-        grouped._together = ways["grouped"]
-        ms = {name: 1e3 * statistics.median(some[1:]) for name, some in times.items()}
+        ms, found = beside(layer, x, runs=asked.runs)
         equal = all(map(torch.equal, found["grouped"], found["loop"]))
         shown = " ".join(f"{name} {value:.1f} ms" for name, value in ms.items())
         bits = "same bits" if equal else "other bits"
         record(f"{str(dtype).removeprefix('torch.')}: {shown}, {ms['grouped'] / ms['loop']:.3f} of it, {bits}")
     if not asked.quick:
         record.write()
+
+
+def beside(layer: Experts, x: Tensor, *, runs: int) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
+    """Median ms of F + B + W of "grouped" and "loop", and what `_ran` returns of each."""
+    ways: dict[str, Callable[..., bool]] = {"grouped": grouped._together, "loop": lambda rows, *sizes: False}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[Tensor]] = {}
+    for _ in range(runs):
+        for name, way in ways.items():
+            grouped._together = way
+            began = time.perf_counter()
+            found[name] = _ran(layer, x)
+            times[name].append(time.perf_counter() - began)
+    grouped._together = ways["grouped"]
+    return {name: 1e3 * statistics.median(some[1:]) for name, some in times.items()}, found
 
 
 def _ran(layer: Experts, x: Tensor) -> list[Tensor]:

@@ -139,12 +139,18 @@ FOLDED = [
         {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}},
         {"ep": 2, "tp": 2},
     ),
+    ({"schedule": {"kind": "1f1b"}, "optimizer": {"qk_clip": 0.001}}, {"dp": 2, "ep": 4, "tp": 2}),
+    (
+        {"schedule": {"kind": "zb-h1"}, "train": {"eval_every": 1, "eval_batches": 1}, "data": {"validation": 0.2}},
+        {"dp": 2, "ep": 2, "tp": 2},
+    ),
 ]
+ALONE = ("model", "adapter", "optimizer", "train", "data")
 
 
 @pytest.mark.parametrize(("way", "parallel"), [*few(WAYS, 3), *few(FOLDED, 3)], ids=str)
 def test_experts_on_several_replicas_train_as_in_one_process(tmp_path, way, parallel):
-    single = plan(tmp_path / "one", {key: way[key] for key in ("model", "adapter") if key in way}, pp=1)
+    single = plan(tmp_path / "one", {key: way[key] for key in ALONE if key in way}, pp=1)
     found = numbers(run_threads(plan(tmp_path / "all", way, **parallel), 3))
     low = "bfloat16" in str(way)
     assert apart(found, numbers(run_threads(single, 3))) <= (0.02 if low else TOLERANCE)
