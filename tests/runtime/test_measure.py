@@ -180,13 +180,12 @@ SOME_MEETING = [("llama", "masters", "regather", "zb-h1"), ("gpt", "autocast", T
 
 @pytest.mark.parametrize(("family", "low", "sequence", "kind"), few(MEETING, SOME_MEETING))
 def test_what_norms_and_collectives_of_a_backward_need_is_predicted(tmp_path, family, low, sequence, kind):
-    """Where activations inside MLPs are small beside their inputs, and a weight gradient waits for a collective. A plan
-    that splits no backward is counted with BW as in those that do, whose layers let it wait longer."""
+    """Where activations inside MLPs are small beside their inputs, and a weight gradient waits for a collective, but in
+    float32 in plans that split no backward."""
     model = {"family": family, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab": 64, "seq_len": 48, **LOW[low]}
     parallel = {"pp": 2, "tp": 2, "tp_sequence": sequence}
     for predicted, measured in both(tmp_path, kind=kind, pp=2, m=3, layers=4, model=model, parallel=parallel):
-        waits = kind == "1f1b" and low == "fp32"
-        assert predicted.bytes == pytest.approx(measured.peak, rel=0.025 if waits else 0.01)  # as messages come
+        assert predicted.bytes == pytest.approx(measured.peak, rel=0.01)  # half of it as messages come
 
 
 @pytest.mark.parametrize(("kind", "slices"), few(list(product(["zb-h1", "1f1b"], [2, 4])), [("zb-h1", 2)]))

@@ -72,7 +72,9 @@ def of_plan(
         parallel = compiled.job.parallel
         label = "swaps" if parallel.ep > 1 else "gathers" if parallel.cp > parallel.tp == 1 else "sums"
         steps = "in two steps, between nodes and inside" if compiled.costs.near else "in one step"
-        yield labelled(label, f"inside of ops: {short(sums.ms)} ms on a rank (mean), {hidden}", *[steps] * (parallel.ep > 1))
+        yield labelled(
+            label, f"inside of ops: {short(sums.ms)} ms on a rank (mean), {hidden}", *[steps] * (parallel.ep > 1)
+        )
     if report.flushless is None:  # the critical path of one step says nothing about a cycle
         yield from _why(compiled, until, verbose=verbose)
     yield labelled("costs", *_costs(compiled))

@@ -95,6 +95,12 @@ class LayerBytes(Section):
         description="of b, bw, first_b, first_bw, rise_b, rise_bw the part after the last kernel that reads the "
         "gradient that came from the next layer; the others are until then",
     )
+    whole: list[Bytes] = Field(
+        default_factory=list,
+        max_length=3,
+        description="more_bw, first_bw and rise_bw in plans that split no backward, if they differ",
+    )
+    whole_late: dict[str, int] = Field(default_factory=dict, description="of these, as late")
     until_bw: Bytes | None = Field(
         None, description="as rise_bw of a later one, until it meets other ranks, if it does"
     )

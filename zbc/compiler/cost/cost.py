@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from zbc.compiler.cost.stage_bytes import NO_BYTES, StageBytes
 from zbc.errors import ZbcError
-from zbc.ir import COPY, NEXT, WHOLE, Edge, Kind, Op, Placement, chain
+from zbc.ir import COPY, NEXT, WHOLE, Edge, Kind, Op, Placement, Program, chain
 from zbc.ops import EXPERTS, OWNERS, TIED, VALUES, WORDS, Ref, experts_of
 
 
@@ -408,6 +408,17 @@ class Costs:
         if self.bytes is None:
             return None
         return self.sliced[part][stage] if self.sliced else self.bytes[stage]
+
+    def run_by(self, program: Program) -> Costs:
+        """These costs in a program, whose stages may split no backward."""
+        if not any(one.whole for one in self.bytes or ()):
+            return self
+        split = program.split
+
+        def of(stages: tuple[StageBytes, ...]) -> tuple[StageBytes, ...]:
+            return tuple(one if s in split else one.unsplit for s, one in enumerate(stages))
+
+        return replace(self, bytes=of(self.bytes or ()), sliced=tuple(map(of, self.sliced)))
 
     def bytes_owned(self, owner: int) -> StageBytes:
         """Memory of an owner of weights; NO_BYTES if sizes are not known."""

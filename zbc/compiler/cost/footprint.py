@@ -36,6 +36,7 @@ class Footprint:
     late: Mapping[str, float] = field(default_factory=dict)
     until_bw: float | None = None  # peak of a BW until its first collective, if later layers have none: at it ranks
     # compute the weight gradients of those
+    whole: Footprint | None = None  # this footprint in plans that split no backward, if it differs
     casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
     tables: float = 0.0  # constants, not parameters
     logits: float = 0.0  # the part of act_b with an entry per word of the vocabulary

@@ -7,7 +7,8 @@ for backward if the first keeps its output or the second its input; the first la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from zbc.compiler.cost.footprint import Footprint
 from zbc.compiler.cost.machine import Machine
@@ -100,7 +101,7 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
     kept = z.input if z.keeps_input or (last is not None and last.keeps_output) else 0
     alone = z.input if z.input < SMALL else 0
     tensors = [z.kept_b] if z.tensors is None else z.tensors
-    return Footprint(
+    found = Footprint(
         stays=max(0, z.kept_b - sum(one for one in tensors if one >= SMALL)) + min(kept, alone),
         logits=0 if z.output else max(tensors, default=0),
         entry_stays=alone,
@@ -133,6 +134,11 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
         pair=z.pair,
         ends=(z.ends[0], z.ends[-1]) if z.ends else (0, 0),
     )
+    if not z.whole:
+        return found
+    more, first, rise = z.whole
+    one: dict[str, Any] = {"more_bw": more, "first_bw": first, "rise_bw": rise, "until_bw": None}
+    return replace(found, whole=replace(found, **one, late=z.late | z.whole_late))
 
 
 def host_ms(host: Host, placement: Placement) -> dict[str, tuple[float, ...]]:

@@ -36,6 +36,7 @@ class StageBytes:
     first: More = NO_MORE  # `more` without gradients yet, which are a part of `gradients`
     rise: Rise = NO_RISE  # the peak of a backward beyond the bytes held before it
     coming: Rise = NO_RISE  # `rise` without gradients yet, which are made in its course
+    whole: tuple[float, ...] = ()  # of a BW in plans that split none, if it differs: more, first, rise, coming
     early: float = 0.0  # the part of `gradients` that B makes if W is an op of its own
     lent: float = 0.0  # gradients that it makes for a weight it shares with another stage of its rank
     largest: float = 0.0  # elements of its largest parameter
@@ -54,6 +55,13 @@ class StageBytes:
     own: float = 0.0  # the rank's own shard of them, in storage of its own
     window: float = 0.0  # the window its replicas read and write if no messages are sent
     gathered: float = 0.0  # bytes at a GATHER in place of the gradients
+
+    @property
+    def unsplit(self) -> StageBytes:
+        """This stage in a plan that splits no backward of it."""
+        names = ("more", "first", "rise", "coming")
+        changed: Any = {name: replace(getattr(self, name), bw=bw) for name, bw in zip(names, self.whole, strict=False)}
+        return replace(self, **changed)
 
     @property
     def gathering(self) -> float:
@@ -135,12 +143,17 @@ def _frozen(job: Job, placement: Placement, s: int, part: Sequence[int], table: 
 def _needs(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
     """The fields of `StageBytes` for the temporaries of ops."""
     sizes, again, first = [table[i].size for i in part], job.memory.recomputes(s), not placement.sources(s)
-    return {
-        "more": more(sizes, recompute=again, first=first),
-        "first": more([z.first for z in sizes], recompute=again, first=first),
-        "rise": rise(sizes, recompute=again, first=False),
-        "coming": rise(sizes, recompute=again, first=True),
-    }
+
+    def of(sizes: Sequence[Footprint]) -> dict[str, Any]:
+        return {
+            "more": more(sizes, recompute=again, first=first),
+            "first": more([z.first for z in sizes], recompute=again, first=first),
+            "rise": rise(sizes, recompute=again, first=False),
+            "coming": rise(sizes, recompute=again, first=True),
+        }
+
+    whole = of([z.whole or z for z in sizes]) if any(z.whole for z in sizes) else {}
+    return of(sizes) | {"whole": tuple(one.bw for one in whole.values())}
 
 
 def _kept(

@@ -50,7 +50,7 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
     if program.cyclic:
         found = peaks(repeated(program, IN_A_ROW), costs)
         return [one if one.peak_op is None else replace(one, peak_op=_of_step(one.peak_op, program)) for one in found]
-    both = [_Most()] * len(program.ranks)
+    both, costs = [_Most()] * len(program.ranks), costs.run_by(program)
     if costs.bytes is not None:
         timeline = timeline or simulate(program, costs)
         both = [_buffers(timeline.graph, entries, costs) for entries in ledger(timeline, costs)]
@@ -184,6 +184,7 @@ def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> 
     """
     if costs.bytes is None:
         return
+    costs = costs.run_by(program)
     mine = costs.bytes_on(program.placement.stages_of(rank))
     weights = _constant(mine, program)
     gradients, masters, optimizer = (

@@ -63,13 +63,14 @@ class Rig:
         device: torch.device,
         *,
         microbatches: int = MICROBATCHES,
+        split: bool = True,
         cuts: Sequence[int] = (),
         joined: Joined | None = None,
     ) -> Worker:
-        """A worker whose script is one step of every kind of op, all stages in turn; `cuts`: boundaries of slices,
-        `joined`: is told each collective, around what takes its place."""
+        """A worker whose script is one step of every kind of op, all stages in turn, or without `split` one that has
+        BW alone; `cuts`: boundaries of slices, `joined`: is told each collective, around what takes its place."""
         names, slices = [layer.name for layer in self.layers], max(1, len(cuts) - 1)
-        ops = _ops(_program(self.job, names, (), 1), microbatches, slices)
+        ops = _ops(_program(self.job, names, (), 1), microbatches, slices, SPLIT if split else ())
         cuts = cuts if slices > 1 else ()
         plan = _plan(self.job, names, ops, microbatches, cuts, self.placement, self.policy)
         rank = RankPlan(0, plan.program.ranks[0], plan.manifest)
@@ -175,15 +176,15 @@ def _shapes(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> Shape
     return Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
 
 
-def _ops(program: Program, microbatches: int, slices: int) -> list[Op]:
-    """The ops of `program`, which has none yet."""
+def _ops(program: Program, microbatches: int, slices: int, split: Sequence[int]) -> list[Op]:
+    """The ops of `program`, which has none yet; B and W of microbatches in `split` are apart."""
     stages = program.placement.stages
     ops, parts, (f, b, w), (_, bw) = [], range(slices), round_trip(split=True), round_trip(split=False)
     for mb in range(microbatches):
-        back = b if mb in SPLIT else bw
+        back = b if mb in split else bw
         ops += [Op(f, s, mb, 0, part) for part in parts for s in range(stages)]
         ops += [Op(back, s, mb, 0, part) for part in reversed(parts) for s in reversed(range(stages))]
-        ops += [Op(w, s, mb, 0, part) for part in parts for s in range(stages) if mb in SPLIT]
+        ops += [Op(w, s, mb, 0, part) for part in parts for s in range(stages) if mb in split]
     closing = [kind for kind in Kind if kind.row.closes == "barrier"]
     return ops + [Op(kind, s) for kind in closing for s in (program.owners(0) if kind.stage_wide else [0])]
 

@@ -65,6 +65,7 @@ def parts(
             scale.met()
         return nullcontext() if kernels is None else kernels.joined(offer, ranks)
 
+    alone = _unsplit(rig, device, cuts)
     worker = rig.worker(device, cuts=cuts, joined=joined)
     gradients = _gradients(worker)
     buffers = _buffers(worker)
@@ -87,6 +88,11 @@ def parts(
             apart = {id(p) for p in _experts(worker, stage)}
             share = shares[part] / sum(shares) if shares else 1.0
             size = _layer(rig, worker, stage, changes, gradients[stage], keeps[stage], part, share)
+            if alone:
+                fused = round_trip(split=False)[1]
+                first, later = (alone[Op(fused, stage, mb, 0, part)] for mb in range(2))
+                late = {"bw": later.late, "first_bw": first.late, "rise_bw": first.late_rise}
+                size = size.model_copy(update={"whole": [later.more, first.more, first.rise], "whole_late": late})
             if shares:
                 size = _of_slice(size, changes, stage, part, share, buffers[stage])
             found[-1][kind] = Weighed(
@@ -99,6 +105,21 @@ def parts(
             )
     worker.close()
     return found
+
+
+def _unsplit(rig: Rig, device: torch.device, cuts: Sequence[int]) -> dict[Op, _Change]:
+    """What BW takes in plans that split no backward, first and later, if it differs: layers are not patched then, so
+    that no weight gradient waits until ranks meet."""
+    job = rig.job
+    low = job.model.dtype != "float32" or job.train.fused_gradients or rig.policy != "keep"
+    if low or not (job.parallel.tp > 1 or job.parallel.cp > 1 or job.parallel.ep > 1):
+        return {}
+    worker = rig.worker(device, microbatches=2, split=False, cuts=cuts)
+    scale = Scale(worker)
+    run_step(worker, 0)
+    changes = _changes(scale.readings)
+    worker.close()
+    return changes
 
 
 def _of_slice(
