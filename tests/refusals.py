@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,11 @@ def refused(
     for words in said:
         assert words in caught.value.message
     assert hint in (caught.value.hint or "")
+
+
+def only(errors: Sequence[ZbcError]) -> ZbcError:
+    assert len(errors) == 1, errors
+    return errors[0]
 
 
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> ZbcError:

@@ -174,12 +174,14 @@ def lines(*names, but=()):
 
 
 DRY = ("zbc/training/profiling/dry.py", "zbc/training/profiling/kernels.py")
+COMPILER = ("zbc/compiler", "zbc/ir.py", "zbc/ops.py", "zbc/excludes.py", "zbc/topology.py", "zbc/plan")
 # Upper bounds of lines, which fall with each step and are never raised.
 BOUNDS = {
     "the dry rig": (lambda: lines(*DRY), 432),
     "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY), 27921),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4614),
-    "all of zbc": (lambda: lines("zbc"), 74352),
+    "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24640),
+    "all of zbc": (lambda: lines("zbc"), 74173),
     "tests": (lambda: lines("tests"), 56167),
 }
 
@@ -193,7 +195,7 @@ def test_code_stays_as_light_as_it_is(name):
 AT_HOME = re.compile(r"zbc\.(ops|ir|runtime\.handlers|(compiler\.(passes|schedules|features)|runtime\.features)\..*)")
 NAMED = re.compile(r"""\bKind(\.[A-Z]|\[|\(["'])""")
 WHY = re.compile(r"# Names (a kind|kinds): \w")
-NAMING_KINDS, NOT_AT_HOME = 29, 8  # modules; the limit is 30
+NAMING_KINDS, NOT_AT_HOME = 28, 7  # modules; the limit is 30
 
 
 def naming():

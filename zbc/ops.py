@@ -245,6 +245,7 @@ class Row(NamedTuple):
     feature: str = ""  # the one of `Program.features` without which a program has no such ops
     dealt: bool = False  # only of owners that ranks share out
     idle: str = ""  # why it has nothing to work on in a program without its feature
+    fault: str = "E202"  # code of the error if such an op is missing or runs twice
 
 
 def _refs(text: str) -> tuple[Ref, ...]:
@@ -305,10 +306,10 @@ ROWS: dict[Kind, Row] = {
         family="input",
         look=_look("DQ", "both backwards in one", "#4f9d83 #66ad95", (72, 115)),
     ),
-    Kind.SEND_F: Row(_UNIT, _LINK, reads=_refs("act@SINKS"), frees=_refs("act@SINKS"), repeats=True),
-    Kind.RECV_F: Row(_UNIT, _LINK, writes=_refs("act@SOURCES"), repeats=True),
-    Kind.SEND_B: Row(_UNIT, _LINK, reads=_refs("grad@SOURCES"), frees=_refs("grad@SOURCES")),
-    Kind.RECV_B: Row(_UNIT, _LINK, writes=_refs("grad@SINKS")),
+    Kind.SEND_F: Row(_UNIT, _LINK, reads=_refs("act@SINKS"), frees=_refs("act@SINKS"), repeats=True, fault="E203"),
+    Kind.RECV_F: Row(_UNIT, _LINK, writes=_refs("act@SOURCES"), repeats=True, fault="E203"),
+    Kind.SEND_B: Row(_UNIT, _LINK, reads=_refs("grad@SOURCES"), frees=_refs("grad@SOURCES"), fault="E203"),
+    Kind.RECV_B: Row(_UNIT, _LINK, writes=_refs("grad@SINKS"), fault="E203"),
     Kind.OVERLAP: Row(_RANK, Lane.MARK),
     # ---- activation offload
     Kind.OFFLOAD: Row(
@@ -319,8 +320,9 @@ ROWS: dict[Kind, Row] = {
         cost="out",
         early=True,
         look=_look("O", "copy to the host", "#8a8fd6", (104,)),
+        fault="E206",
     ),
-    Kind.RELEASE: Row(_UNIT, _COMPUTE, reads=_refs("host kept"), frees=_refs("kept")),
+    Kind.RELEASE: Row(_UNIT, _COMPUTE, reads=_refs("host kept"), frees=_refs("kept"), fault="E206"),
     Kind.RELOAD: Row(
         _UNIT,
         Lane.BACK,
@@ -329,6 +331,7 @@ ROWS: dict[Kind, Row] = {
         frees=_refs("host"),
         cost="back",
         look=_look("L", "copy back", "#d68ab8", (175,)),
+        fault="E206",
     ),
     # ---- the end of a step
     Kind.REDUCE: Row(
@@ -537,7 +540,11 @@ ROWS |= {
     ),
 }
 ROWS |= {
-    kind: row._replace(feature="vocabulary") for kind, row in ROWS.items() if row.scope is _EVERY and not row.feature
+    kind: row._replace(
+        feature=row.feature or "vocabulary", place="every rank has a share of each microbatch's words: add it"
+    )
+    for kind, row in ROWS.items()
+    if row.scope is _EVERY
 }
 Rows = dict[Kind, Row]
 

@@ -7,14 +7,17 @@ import pytest
 
 from tests.check import operational
 from tests.check.pairs import damaged, verdicts
-from tests.listing import show
+from tests.listing import listing, show
+from tests.lowered import lower
+from tests.refusals import error_of
 from tests.tiers import few
+from zbc.compiler.check import check_all
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.passes.gather_weights import GatherWeights
 from zbc.compiler.passes.weave import Weave
 from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.context import Context
-from zbc.ir import Kind, Program
+from zbc.ir import Kind, Op, Program
 
 NAMES = ("1f1b", "zb-h1", "interleaved-1f1b", "breadth-first", "zb-v", "looped-zb", "gpipe", "chimera", "bitpipe")
 PROGRAMS = 1000
@@ -57,6 +60,14 @@ def displaced(program: Program, rng: random.Random) -> Program:
     else:
         ops[i] = ops[i]._replace(stage=rng.randrange(program.placement.stages))
     return replace(program, ranks=tuple(map(tuple, ranks)))
+
+
+@pytest.mark.parametrize(("at", "op", "text"), [(2, "#3", "is number 0 of its"), (99, "", "comes after REDUCE s0")])
+def test_sums_of_some_gradients_are_numbered_and_before_the_last(at, op, text):
+    order = replace(listing("rank 0: F s0 m0, BW s0 m0"), dp=2, sharded=True, scatters=True)
+    ops = [*lower(order).ranks[0]]
+    ops.insert(at, Op.parse(f"SCATTER s0 {op}".strip()))
+    assert text in str(error_of(check_all, order.with_ranks([ops], by="test")))
 
 
 @pytest.mark.parametrize("seeds", few(BATCHES, 1), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.refusals import refused
+from tests.refusals import error_of, refused
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.simulate import simulate
-from zbc.errors import Problems, ZbcError
 from zbc.ir import Op, Placement, Program
 
 ONE = (
@@ -45,7 +44,7 @@ WRONG = {
     "no meeting": (0, "MEET m0, ", "", "rank 0 never runs MEET m0"),
     "a hasty backward": (1, "MEET m0, BW s1 m0", "BW s1 m0, MEET m0", "BW s1 m0 comes before MEET m0"),
     "a hasty forward": (0, "GIVE m0, F s0 m0", "F s0 m0, GIVE m0", "F s0 m0 comes before GIVE m0"),
-    "twice": (1, "E m0", "E m0, E m0", "E m0 runs a second time on rank 1"),
+    "twice": (1, "E m0", "E m0, E m0", "E m0 runs a second time"),
     "no share": (1, "T m0, ", "", "rank 1 never runs T m0"),
     "spread too early": (1, "F s1 m0, SPREAD m0", "SPREAD m0, F s1 m0", "SPREAD m0 comes before F s1 m0"),
     "taken too early": (0, "BW s0 m0, TAKE m0", "TAKE m0, BW s0 m0", "TAKE m0 comes before BW s0 m0"),
@@ -60,14 +59,12 @@ def test_faults_are_named(case):
     ranks = [*ONE]
     ranks[rank] = f"{ranks[rank]}".replace(f", {old}", f", {new}") if old != ONE[rank][: len(old)] else ranks[rank]
     assert ranks != [*ONE]
-    with pytest.raises((ZbcError, Problems)) as caught:
-        check_all(program(ranks))
-    assert text in str(caught.value)
+    assert text in str(error_of(check_all, program(ranks)))
 
 
 def test_without_a_shared_vocabulary_its_ops_have_nothing_to_work_on():
-    with pytest.raises(ZbcError, match="S m0 has nothing to work on: the first and the last stage hold the vocabulary"):
-        check_all(replace(program(ONE), vocabulary=0))
+    said = "S m0 has nothing to work on: the first and the last stage hold the vocabulary"
+    assert said in str(error_of(check_all, replace(program(ONE), vocabulary=0)))
 
 
 def test_ranks_that_meet_in_two_orders_never_finish():

@@ -12,7 +12,7 @@ import pytest
 from tests.jobs import job, write_job
 from tests.refusals import refused
 from zbc.compiler.check import check_graph
-from zbc.compiler.check.complete import complete_problems
+from zbc.compiler.check.faults import op_faults
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.partition.replicas import Problem, joined, length, plans
@@ -92,7 +92,7 @@ def test_orders_are_proven(replicas, m, slices):
     costs = Costs.uniform(placement, comm=random.Random(m).choice([0.0, 0.3]))
     program = replicated(replicas, m).make(Request(sum(replicas), m, costs=costs, slices=slices))
     context = Context(program, costs)
-    assert not [*complete_problems(context.graph)]
+    assert not [*op_faults(context.graph)]
     check_graph(context.graph)
     for s, r in enumerate(replicas):
         for rank in range(sum(replicas[:s]), sum(replicas[: s + 1])):

@@ -16,7 +16,7 @@ from zbc.compiler import recall
 from zbc.compiler.adapting import adapter_report
 from zbc.compiler.check import check_graph
 from zbc.compiler.check.asked import missing_problems
-from zbc.compiler.check.complete import complete_problems
+from zbc.compiler.check.faults import op_faults
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import RECOMPUTE, check_host, check_memory, fullest_device, hint_of, ways
@@ -433,7 +433,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     try:
         job, before, unequal = numbered(job, table, budget)
         found = freezes(job, before, table)
-        raise_found(complete_problems(found.compute.graph))  # passes and the simulator rely on it; plugins may be wrong
+        raise_found(op_faults(found.compute.graph))  # passes and the simulator rely on it; plugins may be wrong
         found.compute.forget()
         program = found.complete.program
     except ZbcError as error:

@@ -9,11 +9,10 @@ never comes.
 
 from __future__ import annotations
 
-from zbc.compiler.check.complete import check_complete, complete_problems
 from zbc.compiler.check.deadlock import check_deadlock, deadlock_problems, survives_blocking_sends
 from zbc.compiler.check.device import Survival, survival
+from zbc.compiler.check.faults import check_complete, check_pairing, message_faults, op_faults
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.pairing import check_pairing, pairing_problems
 from zbc.compiler.check.versions import check_steps
 from zbc.compiler.graph import Graph, build
 from zbc.ir import Program
@@ -43,5 +42,5 @@ def check_graph(graph: Graph) -> None:
     if graph.cyclic is not None:
         check_steps(graph.cyclic)
         return
-    for problems in (complete_problems, pairing_problems, deadlock_problems):
+    for problems in (op_faults, message_faults, deadlock_problems):
         raise_found(problems(graph))

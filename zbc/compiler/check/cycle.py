@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from zbc.compiler.check.complete import late_reads
+from zbc.compiler.check.faults import late_reads
 from zbc.compiler.graph import Graph
 from zbc.ops import Kind
 

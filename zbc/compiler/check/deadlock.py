@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.compiler.check import names
-from zbc.compiler.check.complete import late_writers
+from zbc.compiler.check.faults import late_writers
 from zbc.compiler.check.found import SHOWN, raise_found
 from zbc.compiler.graph import FREED, Graph, build, happens, run
 from zbc.errors import ZbcError

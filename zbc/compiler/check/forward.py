@@ -6,8 +6,8 @@ from collections import Counter
 from itertools import product
 
 from zbc.compiler.check.deadlock import deadlock_problems
+from zbc.compiler.check.faults import message_faults
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.pairing import pairing_problems
 from zbc.compiler.graph import build
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import Op, Program, forward
@@ -31,7 +31,7 @@ def check_forward(program: Program) -> None:
     problems += _words(program) if program.vocabulary else []
     raise_all(problems)
     graph = build(program)
-    for check in (pairing_problems, deadlock_problems):
+    for check in (message_faults, deadlock_problems):
         raise_found(check(graph))
 
 

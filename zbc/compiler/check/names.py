@@ -3,50 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from zbc.compiler.graph import FAR, CellKey, Graph
 from zbc.ir import Message, Op
-from zbc.ops import VALUES, Kind, Lane, Ref
+from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope
+
+number = [*Kind].index
+
+
+class Home(NamedTuple):
+    """An op and the rank it is of; -1 for an op of a stage's unit, which has one rank."""
+
+    rank: int
+    op: Op
+
+
+def home(rank: int, op: Op) -> Home:
+    """The op as one of this rank, if others have the same; those of a unit on every rank are of no stage."""
+    scope = op.kind.row.scope
+    return Home(-1 if scope is Scope.UNIT else rank, op._replace(stage=0) if scope is Scope.EVERY else op)
+
+
+def place(one: Home) -> tuple[int, ...]:
+    """The place of an op among others: by pipe, stage and unit, then in the order of kinds."""
+    op = one.op
+    return op.pipe, op.stage, op.mb, op.slice, number(op.kind)
+
+
+def makers(g: Graph, key: CellKey, unit: int) -> list[Home]:
+    """The ops that could write a cell, whether or not the program has them; transfers aside."""
+    return [home for kind, row in _able(g) for ref in row.writes for home in _ops(g, kind, ref, key, unit, made=True)]
+
+
+def users(g: Graph, key: CellKey, unit: int) -> list[Home]:
+    """The ops that could free a cell, likewise."""
+    return [home for kind, row in _able(g) for ref in row.frees for home in _ops(g, kind, ref, key, unit, made=False)]
 
 
 def maker(g: Graph, cell: int) -> Op:
     """The op that writes a cell, whether or not the program has it. If several kinds could, one that the program
     uses."""
     key, unit = g.layout.key_of(cell)
-    if key.end == FAR and VALUES[key.what].scope == "edge" and g.layout.explicit:
+    if key.end == FAR and travels(g, key) and g.layout.explicit:
         return transfer(g, key.what, key.home, key.place, unit, sends=False)
-    kinds = [kind for kind, row in g.layout.rows.items() if row.lane is not Lane.LINK and _has(row.writes, key.what)]
-    return _op(g, chosen(g, kinds), key, unit, made=True)
+    ops = [home.op for home in makers(g, key, unit)]
+    return next((op for op in ops if op.kind in g.layout.kinds), ops[-1])
 
 
-def user(g: Graph, cell: int) -> Op:
-    """The op that frees a cell, whether or not the program has it."""
-    key, unit = g.layout.key_of(cell)
-    kinds = [kind for kind, row in g.layout.rows.items() if row.lane is not Lane.LINK and _has(row.frees, key.what)]
-    return _op(g, chosen(g, kinds), key, unit, made=False)
+def travels(g: Graph, key: CellKey) -> bool:
+    """Whether a value goes to another rank."""
+    return VALUES[key.what].scope == "edge" and g.layout.crosses(key.home, key.place)
 
 
-def chosen(g: Graph, kinds: list[Kind]) -> Kind:
-    """One of these kinds that the program uses, or the last of them."""
-    return next((kind for kind in kinds if kind in g.layout.kinds), kinds[-1])
+def _able(g: Graph) -> Iterator[tuple[Kind, Row]]:
+    """The kinds that a program of these features and this end of a step may have."""
+    closing = {kind.row.closes for kind in g.layout.kinds} | {""}
+    for kind, row in g.layout.rows.items():
+        closes = row.closes in closing or closing == {""}
+        if row.lane is not Lane.LINK and closes and (not row.feature or row.feature in g.layout.features):
+            yield kind, row
 
 
-def _has(refs: tuple[Ref, ...], what: str) -> bool:
-    return any(ref.what == what for ref in refs)
-
-
-def _op(g: Graph, kind: Kind, key: CellKey, unit: int, *, made: bool) -> Op:
-    scope = VALUES[key.what].scope
+def _ops(g: Graph, kind: Kind, ref: Ref, key: CellKey, unit: int, *, made: bool) -> Iterator[Home]:
+    """The op of a kind whose reference is to a cell; none if the reference is to another value."""
+    if ref.what != key.what:
+        return
+    layout, scope = g.layout, VALUES[key.what].scope
+    mb, part = divmod(unit, layout.slices)
     if scope == "rank":
-        return Op(kind, 0)
-    if scope == "stage":
-        return Op(kind, key.place)
-    mb, part = divmod(unit, g.layout.slices)
-    stage = key.place
-    if scope == "edge":
-        source, sink = g.layout.edges[key.place]
-        stage = source if (key.what == "act") is made else sink
-    return Op(kind, stage, mb, key.home, part)
+        yield Home(key.home, Op(kind, 0))
+    elif scope == "stage":
+        yield Home(key.home, Op(kind, key.place))
+    elif scope == "share":
+        wide = kind.row.scope is Scope.EVERY
+        stages = [0] if wide else [s for s in range(layout.stages) if layout.is_at(ref.at, key.home, s, kind.row)]
+        yield from (Home(key.home if wide else -1, Op(kind, s, mb, 0, part)) for s in stages)
+    else:
+        source, sink = layout.edges[key.place] if scope == "edge" else (key.place, key.place)
+        part += made and ref.at is At.EARLIER  # made for the slice before the op's own
+        yield Home(-1, Op(kind, source if (key.what == "act") is made else sink, mb, key.home, part))
+
+
+def op_of(g: Graph, node: int, cell: int | None = None) -> int:
+    """The op that wrote a value as this node; -1 for none: a message, or a value that exists from the start."""
+    op = node if node < len(g.ops) else g.met.get(node, (-1,))[0]
+    if cell is None or cell < 0 or op < 0:
+        return op
+    what = g.layout.key_of(cell)[0].what
+    return op if any(ref.what == what for ref in g.layout.rows[g.ops[op].kind].writes) else -1
 
 
 def transfer(g: Graph, what: str, pipe: int, edge: int, unit: int, *, sends: bool) -> Op:
@@ -62,13 +107,6 @@ def ends(g: Graph, message: int) -> tuple[Op, Op]:
     meaning, unit = g.layout.meaning(message)
     both = (transfer(g, meaning.what, meaning.home, meaning.edge, unit, sends=sends) for sends in (True, False))
     return next(both), next(both)
-
-
-def travelling(g: Graph) -> Iterator[int]:
-    """Yields the messages between stages, i.e. of values on edges."""
-    for (_, message), base, stop in zip(g.layout.channels, g.layout.firsts, g.layout.stops, strict=True):
-        if message.edge >= 0:
-            yield from range(base, stop)
 
 
 def rank_of(g: Graph, op: Op) -> int:

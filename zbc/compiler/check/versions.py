@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.deadlock import deadlock_problems
+from zbc.compiler.check.faults import message_faults, op_faults
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.pairing import pairing_problems
 from zbc.compiler.graph import build, of_steps
 from zbc.compiler.graph.graph import run
 from zbc.errors import ZbcError
@@ -35,7 +34,7 @@ def check_steps(program: Program) -> None:
     """Raise all problems of the first failing check: E202, E205, E206, E210, then E203, E204, then E201."""
     raise_found(version_problems(program))
     graph = of_steps(program, ROW)
-    for problems in (complete_problems, pairing_problems, deadlock_problems):
+    for problems in (op_faults, message_faults, deadlock_problems):
         raise_found(problems(graph))
     raise_found(_stops(program))
 

@@ -1,7 +1,7 @@
 """A program as integers, made once from the rows of its ops: dependencies for the proof, the clock, memory."""
 
 from zbc.compiler.graph.graph import MESSAGE, Graph, Mixed, happens, reads, run
-from zbc.compiler.graph.layout import EMPTY, FAR, FREED, CellKey, Channel, members
+from zbc.compiler.graph.layout import EMPTY, FAR, FREED, CellKey, Channel, EdgeValue, members
 from zbc.compiler.graph.walk import build, of_steps
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "MESSAGE",
     "CellKey",
     "Channel",
+    "EdgeValue",
     "Graph",
     "Mixed",
     "build",
