@@ -15,6 +15,7 @@ from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import curve, over_time, peaks
 from zbc.compiler.partition.initial import initial
+from zbc.compiler.report.report import ABSENT
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
@@ -133,6 +134,10 @@ def test_the_memory_curve_reaches_the_peak_and_ends_empty(name):
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h2", "zb-v"])
 def test_memory_over_time_by_category_peaks_where_the_report_says(kind):
     found = compile_job(job(kind=kind), budget=0.0)
+    assert found.report.copied is None and not {*ABSENT} & {*found.report}
+    assert found.report.peak_bytes == max(rank.peak_bytes for rank in found.report.per_rank)
+    with pytest.raises(AttributeError, match="no such fact: peak_byte"):
+        _ = found.report.peak_byte
     for rank, told in enumerate(found.report.per_rank):
         held = list(over_time(found.timeline, found.program, rank, found.costs))
         assert [entry.ms for entry in held] == sorted(entry.ms for entry in held)

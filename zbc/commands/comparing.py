@@ -32,7 +32,7 @@ from zbc.text import GIB, aligned, percent, short, wrap
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from zbc.compiler.report.report import CutReport, Report
+    from zbc.compiler.report.report import Facts, Report
     from zbc.compiler.whatif.compare import ComparedPlan
     from zbc.compiler.whatif.crossings import Candidate, Crossing
 
@@ -487,13 +487,13 @@ def _cuts(rows: Sequence[ComparedPlan]) -> Iterator[str]:
         yield line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
 
 
-def _uneven(cut: CutReport) -> bool:
+def _uneven(cut: Facts) -> bool:
     """Whether a stage recomputes, or the numbers of blocks per stage differ by more than one."""
     blocks = [sum(name not in ("embed", "head") for name in stage.layers) for stage in cut.stages]
     return max(blocks) - min(blocks) > 1 or any(stage.recompute or stage.selective for stage in cut.stages)
 
 
-def _counts(cut: CutReport) -> str:
+def _counts(cut: Facts) -> str:
     """`10 8x2 2`: layers of each stage, runs of equal numbers joined."""
     counts = [
         f"{len(stage.layers)}{'r' if stage.recompute else 's' if stage.selective else ''}" for stage in cut.stages

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from zbc.compiler.check import Survival
     from zbc.compiler.compile import Compiled
-    from zbc.compiler.report.report import AdapterReport, FreezeReport, RankReport, Report, StepsReport, UnequalReport
+    from zbc.compiler.report.report import Facts, Report
     from zbc.compiler.whatif.others import Other, Others
     from zbc.compiler.whatif.sharing import Sharing
     from zbc.compiler.whatif.why import Path, WhatIf
@@ -178,7 +178,7 @@ def _words(words: Sharing, compiled: Compiled, *, hint: bool) -> Iterator[str]:
         yield f'parallel.vocabulary = "{words.other}"'
 
 
-def _freezing(found: FreezeReport, ms: float, after: int) -> Iterator[str]:
+def _freezing(found: Facts, ms: float, after: int) -> Iterator[str]:
     """The gain of freezing, and the share of weight gradients that it leaves out."""
     change = f"{100 * (ms / found.unfrozen_ms - 1):+.1f}%" if found.unfrozen_ms > 0 else "+0.0%"
     yield f"makespan {short(ms)} ms instead of {short(found.unfrozen_ms)} ms ({change}),"
@@ -188,7 +188,7 @@ def _freezing(found: FreezeReport, ms: float, after: int) -> Iterator[str]:
     yield f"from step {after + 1} on layers rest in turn: this is another training"
 
 
-def _adapter(found: AdapterReport, ms: float, ranks: Sequence[RankReport]) -> Iterator[str]:
+def _adapter(found: Facts, ms: float, ranks: Sequence[Facts]) -> Iterator[str]:
     """The number of trained parameters, and the saved time and memory."""
     share = f" ({percent(found.trained / found.whole)})" if found.whole else ""
     yield f"rank {found.rank}: {found.trained:,} of {found.whole:,} parameters train{share}"
@@ -199,7 +199,7 @@ def _adapter(found: AdapterReport, ms: float, ranks: Sequence[RankReport]) -> It
         yield f"memory at most {size(max(held))}; {size(found.whole_bytes)} if all weights trained"
 
 
-def _unequal(found: UnequalReport) -> Iterator[str]:
+def _unequal(found: Facts) -> Iterator[str]:
     """The order of unequal microbatches, and the time gained by an order that knows their lengths."""
     order = "as given" if found.tokens == found.given else "renumbered"
     yield f"microbatches 0 to {len(found.tokens) - 1}, {order}, have rows of"
@@ -209,7 +209,7 @@ def _unequal(found: UnequalReport) -> Iterator[str]:
     yield f"{short(found.ms)} ms by the objective; {', '.join(times)}"
 
 
-def _flushless(found: StepsReport) -> Iterator[str]:
+def _flushless(found: Facts) -> Iterator[str]:
     """The gain of steps without a flush, and the note that they change the training."""
     change = f"{100 * (found.flush_ms / found.period_ms - 1):+.1f}%" if found.period_ms > 0 else "+0.0%"
     yield f"none between steps: {short(found.period_ms)} ms each; with one {short(found.flush_ms)} ms ({change})"
@@ -564,8 +564,11 @@ _BYTES = {
 
 def _slices_note(report: Report) -> Iterator[str]:
     yield "of a microbatch; F, B, W: ms through all stages"
-    yield f"the slowest takes {report.slice_balance:.4f} times the mean"
+    from zbc.compiler.report.report import slice_ms
     from zbc.compiler.schedules import SCHEDULES
+
+    ms = [*map(slice_ms, report.slices)]
+    yield f"the slowest takes {max(ms) * len(ms) / sum(ms) if sum(ms) else 1.0:.4f} times the mean"
 
     card = SCHEDULES.get(report.schedule)
     if card is not None and card.sliced:
@@ -577,7 +580,10 @@ def _slices_note(report: Report) -> Iterator[str]:
 
 def _slices(report: Report) -> RenderableType:
     """One row per slice."""
-    times = [aligned([getattr(part, key) for part in report.slices]) for key in ("f_ms", "b_ms", "w_ms", "ms")]
+    from zbc.compiler.report.report import slice_ms
+
+    times = [aligned([part[key] for part in report.slices]) for key in ("f_ms", "b_ms", "w_ms")]
+    times.append(aligned([*map(slice_ms, report.slices)]))
     named = ((str(j), str(part.begin), str(part.tokens)) for j, part in enumerate(report.slices))
     heads = ["slice", "from", "tokens", "F", "B", "W", "all"]
     rows = [(*names, *cells) for names, cells in zip(named, zip(*times, strict=True), strict=True)]
@@ -586,6 +592,8 @@ def _slices(report: Report) -> RenderableType:
 
 def _cut_note(compiled: Compiled) -> Iterator[str]:
     """The loss of the partition against perfect balance, and how it was found."""
+    from zbc.compiler.report.report import loss
+
     report, cut = compiled.report, compiled.report.cut
     times = aligned([cut.busiest_ms, cut.balanced_ms])
     unit, _ = _stage_unit(report)
@@ -595,7 +603,7 @@ def _cut_note(compiled: Compiled) -> Iterator[str]:
     else:
         yield "F, B, W: ms of a microbatch"
     busy = f"rank {cut.busiest_rank} is busy for {times[0]} ms"
-    yield f"{busy}, {percent(cut.loss)} above perfect balance ({times[1]} ms)"
+    yield f"{busy}, {percent(loss(cut))} above perfect balance ({times[1]} ms)"
     if cut.all_tried:
         yield f"no other partition is better for this schedule ({cut.tried} simulated)"
     elif cut.tried > 1:

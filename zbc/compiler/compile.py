@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -87,7 +87,7 @@ class Compiled:
     def settled_ms(self) -> float:
         """ms of a step with its optimizer in steady state."""
         ahead = self.report.ahead_ms if self.job.optimizer.sync != "before-step" else None
-        return self.report.barrier_ms if ahead is None else ahead
+        return float(self.report.barrier_ms if ahead is None else ahead)
 
     @property
     def sequences(self) -> int:
@@ -447,35 +447,36 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     chosen = report.Chosen(layers, as_ordered(job, found).memory, found.tried, found.all_tried, cuts_of(job))
-    summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
-    without = None if job.freeze.most else ahead  # frozen layers need the barrier
-    steps = _steps(job, program, ahead, barrier) if program.flushless else None
-    took = time.perf_counter() - began
-    limits = limits_of(job, found.name, found.costs)
-    freezing = freeze_report(job, before, found)
-    summary = replace(
-        summary,
+    summary = report.build(
+        program,
+        found.costs,
+        timeline,
+        memory,
+        found.bounds,
+        found.name,
+        chosen,
         barrier_ms=barrier,
-        ahead_ms=without,
-        steady_state_ms=ahead if program.flushless else summary.steady_state_ms,
-        limits=limits,
-        compile_seconds=took,
-        freezing=freezing,
+        ahead_ms=None if job.freeze.most else ahead,  # frozen layers need the barrier
+        limits=report.told(**asdict(limits_of(job, found.name, found.costs))),
+        freezing=freeze_report(job, before, found),
         adapter=adapter_report(job, found),
         unequal=unequal,
-        flushless=steps,
+        **(_steps(job, program, ahead, barrier) if program.flushless else {}),
     )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
-    return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))
+    took, rates = time.perf_counter() - began, compiled.rates(compiled.settled_ms)
+    return replace(compiled, report=summary.having(compile_seconds=took, rates=rates))
 
 
-def _steps(job: Job, program: Program, period: float, flush: float) -> report.StepsReport:
-    """Gains of steps without a flush, and the delay of gradients."""
+def _steps(job: Job, program: Program, period: float, flush: float) -> report.Facts:
+    """ms of steps without a flush and of those with one between any two; the staleness of each stage's gradients in
+    steps of the stage, and whether each stage steps on its own, several times in a step of the training."""
     alone = job.optimizer.sync == "asynchronous"
     late = {stage: most for ops in program.ranks for stage, most in lateness(ops).items()}
-    delay = [late[stage] if alone else 1 for stage in range(program.placement.stages)]
-    return report.StepsReport(period, flush, tuple(delay), alone)
+    delay = tuple(late[stage] if alone else 1 for stage in range(program.placement.stages))
+    steps = report.told(period_ms=period, flush_ms=flush, delay=delay, alone=alone)
+    return report.told(steady_state_ms=period, flushless=steps)
 
 
 def _unknown(job: Job, compiled: Compiled) -> bool:

@@ -9,7 +9,7 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.partition.limits import bounds_of
 from zbc.compiler.partition.setup import Ordered, freezing_refused
 from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage, trained
-from zbc.compiler.report.report import FreezeReport
+from zbc.compiler.report.report import Facts, told
 from zbc.compiler.sim.bounds import Bounds
 from zbc.ir import Op
 from zbc.job.spec import Job
@@ -39,15 +39,15 @@ def _bounds(job: Job, found: Ordered) -> Bounds:
     return replace(least, makespan=max(least.makespan, busiest), span=max(least.span, busiest))
 
 
-def freeze_report(job: Job, before: Ordered, found: Ordered) -> FreezeReport | None:
-    """The frozen shares, and the gain over the order as it was `before`."""
+def freeze_report(job: Job, before: Ordered, found: Ordered) -> Facts | None:
+    """The frozen shares of weight gradients, and ms of the order as it was `before`, and if each op skips `most`."""
     if not job.freeze.most:
         return None
     program, plain = found.complete.program, before.complete
-    return FreezeReport(
-        job.freeze.most,
-        frozen(program),
-        tuple(frozen_by_stage(program)),
-        plain.timeline.makespan,
-        alike(plain, job.freeze.most),
+    return told(
+        most=job.freeze.most,
+        frozen=frozen(program),  # mean over all ops that have weight gradients
+        by_stage=tuple(frozen_by_stage(program)),
+        unfrozen_ms=plain.timeline.makespan,
+        alike_ms=alike(plain, job.freeze.most),
     )

@@ -17,7 +17,7 @@ from itertools import combinations
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.partition.limits import bounds_of, limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered, finished, over_of
-from zbc.compiler.report.report import UnequalReport
+from zbc.compiler.report.report import Facts, told
 from zbc.compiler.seating import seated
 from zbc.errors import ZbcError
 from zbc.ir import Program
@@ -31,9 +31,7 @@ INF = float("inf")
 Numbers = tuple[int, ...]  # microbatch -> which of the given ones it is
 
 
-def numbered(
-    job: Job, table: Sequence[estimate.Layer], budget: float | None
-) -> tuple[Job, Ordered, UnequalReport | None]:
+def numbered(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> tuple[Job, Ordered, Facts | None]:
     """The job with its microbatches numbered and its ranks ordered, its order of ops, and a report on unequal
     microbatches. Raises like `order`."""
     if not job.tokens:
@@ -57,13 +55,13 @@ class _Chosen:
 
     job: Job
     order: Ordered
-    report: UnequalReport
+    report: Facts  # tokens of rows as numbered and as given, and ms of a step: see `_numbered`
     over: float
     found: Sequence[Ordered]
 
     @property
     def score(self) -> tuple[float, float]:
-        return self.over, self.report.ms
+        return self.over, float(self.report.ms)
 
 
 def _rivals(job: Job, found: Sequence[Ordered]) -> Iterator[Job]:
@@ -98,8 +96,13 @@ def _numbered(job: Job, table: Sequence[estimate.Layer], budget: float | None) -
         chosen = job.with_tokens([job.tokens[k] for k in numbers])
         if numbers != tuple(range(len(numbers))):
             best = _again(chosen, best, table, budget)
-    even_ms = as_given[-1] if alike is not None else None
-    report = UnequalReport(chosen.tokens, job.tokens, best.step_ms(chosen), as_given[0], even_ms)
+    report = told(
+        tokens=chosen.tokens,
+        given=job.tokens,
+        ms=best.step_ms(chosen),
+        given_ms=as_given[0],  # with the given numbers
+        alike_ms=as_given[-1] if alike is not None else None,  # with these, in the order for equal lengths, if it fits
+    )
     return _Chosen(chosen, best, report, over_of(chosen, best), found)
 
 

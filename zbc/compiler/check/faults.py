@@ -255,10 +255,8 @@ class _Missing:
             cells = layout.cells[base : base + layout.widths[key]]
             if key.what == "part":
                 made[key.place] = [count + (w >= 0) for count, w in zip(made[key.place], cells, strict=True)]
-            elif (
-                not (VALUES[key.what].stays or key.end == FAR or names.travels(g, key)) and max(cells, default=-1) >= 0
-            ):
-                for unit, w in enumerate(cells):
+            elif not (VALUES[key.what].stays or key.end == FAR or names.travels(g, key)):
+                for unit, w in enumerate(cells) if max(cells, default=-1) >= 0 else ():
                     if w >= 0 and base + unit not in later and (i := names.op_of(g, w)) not in self.spare:
                         self.open.append(_Need(key, unit, made=False, seen=i))
         if pipes == 1 and all(0 not in counts for counts in made):
@@ -378,9 +376,9 @@ _WHOLE, _HALVES = round_trip(split=False)[1:], round_trip(split=True)[1:]
 
 
 def _bare(g: Graph, need: _Need) -> ZbcError:
-    what = VALUES[need.key.what].text
+    what, who = VALUES[need.key.what].text, g.ops[need.seen] if need.seen >= 0 else "a step"
     text = f"lacks {what}, which is used up before" if need.made else f"leaves {what}"
-    return ZbcError("E202", f"program: {g.ops[need.seen]} {text}", where=g.where(need.seen), hint="drop it")
+    return ZbcError("E202", f"program: {who} {text}", where=g.where(max(need.seen, 0)), hint="drop it, or plan again")
 
 
 def _nowhere(mb: int) -> ZbcError:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.report.report import MemoryLimits
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.sim.bounds import Bounds, bounds, with_sums, without_a_flush
@@ -124,6 +123,15 @@ def _same(costs: Costs, counted: Costs) -> bool:
     """Whether units are shares of bytes."""
     names = [(costs.units(name), counted.units(name)) for name in costs.size]
     return all(abs(a - b) <= 1e-9 for pair in names for a, b in zip(*pair, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """Limits of a rank: activations in units and in bytes, and bytes of everything; None for no such limit."""
+
+    activation_units: float | None
+    activation_bytes: float | None
+    device_bytes: float | None
 
 
 def limits_of(job: Job, schedule: str, costs: Costs | None) -> MemoryLimits:

@@ -183,7 +183,7 @@ def beside_baseline(rows: Sequence[ComparedPlan], plan: Planner) -> Iterator[Com
         base = bases[row.settings]
         ms = None if base.report is None else base.settled_ms / base.sequences
         made = replace(row, baseline_ms=ms)
-        yield replace(made, report=replace(row.report, speedup_over_1f1b=made.speedup))
+        yield replace(made, report=row.report.having(speedup_over_1f1b=made.speedup))
 
 
 def _held(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> float:
@@ -191,7 +191,7 @@ def _held(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> float:
     if one.report is None:
         return 0.0
     sized = all(row.report is None or row.report.bytes_known for row in rows)
-    return one.report.peak_bytes if sized else one.report.peak_activation_units
+    return float(one.report.peak_bytes if sized else one.report.peak_activation_units)
 
 
 def _undominated(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> bool:
