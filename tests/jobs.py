@@ -39,7 +39,7 @@ def toml_text(**changes: object) -> str:
     A factory's job has only those sizes of BASE that its data need; values of None are left out.
     """
     tables = {name: dict(table) for name, table in BASE.items()}
-    if ":" in changes.get("model", {}).get("family", ""):  # type: ignore[attr-defined]
+    if ":" in (changes.get("model", {}).get("family") or ""):  # type: ignore[attr-defined]
         del tables["model"]["hidden"], tables["model"]["heads"]
     short = {
         "layers": ("model", "layers"),

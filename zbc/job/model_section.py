@@ -17,6 +17,7 @@ from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
 
 BUILTIN = ("gpt", "llama")
+TRANSFORMERS = "zbc.training.models.transformers:layers"  # the factory of models of transformers (hfmodel.py)
 Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale")
@@ -228,7 +229,10 @@ class Model(Section):
     )
     tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
     pretrained: str | None = Field(
-        None, description="a Hugging Face folder to take the weights from: GPT-2, Llama or one of its variants"
+        None, description="a Hugging Face folder to take the weights from; without family: the model of transformers"
+    )
+    config: str | None = Field(
+        None, description="a config.json: the model as transformers builds it, without weights; in place of family"
     )
     stands_for: str | None = Field(
         None, description="the model whose sizes these are, about: layers of it are missing, so it is planned, not run"
@@ -442,6 +446,8 @@ def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
     if not model.builtin and not FACTORY.fullmatch(model.family):  # another rule rejects the family
         return
     for key in foreign(model):
+        if key == "pretrained" and model.family == TRANSFORMERS:
+            continue
         if document.has(("model", key)) and (key not in _PLAIN or asks(model, key)):
             text = f"config: model.{key} is not for family {model.family}"
             hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"

@@ -14,7 +14,7 @@ import tomli
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
-from zbc.job import gpu, links, toml, world
+from zbc.job import gpu, hfmodel, links, toml, world
 from zbc.job import profile as profiles
 from zbc.job.adapter import Adapter as Adapter
 from zbc.job.job import Draft as Draft
@@ -69,7 +69,7 @@ def gathered(
         place: dict[toml.KeyPath, str] = {("costs", "profile"): f"--profile {profile}"}
         named = {"costs": {"profile": str(profile)}}
         document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
-    return gpu.filled(document)
+    return hfmodel.filled(gpu.filled(document))
 
 
 def drafted(document: toml.Document) -> Draft:

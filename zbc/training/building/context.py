@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.job import spec
+from zbc.job import spec, userobject
+from zbc.job.model_section import TRANSFORMERS
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.bundle import Ways
 from zbc.runtime.core.state import Work
@@ -32,6 +33,8 @@ from zbc.training.models.shared_words import table_sizes, trunk
 from zbc.training.probing.shapes import Shapes, derive
 
 LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: unchanged
+
+_FILL = "zbc.training.models.hfweights:fill"  # imports transformers
 
 _Section = TypeVar("_Section", bound=spec.Section)
 
@@ -82,9 +85,11 @@ def section(section: type[_Section], values: Any) -> _Section:
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:
     """The layers of a plan, with pretrained weights and adapters if it has them."""
+    foreign = settings.model.family == TRANSFORMERS
     plans = model.layers(settings.model, settings.train.seed)
     if settings.pretrained is not None:
-        plans = pretrained.fill(plans, settings.model, Path(settings.pretrained))
+        fill = userobject.load(_FILL, "the reader of weights") if foreign else pretrained.fill
+        plans = fill(plans, settings.model, Path(settings.pretrained))
     return adapters.adapted(plans, settings.adapter, settings.model)
 
 

@@ -91,7 +91,7 @@ def softmax(logits: Tensor) -> Tensor:
     return logits.softmax(-1)
 
 
-def _lowered(rows: Tensor) -> Tensor:
+def lowered(rows: Tensor) -> Tensor:
     """Rows in the type in which experts read them, and in which they are sent to other ranks and saved."""
     kind = rows.device.type
     lower = torch.is_autocast_enabled(kind) and rows.dtype is torch.float32
@@ -160,7 +160,7 @@ class Experts(nn.Module):
             tell_load(self.place, counts)
         all_x = self.enter(own)
         given, weights = all_x.flatten(0, -2), self.meet(weights)
-        met = self.swaps.dispatch(given, chosen, weights, counts, _lowered)
+        met = self.swaps.dispatch(given, chosen, weights, counts, lowered)
         y = self.swaps.combine(met, self.experts)
         tokens, shape = len(likely), all_x.shape
         if self.fold is not None:  # from here on all tokens of this rank, of which it has routed a share

@@ -22,19 +22,25 @@ from torch import Tensor
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.host.linefile import replace_text
-from zbc.job import hfconfig
+from zbc.job import hfconfig, userobject
 from zbc.job.hfnames import HEAD, parts
+from zbc.job.model_section import TRANSFORMERS
 from zbc.job.spec import Model
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights, safetensors
 
 _POSITIONS = "embed.positions.weight"
+_WRITE = "zbc.training.models.hfweights:tensors_of"  # imports transformers
 _BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # tokenizers, templates, generation config
 
 
 def check_target(folder: Path, model: Model) -> None:
     """Checks before training that `write_shard` will work. Raises E524 (no counterpart), E525 (files exist), E610."""
-    hfconfig.config_of(model)
+    _config_of(model)
     make_folder(folder, (hfconfig.CONFIG, INDEX, SINGLE))
+
+
+def _config_of(model: Model) -> dict[str, Any]:
+    return dict(model.args["config"]) if model.family == TRANSFORMERS else hfconfig.config_of(model)
 
 
 def make_folder(folder: Path, names: Iterable[str]) -> None:
@@ -62,6 +68,9 @@ def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | No
 
     `source`: the folder of the initial weights, from whose longer table of positions the remaining rows are taken.
     """
+    if model.family == TRANSFORMERS:
+        written: dict[str, Tensor] = userobject.load(_WRITE, "the writer of weights")(model, parameters, source)
+        return written
     found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if name == _POSITIONS and source is not None:
@@ -105,10 +114,14 @@ def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path 
     places = {name: shard["file"] for shard in known for name in shard["tensors"]}
     total = sum(shard["bytes"] for shard in known)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    config, said = hfconfig.config_of(model), list[str]()
+    config, said = _config_of(model), list[str]()
+    types = {name for shard in known for name in shard["types"]}
+    dtype = types.pop() if len(types) == 1 else "float32"
+    if model.family == TRANSFORMERS:
+        config = {**config, ("torch_dtype" if "torch_dtype" in config else "dtype"): dtype}
     if source is not None:
-        before, types = hfconfig.read_config(source), {name for shard in known for name in shard["types"]}
-        config = hfconfig.config_from(before, model, types.pop() if len(types) == 1 else "float32")
+        before = hfconfig.read_config(source)
+        config = config if model.family == TRANSFORMERS else hfconfig.config_from(before, model, dtype)
         said = [*_differences(before, config, source), *_copy_beside(source, folder)]
     for name, content in ((hfconfig.CONFIG, config), (INDEX, index)):
         write_json(folder, name, content)

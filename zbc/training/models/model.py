@@ -161,7 +161,8 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
         raise ZbcError("E506", text, hint=f"set model.layers = {len(found)} and plan again")
     _refuse_shared(found, [_ties(model, i) for i in range(len(found))])
     return [
-        LayerPlan(f"layers.{i}", _builder(item), ties=_ties(model, i), compiles=True) for i, item in enumerate(found)
+        LayerPlan(f"layers.{i}", _builder(item), getattr(item, "like", None), ties=_ties(model, i), compiles=True)
+        for i, item in enumerate(found)
     ]
 
 

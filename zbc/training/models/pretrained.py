@@ -85,9 +85,7 @@ class Weights:
 
     def _copy(self, target: Tensor, tensor: Tensor, name: str) -> None:
         if target.shape != tensor.shape or not tensor.is_floating_point():
-            found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            text = f"model: {name} in {self._files[name]} is {found}, the model needs {list(target.shape)}"
-            raise ZbcError("E523", text, hint="config.json and the weights belong to different models")
+            raise misfit(name, self._files[name], tensor, target)
         target.copy_(tensor)
 
     def _parts(self, parameter: str) -> list[TensorRows]:
@@ -103,7 +101,7 @@ class Weights:
                 tensor: Tensor = file.get_tensor(part.name)
                 return tensor
         except Exception as error:  # safetensors raises types of its own, and OSError
-            raise _damaged(path, error) from error
+            raise damaged(path, error) from error
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -118,7 +116,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         except ZbcError:
             raise
         except Exception as error:
-            raise _damaged(single, error) from error
+            raise damaged(single, error) from error
     pickled = sorted(folder.glob("*.bin"))
     hint = "name a folder with model.safetensors, or with model.safetensors.index.json and what it lists"
     if pickled:
@@ -133,7 +131,7 @@ def _indexed(index: Path) -> dict[str, Path]:
     except OSError as error:
         raise ZbcError("E520", f"model: cannot read {index}: {error.strerror}") from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(index, error) from None
+        raise damaged(index, error) from None
     for file in sorted(set(files.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):
             text = f"model: {index} names {file!r}, which is no .safetensors file of its folder"
@@ -143,7 +141,14 @@ def _indexed(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in files.items()}
 
 
-def _damaged(path: Path, error: BaseException) -> ZbcError:
+def misfit(name: str, file: Path, tensor: Tensor, target: Tensor) -> ZbcError:
+    """E523 for a tensor of another shape than the model's."""
+    found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    text = f"model: {name} in {file} is {found}, the model needs {list(target.shape)}"
+    return ZbcError("E523", text, hint="config.json and the weights belong to different models")
+
+
+def damaged(path: Path, error: BaseException) -> ZbcError:
     details = [f"{type(error).__name__}: {error}"[:200]]
     return ZbcError("E523", f"model: {path} is damaged or cut off", details=details, hint="fetch it again")
 

@@ -1,0 +1,166 @@
+"""Models of transformers as themselves: losses and steps of transformers' own, under every feature that layers have."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from tests.jobs import write_job
+from tests.threads import run_threads, scaled
+from tests.tiers import few
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.memory.per_rank import peaks
+from zbc.plan.directory import StoredPlan
+from zbc.runtime.core.answers import primary
+from zbc.training.building.context import Settings
+from zbc.training.models.stacks import stacks_of, unstacked
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import transformers
+
+from zbc.training.models import hfweights
+from zbc.training.models.transformers import config_of
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+TOKENS, RATE = 16, 0.5
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1}
+MOE = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 4}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+CONFIGS = {
+    "opt": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "bloom": {**SIZES, "n_layer": 4, "n_head": 4},
+    "qwen3": SIZES,
+    "gemma3_text": {**SIZES, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen3_moe": {**MOE, "num_experts": 4},
+    "glm4_moe": {**MOE, **GROUPS},
+    "deepseek_v3": {**MOE, **GROUPS, **LATENT, "num_key_value_heads": 4},
+    "gpt_oss": {**MOE, "num_local_experts": 4, "sliding_window": 5},
+    "qwen3_next": {**MOE, **LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "mamba": {**SIZES, "state_size": 4},
+}
+OURS = ("qwen3", "gemma3_text", "qwen3_moe")  # which zbc's own families compute, too
+
+
+def config(kind):
+    return {"model_type": kind, **CONFIGS[kind]}
+
+
+def compiled(folder, kind, *, pp=2, schedule="zb-h1", weights=None, **changes):
+    """A compiled job of a model: of its config.json, or of the folder with `weights`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(kind)))
+    named = {} if weights is None else {"pretrained": str(weights)}
+    if weights is None or kind in OURS:
+        named["config"] = str(folder / "config.json")
+    gone = dict.fromkeys(("family", "layers", "hidden", "heads", "vocab"))
+    tables = {"model": {**gone, **named, "seq_len": TOKENS, **changes.pop("model", {})}}
+    tables["optimizer"] = {"kind": "sgd", "lr": RATE, "weight_decay": 0.0} | changes.pop("optimizer", {})
+    if "slices" in changes:
+        changes["schedule"] = {"slices": changes.pop("slices")}
+    path = write_job(folder, **tables, m=4, pp=pp, kind=schedule, data={"kind": "synthetic"}, **changes)
+    return compile_job(load_job(path), budget=0.0, suggest=False)
+
+
+def plan_of(folder, kind, **how):
+    compiled(folder, kind, **how).write(folder / "plan")
+    return StoredPlan.read(folder / "plan")
+
+
+def trained(folder, kind, steps=1, **how):
+    return run_threads(plan_of(folder, kind, **how), steps)
+
+
+def numbers(workers):
+    return [(result.loss, result.grad_norm) for result in workers[-1].results]
+
+
+def written(workers, model, source=None):
+    """The weights of all ranks as the tensors of a folder."""
+    found = {}
+    for worker in workers:
+        parameters = dict(unstacked(primary(worker).items(), stacks_of(worker)))
+        found |= hfweights.tensors_of(model, parameters, source)
+    return found
+
+
+def peer(kind, folder=None):
+    """transformers' own model, in training."""
+    made = config_of(config(kind))
+    how = {"attn_implementation": "eager", "dtype": torch.float32}
+    model = transformers.AutoModelForCausalLM
+    torch.manual_seed(3)
+    found = model.from_config(made, **how) if folder is None else model.from_pretrained(folder, **how)
+    return found.train()
+
+
+def one_step(model, worker):
+    """The loss of a step of transformers' own model on the same microbatches."""
+    losses, count = [], worker.plan.manifest.microbatches
+    for mb in range(count):
+        ids, targets = worker.batches.inputs(0, mb), worker.batches.targets(0, mb)
+        logits = model(ids, use_cache=False).logits
+        losses.append(functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=RATE)
+    return loss.item()
+
+
+def tensors_in(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("kind", few(CONFIGS, ("opt", "deepseek_v3", "gpt_oss", "qwen3_next", "mamba")))
+def test_a_step_is_that_of_transformers_itself(kind, tmp_path):
+    """From a folder that transformers wrote, and back into one."""
+    theirs, source = peer(kind), tmp_path / "weights"
+    theirs.save_pretrained(source)
+    plan = plan_of(tmp_path, kind, weights=source)
+    workers = run_threads(plan, 1)
+    loss = one_step(theirs, next(worker for worker in workers if 0 in worker.stages))
+    assert workers[-1].results[0].loss == pytest.approx(loss, rel=1e-6)
+    ours = written(workers, Settings.of(plan.manifest).model, source)
+    theirs.save_pretrained(tmp_path / "after")
+    wanted = tensors_in(tmp_path / "after")
+    assert ours.keys() == wanted.keys()
+    before = tensors_in(source)
+    assert any((wanted[name] - before[name]).abs().max() > 1e-3 for name in wanted)
+    for name in wanted:
+        torch.testing.assert_close(
+            ours[name], wanted[name], rtol=1e-6, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "deepseek_v3"])
+def test_slices(kind, tmp_path):
+    whole = numbers(trained(tmp_path / "whole", kind, 2))
+    cut = numbers(trained(tmp_path / "cut", kind, 2, schedule="zb-h1", slices=2))
+    assert [n for pair in cut for n in pair] == pytest.approx([n for pair in whole for n in pair], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_replicas_share_out_experts(kind, tmp_path):
+    whole = numbers(trained(tmp_path / "whole", kind, 2, parallel={"dp": 2}))
+    shared = numbers(trained(tmp_path / "shared", kind, 2, parallel={"dp": 2, "ep": 2}))
+    assert [n for pair in shared for n in pair] == pytest.approx([n for pair in whole for n in pair], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "deepseek_v3"])
+def test_memory(kind, tmp_path):
+    made = compiled(tmp_path, kind)
+    made.write(tmp_path / "plan")
+    _, scales = scaled(StoredPlan.read(tmp_path / "plan"))
+    got = [scale.held.peak for scale in scales]
+    predicted = [rank.bytes for rank in peaks(made.program, made.costs)]
+    assert got == pytest.approx(predicted, rel=0.01)

@@ -1,0 +1,75 @@
+"""`[model]` of a job without a family: `pretrained = "FOLDER"`, or `config = "config.json"` for no weights.
+
+A folder that zbc's own families compute gets their keys, unless `config` says that transformers is to build it. Any
+other model is transformers' own, taken apart into layers (training/models/transformers.py): a factory whose argument is
+the content of config.json, so that a plan knows the model without the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from zbc.errors import ZbcError
+from zbc.job import hfconfig, userobject
+from zbc.job.model_section import TRANSFORMERS
+from zbc.job.toml import Document, KeyPath
+
+_FACTS = "zbc.training.models.transformers:facts"
+
+
+def filled(document: Document) -> Document:
+    """A document with the keys of [model] that follow from a configuration, at the place that names it.
+
+    Raises E110 for a configuration beside a family, E520 to E523 for a folder that does not hold such a model, E610
+    without transformers.
+    """
+    model = document.values.get("model")
+    key = next(
+        (key for key in ("config", "pretrained") if isinstance(model, dict) and isinstance(model.get(key), str)), None
+    )
+    if key is None or not isinstance(model, dict):
+        return document
+    where, named, weights = document.where(("model", key)), Path(model[key]), model.get("pretrained")
+    if key == "config" and "family" in model:
+        text = "config: model.config is a model of transformers, and model.family stands beside it"
+        raise ZbcError("E110", text, where=where, hint="keep one of them")
+    if "family" in model or (weights is not None and not os.path.isdir(weights)):
+        return document  # the folder's absence is told with the other problems
+    folder, name = (named, hfconfig.CONFIG) if key == "pretrained" else (named.parent, named.name)
+    try:
+        config = hfconfig.read_config(folder, name)
+        ours = _ours(config) if key == "pretrained" else None
+        if ours is None:
+            ours = {"family": TRANSFORMERS, **_facts(json.dumps(config), weights), "args": {"config": config}}
+    except ZbcError as error:
+        raise ZbcError(error.code, error.message, where=where, hint=error.hint, details=error.details) from error
+    kept = {name: value for name, value in model.items() if name != "config"}
+    places: dict[KeyPath, str] = {("model", name): where for name in ours if name not in kept}
+    return replace(
+        document, values={**document.values, "model": {**ours, **kept}}, places={**places, **document.places}
+    )
+
+
+def _ours(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The keys of one of zbc's own families that computes a model; None if none does."""
+    try:
+        model = hfconfig.model_of(config, hfconfig.CONFIG)
+    except ZbcError:
+        return None
+    return {"family": model.family, **model.model_dump(mode="json", exclude_defaults=True)}
+
+
+@lru_cache(16)
+def _facts(config: str, folder: str | None) -> dict[str, Any]:
+    if find_spec("transformers") is None:
+        kind = json.loads(config).get("model_type")
+        text = f"model: {kind} is a model of transformers, which is not installed"
+        raise ZbcError("E610", text, hint="pip install 'zbc[hf]'")
+    found: dict[str, Any] = userobject.load(_FACTS, "the reader of models")(json.loads(config), folder)
+    return found

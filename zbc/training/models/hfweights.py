@@ -1,0 +1,170 @@
+"""Weights of a model of transformers from a folder, layer by layer, and back.
+
+transformers itself knows what a folder calls a weight, and which of its tensors make one: the renamings and operations
+of its loader are applied to the tensors of a layer alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from zbc.errors import ZbcError
+from zbc.job.spec import Model
+from zbc.runtime.core.private import valued
+from zbc.training.models.model import LayerPlan
+from zbc.training.models.pretrained import damaged, misfit, safetensors, tensor_files
+from zbc.training.models.transformers import Apart, Part, apart, layers
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+
+
+def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPlan]:
+    """The layers with the weights of `folder`, which are read when they are built. Raises E520, E523."""
+    weights = Weights(apart(model.args["config"]), folder)
+    weights.check()
+    return [replace(plan, fill=weights.fill) for plan in plans]
+
+
+class Weights:
+    """The tensors of a folder, by what the model calls them. Raises E520, E523."""
+
+    def __init__(self, model: Apart, folder: Path) -> None:
+        self.folder, self.root, self._files = folder, model.root, tensor_files(folder)
+        self.known: dict[str, Tensor] = self.root.state_dict(keep_vars=True)
+        rules = get_model_conversion_mapping(self.root)
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        renamings, prefix = [rule for rule in rules if isinstance(rule, WeightRenaming)], self.root.base_model_prefix
+        self._made_of: dict[str, list[tuple[str, str | None]]] = {}  # by the first weight that they make
+        self._first: dict[str, str] = {}  # weight -> the first of those that are made with it
+        for name in sorted(self._files, key=dot_natural_key):
+            weight, pattern = rename_source_key(name, renamings, self._converters, prefix, self.known)
+            if weight not in self.known and name in self.known:
+                weight, pattern = rename_source_key(name, [], [], prefix, self.known)
+            self._made_of.setdefault(weight, []).append((name, pattern))
+            ends = ["", ""] if pattern is None else self._converter(pattern).target_patterns
+            self._first.update({weight.replace(ends[0], end, 1) if end else weight: weight for end in ends})
+        self.root._weight_conversions = [rule for rule in rules if rule.was_used()] or None
+        there = {id(tensor): name for name, tensor in self.known.items() if name in self._first}
+        self._first.update(
+            {
+                name: self._first[there[id(t)]]
+                for name, t in self.known.items()
+                if id(t) in there and name not in self._first
+            }
+        )
+
+    def check(self) -> None:
+        """Raises E523 unless the folder has all weights of the model."""
+        spared = self.root._keys_to_ignore_on_load_missing or ()
+        missing = [n for n in self.known if n not in self._first and not any(re.search(s, n) for s in spared)]
+        if missing:
+            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            hint = "is it the folder of this model, complete, and of the same architecture?"
+            raise ZbcError("E523", f"model: {self.folder} lacks {shown}", hint=hint)
+
+    @torch.no_grad()
+    def fill(self, part: Any) -> None:
+        """Overwrites the weights of a layer, on the CPU, in their own type."""
+        wanted: dict[str, Tensor] = {name: tensor for _, name, tensor in part.theirs() if valued(tensor)}
+        for first in dict.fromkeys(self._first[name] for name in wanted if name in self._first):
+            for name, made in self._made(first).items():
+                for target in (wanted[name],) if name in wanted else self._tied(name, wanted):
+                    if target.shape != made.shape:
+                        raise misfit(name, self._files[self._made_of[first][0][0]], made, target)
+                    target.copy_(made)
+
+    def value(self, name: str) -> Tensor:
+        """One weight."""
+        return self._made(self._first[name])[name]
+
+    def _tied(self, name: str, wanted: Mapping[str, Tensor]) -> Iterable[Tensor]:
+        mine = self.known.get(name)
+        return [target for other, target in wanted.items() if mine is not None and self.known[other] is mine]
+
+    def _made(self, first: str) -> dict[str, Tensor]:
+        """The weights that are made together with this one."""
+        sources = self._made_of[first]
+        tensors = self._read([name for name, _ in sources])
+        if sources[0][1] is None:
+            return {first: tensors[0]}
+        converter = deepcopy(self._converter(sources[0][1]))
+        for (name, pattern), tensor in zip(sources, tensors, strict=True):
+            converter.add_tensor(first, name, pattern, tensor)
+        made = converter.convert(first, model=self.root, config=self.root.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+    def _converter(self, pattern: str) -> WeightConverter:
+        return next(rule for rule in self._converters if pattern in rule.source_patterns)
+
+    def _read(self, names: Sequence[str]) -> list[Tensor]:
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            found = list[Tensor]()
+            for path, name in ((self._files[name], name) for name in names):
+                try:
+                    if path not in opened:
+                        opened[path] = stack.enter_context(safetensors().safe_open(path, framework="pt"))
+                    found.append(opened[path].get_tensor(name))
+                except Exception as error:  # safetensors raises types of its own, and OSError
+                    raise damaged(path, error) from error
+            return found
+
+
+def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None) -> dict[str, Tensor]:
+    """Parameters of whole layers as the tensors of a folder, by their names there, on the CPU; with the buffers that
+    belong to them, which training does not change: those of `source`, or initial ones."""
+    whole = apart(model.args["config"])
+    weights = None if source is None else Weights(whole, source)
+    builders, found = layers(model.args["config"]), dict[str, Tensor]()
+    stacks, first = dict[str, dict[int, Tensor]](), dict[str, int]()
+    for name, tensor in parameters.items():
+        if (expert := _EXPERT.fullmatch(name)) is None:
+            stacks[name] = {-1: tensor}
+        else:
+            stacks.setdefault(f"{expert[1]}.{expert[3]}", {})[int(expert[2])] = tensor
+    own = dict.fromkeys(int(name.split(".")[1]) for name in stacks)
+    for place in own:
+        with torch.device("meta"):
+            part = builders[place]()
+        buffers = {name for name, _ in part.named_buffers()}
+        for local, theirs, like in part.theirs():
+            given = stacks.get(f"layers.{place}.{local}")
+            if given is not None:
+                tensor = given[-1] if -1 in given else torch.stack([given[key] for key in sorted(given)])
+                mine = part.get_parameter(local)
+                found[theirs] = (
+                    (tensor.mT if mine.shape != like.shape or mine.stride() != like.stride() else tensor).detach().cpu()
+                )
+                if -1 not in given and min(given):
+                    first[theirs.rpartition(".")[0]] = min(given)
+            elif local in buffers:
+                found[theirs] = weights.value(theirs) if weights is not None else _initial(builders[place](), theirs)
+    made = revert_weight_conversion(whole.root, found)
+    return {_moved(name, first): tensor.contiguous() for name, tensor in made.items()}
+
+
+def _initial(part: Part, name: str) -> Tensor:
+    return {theirs: tensor for _, theirs, tensor in part.theirs()}[name]
+
+
+def _moved(name: str, first: Mapping[str, int]) -> str:
+    """The name of an expert's tensor on a rank whose experts do not begin with the first."""
+    expert = _EXPERT.fullmatch(name)
+    return name if expert is None else f"{expert[1]}.{int(expert[2]) + first.get(expert[1], 0)}.{expert[3]}"

@@ -1,0 +1,423 @@
+"""Any causal language model of transformers, as itself: its embedding, its decoder layers and its head are layers.
+
+A model is built without numbers and taken apart by its own forward, with a stub in place of its layers: what reaches
+the stub is the embedding's output; what it is called with beside the hidden states (masks, rotary positions) is what a
+layer is called with; what the model makes of the hidden states that a stub returns is the head's output. So positions,
+scalings and caps are the model's own. A rank makes the layers that it has, and what they are called with once for each
+shape.
+
+    layers.0            root: the model without its layers and its head
+    layers.1 ..         layer: a decoder layer
+    layers.N+1          root: the model without its layers and its embedding
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+from zbc.errors import ZbcError
+from zbc.job.wording import did_you_mean
+from zbc.runtime.core.private import fake_mode, real_tensors, tree_leaves, valued
+from zbc.runtime.core.split import GroupedLinear
+from zbc.runtime.features.experts.expert_parallel import Swaps
+from zbc.runtime.features.packing import rows_now
+from zbc.runtime.features.slices.slicing import first_row, now, positions
+from zbc.runtime.features.tensor_parallel import Group
+from zbc.training.models.model import hollow
+from zbc.training.models.registered import ZBC, Stack, Unfit, inside, is_experts, stack
+
+_KEPT = 64  # calls of layers that are kept
+_COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}  # attributes with a layer's number
+_PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")  # lists in a config
+_HINT = "a factory of your own layers is the way: docs/extending.md"
+_lock = threading.RLock()  # ranks may be threads
+
+
+class _Reached(Exception):
+    pass
+
+
+class _Stub(nn.Module):
+    """In place of a module, with its attributes. Of the decoder layers: tells what it is called with, and returns
+    `given` or ends the forward; of a module whose parameters another layer has: what it returns is not used."""
+
+    def __init__(self, like: nn.Module, given: Any = None) -> None:
+        super().__init__()
+        self.__dict__.update(like=like, given=given, call=None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["like"], name)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["call"] = hidden, args, kwargs
+        if self.__dict__["given"] is None:
+            raise _Reached
+        return self.__dict__["given"]
+
+
+class _Left(_Stub):
+    def __deepcopy__(self, memo: object) -> _Left:
+        return _Left(self.__dict__["like"])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        same = next((t for t in given if t.is_floating_point() and t.dim() > 2), None)
+        return torch.zeros((), device=given[0].device if given else None) if same is None else same
+
+
+def _pruned(module: nn.Module, keep: set[int], without: nn.Module | None = None) -> nn.Module:
+    """A copy without the modules none of whose parameters is in `keep`, nor the one `without`; others are shared."""
+    own = copy.copy(module)
+    own._modules = {}
+    for name, child in module.named_children():
+        ids = {id(p) for p in child.parameters()}
+        if not ids or (ids <= keep and all(one is not without for one in child.modules())):
+            own._modules[name] = child
+        else:
+            gone = child is without or not ids & keep
+            own._modules[name] = _Left(child) if gone else _pruned(child, keep, without)
+    own._modules |= {name: None for name, child in module._modules.items() if child is None}
+    own._parameters = {name: p for name, p in module._parameters.items() if p is None or id(p) in keep}
+    return own
+
+
+class Apart:
+    """A model without numbers, taken apart. `path` and `list`: the module with the decoder layers, and their name in
+    it; `kinds`: those of one kind differ in their weights only; `attention`: the implementation it has."""
+
+    def __init__(self, config: Mapping[str, Any], implementation: str) -> None:
+        settings = config_of(config)
+        settings._experts_implementation = ZBC
+        how = {"attn_implementation": implementation, "dtype": torch.float32}
+        with real_tensors(), torch.device("meta"):
+            self.root: Any = transformers.AutoModelForCausalLM.from_config(settings, **how)
+        if implementation == ZBC and not self.root._supports_attention_backend:
+            raise Unfit("it does not ask the registry for attention")
+        for module in self.root.train().modules():
+            if isinstance(module, transformers.PreTrainedModel):
+                module.warn_if_padding_and_no_attention_mask = _quiet  # it would look at words
+        self.attention, prefix = implementation, self.root.base_model_prefix
+        path, self.list = _trunk(getattr(self.root, prefix))
+        self.path = ".".join(filter(None, (prefix, path)))
+        whole: Any = self.root.get_submodule(self.path)
+        self.stack: nn.ModuleList = whole._modules[self.list]
+        self.trunk = _pruned(whole, set())
+        self.takes_positions = "position_ids" in inspect.signature(whole.forward).parameters
+        self.kinds, self.tupled = list[str](), False
+        self._calls, self._trunks = dict[Any, Any](), dict[Any, nn.Module]()
+        with real_tensors():
+            self._try(whole)
+
+    def __deepcopy__(self, memo: object) -> Apart:
+        return self
+
+    def _try(self, whole: nn.Module) -> None:
+        """Runs the model once, to see which parameters come before and after its layers."""
+        ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
+        embedded, *_ = self.stubbed(self.root, self.path, 0, input_ids=ids)
+        hidden, known = torch.empty(embedded.shape, device="meta", requires_grad=True), dict[Any, int]()
+        for index, layer in enumerate(self.stack):
+            _, args, kwargs = self.stubbed(whole, "", index, inputs_embeds=hidden)
+            given = tree_leaves((args, kwargs))
+            if any(isinstance(t, Tensor) and t.requires_grad for t in given):
+                raise _refused(self.root, "its layers read what the first layer reads, or parameters beside their own")
+            told = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else repr(t) for t in given]
+            key = _described(layer), repr(told)
+            if key not in known:
+                y = layer(hidden, *args, **kwargs)
+                self.tupled = isinstance(y, tuple)
+                if not isinstance(y[0] if self.tupled else y, Tensor):
+                    raise _refused(self.root, "its layers do not return hidden states")
+            self.kinds.append(f"{type(layer).__name__}-{known.setdefault(key, len(known))}")
+        self.ends = _read(embedded), _read(self.head(self.root, hidden))
+
+    def stubbed(self, module: nn.Module, path: str, index: int, given: Any = None, **inputs: Any) -> Any:
+        """What layer `index` is called with by a module that has the layers in its `path`: (hidden, args, kwargs); with
+        `given` as the layer's output, what the module returns."""
+        stub = _Stub(self.stack[index], given)
+        outer: Any = copy.copy(module)
+        at = outer
+        for part in filter(None, path.split(".")):
+            at._modules = {**at._modules, part: copy.copy(at._modules[part])}
+            at = at._modules[part]
+        at._modules = {**at._modules, self.list: nn.ModuleList([stub])}
+        at.config = _of_one_layer(at.config, index)
+        try:
+            with inside():
+                made = outer(**inputs, use_cache=False)
+        except _Reached:
+            return stub.__dict__["call"]
+        if given is None:
+            raise _refused(self.root, "its forward does not run its layers one after the other")
+        return made
+
+    def head(self, root: nn.Module, hidden: Tensor) -> Tensor:
+        """What the model makes of the hidden states after its last layer."""
+        given = (hidden,) if self.tupled else hidden
+        made = self.stubbed(root, self.path, len(self.stack) - 1, given, inputs_embeds=hidden.detach())
+        logits: Tensor = made.logits
+        return logits
+
+    @torch.no_grad()
+    def call(self, index: int, hidden: Tensor) -> Any:
+        """What layer `index` is called with beside its hidden states, kept for each shape and place in a sequence."""
+        place = hidden.device, fake_mode()
+        if place not in self._trunks:
+            self._trunks[place] = self.filled(hollow(self.trunk, hidden.device))
+        key = (self.kinds[index], hidden.shape, hidden.dtype, first_row(), *place)
+        if rows_now() is None and key in self._calls:
+            return self._calls[key]
+        trunk = self._trunks[place]
+        found = self.stubbed(trunk, "", index, inputs_embeds=hidden, **self.places(hidden))[1:]
+        if rows_now() is None:
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+            self._calls[key] = found
+        return found
+
+    def places(self, x: Tensor) -> dict[str, Tensor]:
+        """The positions of tokens, where they are not those of whole rows."""
+        if not self.takes_positions or (now() is None and rows_now() is None):
+            return {}
+        return {"position_ids": positions(x).view(-1, x.shape[1])}
+
+    def filled(self, module: nn.Module) -> nn.Module:
+        """A module with its initial weights and its tables, as transformers makes them."""
+        if all(valued(t) for t in (*module.parameters(), *module.buffers())):
+            with torch.no_grad():
+                for one in reversed([inner for inner in module.modules() if not isinstance(inner, _Stub)]):
+                    (one if isinstance(one, transformers.PreTrainedModel) else self.root)._init_weights(one)
+        return module
+
+    def end(self, side: int) -> nn.Module:
+        """The model without its layers and its other end; 0: its embedding, 1: its head."""
+        other = self.root.get_input_embeddings() if side else self.root.get_output_embeddings()
+        root = _pruned(self.root, self.ends[side], other)
+        root.get_submodule(self.path)._modules[self.list] = nn.ModuleList()
+        return root
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """The parameters that are another layer's, by their names in layers."""
+        parts = [("root", self.end(0)), *(("layer", layer) for layer in self.stack), ("root", self.end(1))]
+        first, found = dict[int, tuple[int, str]](), dict[str, str]()
+        for place, (name, module) in enumerate(parts):
+            for local, p in module.named_parameters():
+                owner, tied = first.setdefault(id(p), (place, f"layers.{place}.{name}.{local}"))
+                if owner != place:
+                    found[f"layers.{place}.{name}.{local}"] = tied
+        return found
+
+
+def _quiet(*_: object) -> None:
+    return None
+
+
+def _read(y: Tensor) -> set[int]:
+    """The ids of the leaves that a tensor is computed from."""
+    found, seen, left = set[int](), set[Any](), [y.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found |= {id(node.variable)} if hasattr(node, "variable") else set()
+            left += [before for before, _ in node.next_functions]
+    return found
+
+
+def _trunk(base: nn.Module) -> tuple[str, str]:
+    """The module with the longest list of layers, and the name of the list in it."""
+    found = [
+        (len(child), -path.count("."), path, name)
+        for path, module in base.named_modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList) and path.count(".") < 2
+        if not any(isinstance(one, nn.Linear | nn.Embedding) for one in child)
+    ]
+    if not found:
+        raise _refused(base, "it has no list of layers")
+    return max(found)[2:]
+
+
+def _of_one_layer(config: Any, index: int) -> Any:
+    one = copy.copy(config)
+    kinds = {key: getattr(one, key, None) for key in _PER_LAYER}
+    some = {key: [of[index]] for key, of in kinds.items() if isinstance(of, list | tuple) and len(of) > index}
+    for key, value in {"num_hidden_layers": 1, **some}.items():
+        with contextlib.suppress(Exception):  # of its validators
+            setattr(one, key, value)
+    return one
+
+
+def _described(layer: nn.Module) -> str:
+    """Equal for layers that differ in their weights only."""
+    settings = (bool, int, float, str, list, tuple)
+    return repr(
+        [
+            (path, type(one), [(name, p.shape) for name, p in one.named_parameters(recurse=False)])
+            + tuple((k, v) for k, v in vars(one).items() if k not in _COUNTERS and isinstance(v, settings))
+            for path, one in layer.named_modules()
+        ]
+    )
+
+
+def _refused(root: Any, why: str) -> ZbcError:
+    text = f"model: {root.config.model_type} of transformers cannot be taken apart: {why}"
+    return ZbcError("E521", text, hint=_HINT)
+
+
+def config_of(config: Mapping[str, Any]) -> Any:
+    """transformers' configuration. Raises E521 for a model that it does not know or that has code of its own, or a
+    configuration that it refuses."""
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING or kind not in CAUSAL:
+        text = f"model: transformers {transformers.__version__} has no causal language model of model_type {kind!r}"
+        hint = did_you_mean(kind, [*CAUSAL]) or "is it newer than this transformers?"
+        if "auto_map" in config:
+            hint = f"its folder has code of its own (auto_map), which zbc never runs: {_HINT}"
+        raise ZbcError("E521", text, hint=hint)
+    if config.get("quantization_config"):
+        text = f"model: the weights of this {kind} are quantized (quantization_config), and do not train"
+        raise ZbcError("E521", text, hint="take the folder of the model in bfloat16")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:  # of validators
+        lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+        text = f"model: transformers refuses the config.json of this {kind}"
+        raise ZbcError("E521", text, details=lines[:3], hint="compare it with that of the original model") from None
+
+
+@functools.lru_cache(4)
+def _apart(text: str) -> Apart:
+    transformers.logging.set_verbosity_error()
+    config, errors = json.loads(text), list[str]()
+    for implementation in (ZBC, "sdpa", "eager"):
+        try:
+            return Apart(config, implementation)
+        except ZbcError:
+            raise
+        except Exception as error:  # of its own code
+            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            errors.append(f"with {implementation} attention: {told[:160]}")
+    text = f"model: {config['model_type']} of transformers cannot be taken apart"
+    raise ZbcError("E521", text, details=errors, hint=_HINT)
+
+
+def apart(config: Mapping[str, Any]) -> Apart:
+    """A model of transformers, taken apart. Raises E521."""
+    with _lock:
+        return _apart(json.dumps(config, sort_keys=True))
+
+
+# ---- its layers ----------------------------------------------------------------------------------------------
+
+
+class Part(nn.Module):
+    """A layer of such a model; `inside`: the name of its only module, `prefix` that module's name in the model."""
+
+    inside, prefix = "root", ""
+
+    def __init__(self, model: Apart) -> None:
+        super().__init__()
+        self.model = model
+
+    def theirs(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The parameters and saved buffers: the name here, transformers' name, and the numbers as it has them."""
+        module = self.get_submodule(self.inside)
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            path, _, leaf = name.rpartition(".")
+            owner, theirs = module.get_submodule(path), name
+            if isinstance(owner, Stack):
+                theirs = path + "_bias" * (leaf == "bias")
+                tensor = tensor.mT if owner.transposed and leaf == "weight" else tensor
+            yield f"{self.inside}.{name}", self.prefix + theirs, tensor
+
+
+class Embed(Part):
+    """(batch, tokens) -> (batch, tokens, hidden)."""
+
+    def __init__(self, model: Apart) -> None:
+        super().__init__(model)
+        self.root = model.filled(hollow(model.end(0), torch.get_default_device()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        model = self.model
+        hidden: Tensor = model.stubbed(self.root, model.path, 0, input_ids=ids, **model.places(ids))[0]
+        return hidden
+
+
+class Layer(Part):
+    """(batch, tokens, hidden) -> the same."""
+
+    inside = "layer"
+
+    def __init__(self, model: Apart, index: int) -> None:
+        super().__init__(model)
+        self.index, self.prefix = index, f"{model.path}.{model.list}.{index}."
+        self.layer = stack(model.filled(hollow(model.stack[index], torch.get_default_device())))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        args, kwargs = self.model.call(self.index, hidden)
+        y = self.layer(hidden, *args, **kwargs)
+        made: Tensor = y[0] if isinstance(y, tuple) else y
+        return made
+
+
+class LayerOfExperts(Layer):
+    """A layer in which replicas can share out experts."""
+
+    def share_experts(self, group: Group) -> str:
+        """Keeps this rank's experts."""
+        (path, module), *_ = [(path, inner) for path, inner in self.named_modules() if is_experts(inner)]
+        module.__dict__["swaps"] = Swaps(group)
+        for one in module.children():
+            if isinstance(one, GroupedLinear):
+                one.keep(*group.bounds(one.all))
+        return str(path)
+
+
+class Head(Part):
+    """(batch, tokens, hidden) -> (batch, tokens, words)."""
+
+    def __init__(self, model: Apart) -> None:
+        super().__init__(model)
+        self.root = model.filled(hollow(model.end(1), torch.get_default_device()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.model.head(self.root, hidden)
+
+
+def layers(config: Mapping[str, Any]) -> list[Callable[[], Part]]:
+    """The builders of the layers of a model: `config` is the content of its config.json. Raises E521."""
+    model = apart(config)
+    shared = [sum(map(is_experts, layer.modules())) == 1 for layer in model.stack]
+    blocks = [functools.partial(LayerOfExperts if of else Layer, model, i) for i, of in enumerate(shared)]
+    made: list[Any] = [functools.partial(Embed, model), *blocks, functools.partial(Head, model)]
+    for build, kind in zip(made, ("embed", *model.kinds, "head"), strict=True):
+        build.like = kind
+    return made
+
+
+def facts(config: Mapping[str, Any], folder: str | None) -> dict[str, Any]:
+    """The keys of [model] that follow from a configuration. Raises E521; for the `folder` of its weights E520, E523."""
+    model = apart(config)
+    if folder is not None:
+        from zbc.training.models.hfweights import Weights
+
+        Weights(model, Path(folder)).check()
+    words = model.root.config.get_text_config().vocab_size
+    return {"layers": len(model.stack) + 2, "vocab": words, "ties": model.ties}
