@@ -2,20 +2,25 @@
 
 import json
 import os
+from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from tests.jobs import write_job
+from tests.refusals import refused
+from tests.runtime.test_checkpoints import at
 from tests.threads import run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory.per_rank import peaks
+from zbc.job import hfmodel
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.answers import primary
 from zbc.training.building.context import Settings
+from zbc.training.models.pretrained import INDEX, SINGLE
 from zbc.training.models.stacks import stacks_of, unstacked
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -164,3 +169,104 @@ def test_memory(kind, tmp_path):
     got = [scale.held.peak for scale in scales]
     predicted = [rank.bytes for rank in peaks(made.program, made.costs)]
     assert got == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words", "hint"),
+    [
+        ({"model_type": "qwen33_moe"}, "E521", "no causal language model of model_type 'qwen33_moe'", "qwen3_moe"),
+        ({"model_type": None}, "E521", "no causal language model of model_type 'None'", ""),
+        ({"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}, "E521", "model_type 'own'", "never runs"),
+        ({"num_attention_heads": "four"}, "E521", "transformers refuses the config.json of this opt", "compare"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "E521", "are quantized", "bfloat16"),
+    ],
+)
+def test_a_configuration_that_is_not_one_is_refused(change, code, words, hint, tmp_path):
+    weights = copied(tmp_path)
+    known = json.loads((weights / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps({**known, **change}))
+    with refused(code, words, hint=hint):
+        compiled(tmp_path, "opt", weights=weights)
+
+
+def test_a_folder_without_all_its_weights_is_refused_before_a_run(tmp_path):
+    weights = copied(tmp_path)
+    tensors = load_file(weights / SINGLE)
+    tensors.pop("model.decoder.layers.2.fc1.weight")
+    save_file(tensors, weights / SINGLE)
+    with refused("E523", "lacks model.decoder.layers.2.fc1.weight"):
+        compiled(tmp_path, "opt", weights=weights)
+    index = {"weight_map": {name: "model-00001-of-00002.safetensors" for name in tensors}}
+    (weights / INDEX).write_text(json.dumps(index))
+    with refused("E523", "names model-00001-of-00002.safetensors, which is missing"):
+        compiled(tmp_path, "opt", weights=weights)
+    (weights / INDEX).unlink()
+    (weights / SINGLE).rename(weights / "pytorch_model.bin")
+    with refused("E520", hint="is a pickle, which zbc never loads"):
+        compiled(tmp_path, "opt", weights=weights)
+    (weights / "config.json").unlink()
+    with refused("E520", "cannot read"):
+        compiled(tmp_path, "opt", weights=weights)
+
+
+def test_a_tensor_of_another_shape_and_a_file_that_is_cut_off_are_named(tmp_path):
+    weights = copied(tmp_path)
+    tensors = load_file(weights / SINGLE)
+    save_file({**tensors, "model.decoder.layers.2.fc1.weight": torch.zeros(3, 3)}, weights / SINGLE)
+    with refused("E523", "layers.2.fc1.weight in", "is F32 [3, 3], the model needs [48, 32]"):
+        compiled(tmp_path, "opt", weights=weights)
+    (weights / SINGLE).write_bytes((weights / SINGLE).read_bytes()[:-8])
+    with refused("E523", "is damaged or cut off"):
+        compiled(tmp_path, "opt", weights=weights)
+
+
+def copied(folder):
+    """A small folder of weights, to damage."""
+    peer("opt").save_pretrained(folder / "weights")
+    return folder / "weights"
+
+
+def test_more_ranks_than_layers_and_a_family_beside_a_configuration_are_refused(tmp_path):
+    with refused("E130", "8 stages need 8 layers, the model has 6"):
+        compiled(tmp_path, "opt", pp=8)
+    with refused("E110", "model.family stands beside it"):
+        compiled(tmp_path, "opt", model={"family": "llama"})
+
+
+def test_without_transformers_the_command_is_told(tmp_path):
+    hfmodel._facts.cache_clear()
+    with mock.patch.object(hfmodel, "find_spec", lambda name: None), refused("E610", "opt is a model", hint="zbc[hf]"):
+        compiled(tmp_path, "opt")
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mamba"])
+def test_attention_of_its_own_is_not_cut_into_slices(kind, tmp_path):
+    with refused("E512", "layers.1"):
+        trained(tmp_path, kind, schedule="zb-h1", slices=2)
+
+
+WAYS = {
+    "1f1b": {"schedule": "1f1b"},
+    "zb-v": {"schedule": "zb-v"},
+    "recompute": {"memory": {"activations": "recompute"}},
+    "offload": {"schedule": "1f1b", "memory": {"activations": "offload"}, "costs": {"offload": 0.1}},
+    "shards": {"parallel": {"dp": 2, "shard": "all"}},
+}
+
+
+@pytest.mark.parametrize("way", few(WAYS, ("zb-v", "recompute")))
+def test_other_plans_train_the_same(way, tmp_path):
+    how = dict(WAYS[way])
+    plain = {"parallel": {"dp": 2}} if "parallel" in how else {}
+    one, other = (
+        numbers(trained(tmp_path / "a", "deepseek_v3", 2, **plain)),
+        numbers(trained(tmp_path / "b", "deepseek_v3", 2, **how)),
+    )
+    assert [n for pair in one for n in pair] == pytest.approx([n for pair in other for n in pair], rel=1e-6)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    plan = plan_of(tmp_path, "deepseek_v3", checkpoint={"every": 1})
+    whole = numbers(run_threads(plan, 2, folder=tmp_path / "run"))
+    resumed = run_threads(plan, 2, folder=tmp_path / "again", resume=at(tmp_path / "run", 1))
+    assert numbers(resumed) == whole[1:]

@@ -7,7 +7,7 @@ of its loader are applied to the tensors of a layer alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -29,7 +29,7 @@ from zbc.errors import ZbcError
 from zbc.job.spec import Model
 from zbc.runtime.core.private import valued
 from zbc.training.models.model import LayerPlan
-from zbc.training.models.pretrained import damaged, misfit, safetensors, tensor_files
+from zbc.training.models.pretrained import damaged, misfit, shown, safetensors, tensor_files
 from zbc.training.models.transformers import Apart, Part, apart, layers
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -71,13 +71,24 @@ class Weights:
         )
 
     def check(self) -> None:
-        """Raises E523 unless the folder has all weights of the model."""
+        """Raises E523 unless the folder has all weights of the model, in whole files; of those that are one tensor in a
+        file the shape, too."""
         spared = self.root._keys_to_ignore_on_load_missing or ()
         missing = [n for n in self.known if n not in self._first and not any(re.search(s, n) for s in spared)]
         if missing:
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             hint = "is it the folder of this model, complete, and of the same architecture?"
             raise ZbcError("E523", f"model: {self.folder} lacks {shown}", hint=hint)
+
+        plain = {
+            made[0][0]: self.known[first]
+            for first, made in self._made_of.items()
+            if made[0][1] is None and first in self.known
+        }
+        for name, file in self._opened([*self._files]):
+            found = file.get_slice(name)
+            if name in plain and list(plain[name].shape) != found.get_shape():
+                raise misfit(name, self._files[name], f"{found.get_dtype()} {found.get_shape()}", plain[name])
 
     @torch.no_grad()
     def fill(self, part: Any) -> None:
@@ -87,7 +98,7 @@ class Weights:
             for name, made in self._made(first).items():
                 for target in (wanted[name],) if name in wanted else self._tied(name, wanted):
                     if target.shape != made.shape:
-                        raise misfit(name, self._files[self._made_of[first][0][0]], made, target)
+                        raise misfit(name, self._files[self._made_of[first][0][0]], shown(made), target)
                     target.copy_(made)
 
     def value(self, name: str) -> Tensor:
@@ -101,7 +112,7 @@ class Weights:
     def _made(self, first: str) -> dict[str, Tensor]:
         """The weights that are made together with this one."""
         sources = self._made_of[first]
-        tensors = self._read([name for name, _ in sources])
+        tensors = [file.get_tensor(name) for name, file in self._opened([name for name, _ in sources])]
         if sources[0][1] is None:
             return {first: tensors[0]}
         converter = deepcopy(self._converter(sources[0][1]))
@@ -113,18 +124,20 @@ class Weights:
     def _converter(self, pattern: str) -> WeightConverter:
         return next(rule for rule in self._converters if pattern in rule.source_patterns)
 
-    def _read(self, names: Sequence[str]) -> list[Tensor]:
+    def _opened(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Names with the open file of each. Raises E523."""
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
-            found = list[Tensor]()
-            for path, name in ((self._files[name], name) for name in names):
+            for name in names:
+                path = self._files[name]
                 try:
                     if path not in opened:
                         opened[path] = stack.enter_context(safetensors().safe_open(path, framework="pt"))
-                    found.append(opened[path].get_tensor(name))
+                    yield name, opened[path]
+                except ZbcError:
+                    raise
                 except Exception as error:  # safetensors raises types of its own, and OSError
                     raise damaged(path, error) from error
-            return found
 
 
 def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None) -> dict[str, Tensor]:

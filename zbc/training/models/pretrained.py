@@ -85,7 +85,7 @@ class Weights:
 
     def _copy(self, target: Tensor, tensor: Tensor, name: str) -> None:
         if target.shape != tensor.shape or not tensor.is_floating_point():
-            raise misfit(name, self._files[name], tensor, target)
+            raise misfit(name, self._files[name], shown(tensor), target)
         target.copy_(tensor)
 
     def _parts(self, parameter: str) -> list[TensorRows]:
@@ -141,9 +141,12 @@ def _indexed(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in files.items()}
 
 
-def misfit(name: str, file: Path, tensor: Tensor, target: Tensor) -> ZbcError:
-    """E523 for a tensor of another shape than the model's."""
-    found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def shown(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def misfit(name: str, file: Path, found: str, target: Tensor) -> ZbcError:
+    """E523 for a tensor, `found`, of another shape than the model's."""
     text = f"model: {name} in {file} is {found}, the model needs {list(target.shape)}"
     return ZbcError("E523", text, hint="config.json and the weights belong to different models")
 
