@@ -50,6 +50,7 @@ CONFIGS = {
     "gpt_oss": {**MOE, "num_local_experts": 4, "sliding_window": 5},
     "qwen3_next": {**MOE, **LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "mamba": {**SIZES, "state_size": 4},
+    "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
 }
 OURS = ("qwen3", "gemma3_text", "qwen3_moe")  # which zbc's own families compute, too
 
@@ -270,3 +271,18 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     whole = numbers(run_threads(plan, 2, folder=tmp_path / "run"))
     resumed = run_threads(plan, 2, folder=tmp_path / "again", resume=at(tmp_path / "run", 1))
     assert numbers(resumed) == whole[1:]
+
+
+@pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3", "gemma3_text", "opt"), 1))
+def test_ranks_share_the_tokens_of_rows(kind, tmp_path):
+    whole = numbers(trained(tmp_path / "whole", kind, 2))
+    shared = numbers(trained(tmp_path / "shared", kind, 2, parallel={"cp": 2}))
+    assert [n for pair in shared for n in pair] == pytest.approx([n for pair in whole for n in pair], rel=1e-6)
+    both = numbers(trained(tmp_path / "both", kind, 2, parallel={"cp": 2}, slices=2))
+    assert [n for pair in both for n in pair] == pytest.approx([n for pair in whole for n in pair], rel=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "code"), [("lfm2", "E512"), ("bloom", "E119")])
+def test_layers_that_mix_tokens_otherwise_do_not_share_them(kind, code, tmp_path):
+    with refused(code):
+        trained(tmp_path, kind, parallel={"cp": 2})

@@ -24,7 +24,7 @@ from zbc.job import (
 )
 from zbc.job import unread as idle
 from zbc.job.job import Draft, Job
-from zbc.job.model_section import Model
+from zbc.job.model_section import TRANSFORMERS, Model
 from zbc.job.section import FACTORY
 from zbc.job.sections import (
     ACTIVATIONS,
@@ -278,7 +278,7 @@ def _context_rules(draft: Draft) -> Iterator[ZbcError]:
     if parallel is None or model is None or parallel.cp == 1:
         return
     where, chunks = draft.document.where(("parallel", "cp")), 2 * parallel.cp
-    if not model.builtin:
+    if not model.builtin and model.family != TRANSFORMERS:
         text = f"config: parallel.cp is for the built-in models, whose attention is causal, not for {model.family!r}"
         yield ZbcError("E119", text, where=where, hint="set cp = 1")
     elif model.seq_len is not None and model.seq_len % chunks:

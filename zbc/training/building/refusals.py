@@ -38,10 +38,10 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
             some = range(min(len(site.samples), 8))
             for what, found in (("inputs", site.samples.inputs(some)), ("targets", site.samples.targets(some))):
                 refuse_others(data, what, found, site.ranks * site.slices[-1].length)
-        if users:
-            try_layers(site, stages.values())
         if site.some_targets is not None:
             try_loss(name, loss, site.shapes.output, site.some_targets)
+    if users and (site.slices or site.tokens is not None):
+        try_layers(site, stages.values())
     if site.dealer is not None:
         if users and site.manifest.balance is not None:
             try_packed(site, stages.values())

@@ -29,7 +29,7 @@ from zbc.errors import ZbcError
 from zbc.job.spec import Model
 from zbc.runtime.core.private import valued
 from zbc.training.models.model import LayerPlan
-from zbc.training.models.pretrained import damaged, misfit, shown, safetensors, tensor_files
+from zbc.training.models.pretrained import damaged, misfit, safetensors, shown, tensor_files
 from zbc.training.models.transformers import Apart, Part, apart, layers
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, masking_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -67,7 +68,11 @@ def _attention(
     window = sliding_window if mask is None else mask.shape[-1]
     if scaling is not None and scaling != q.shape[-1] ** -0.5:
         q = q * (scaling * q.shape[-1] ** 0.5)
-    return attention(q, k, v, window=window, cap=softcap).transpose(1, 2).contiguous(), None
+    tokens, size = getattr(module, "spread_over", None), v.shape[-1]
+    if tokens is not None:  # keys and values are sent together
+        v = functional.pad(v, (0, k.shape[-1] - size))
+    y = (attention if tokens is None else tokens.attention)(q, k, v, window=window, cap=softcap)
+    return y[..., :size].transpose(1, 2).contiguous(), None
 
 
 class Stack(GroupedLinear):

@@ -99,6 +99,8 @@ def spread(layer: nn.Module, tokens: Spread, rows: Tensor, *, unequal: bool = Fa
             module.attend = tokens.attention
         elif isinstance(module, Experts):
             module.tokens = (*module.tokens, tokens.group)
+        elif callable(told := getattr(module, "spread", None)):
+            told(tokens, None if unequal else rows)
 
 
 def _embed(layer: Embed, group: Group) -> dict[str, Cut]:

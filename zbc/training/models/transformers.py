@@ -21,7 +21,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -33,8 +33,9 @@ from zbc.errors import ZbcError
 from zbc.job.wording import did_you_mean
 from zbc.runtime.core.private import fake_mode, real_tensors, tree_leaves, valued
 from zbc.runtime.core.split import GroupedLinear
+from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.experts.expert_parallel import Swaps
-from zbc.runtime.features.packing import rows_now
+from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.training.models.model import hollow
@@ -93,6 +94,23 @@ def _pruned(module: nn.Module, keep: set[int], without: nn.Module | None = None)
     own._modules |= {name: None for name, child in module._modules.items() if child is None}
     own._parameters = {name: p for name, p in module._parameters.items() if p is None or id(p) in keep}
     return own
+
+
+class Own(NamedTuple):
+    """The tokens of this rank, with context parallelism, and their positions; None: of rows of any length."""
+
+    tokens: Spread
+    rows: Tensor | None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.tokens.group.place, self.tokens.group.size
+
+    def positions(self, x: Tensor) -> Tensor:
+        count, packed = x.shape[1], rows_now()
+        first = slice(first_row(), first_row() + count)
+        own = self.tokens.positions(count, x.device) if self.rows is None else self.rows[first].to(x.device)
+        return own if packed is None else places(packed, count * self.tokens.group.size, x.device)[:, own]
 
 
 class Apart:
@@ -173,27 +191,27 @@ class Apart:
         return logits
 
     @torch.no_grad()
-    def call(self, index: int, hidden: Tensor) -> Any:
+    def call(self, index: int, hidden: Tensor, own: Own | None) -> Any:
         """What layer `index` is called with beside its hidden states, kept for each shape and place in a sequence."""
         place = hidden.device, fake_mode()
         if place not in self._trunks:
             self._trunks[place] = self.filled(hollow(self.trunk, hidden.device))
-        key = (self.kinds[index], hidden.shape, hidden.dtype, first_row(), *place)
+        key = (self.kinds[index], hidden.shape, hidden.dtype, first_row(), own and own.key, *place)
         if rows_now() is None and key in self._calls:
             return self._calls[key]
         trunk = self._trunks[place]
-        found = self.stubbed(trunk, "", index, inputs_embeds=hidden, **self.places(hidden))[1:]
+        found = self.stubbed(trunk, "", index, inputs_embeds=hidden, **self.places(hidden, own))[1:]
         if rows_now() is None:
             if len(self._calls) >= _KEPT:
                 self._calls.clear()
             self._calls[key] = found
         return found
 
-    def places(self, x: Tensor) -> dict[str, Tensor]:
+    def places(self, x: Tensor, own: Own | None) -> dict[str, Tensor]:
         """The positions of tokens, where they are not those of whole rows."""
-        if not self.takes_positions or (now() is None and rows_now() is None):
+        if not self.takes_positions or (now() is None and rows_now() is None and own is None):
             return {}
-        return {"position_ids": positions(x).view(-1, x.shape[1])}
+        return {"position_ids": (positions(x) if own is None else own.positions(x)).view(-1, x.shape[1])}
 
     def filled(self, module: nn.Module) -> nn.Module:
         """A module with its initial weights and its tables, as transformers makes them."""
@@ -334,6 +352,18 @@ class Part(nn.Module):
     def __init__(self, model: Apart) -> None:
         super().__init__()
         self.model = model
+        self.own: Own | None = None
+
+    def spread(self, tokens: Spread, rows: Tensor | None) -> None:
+        """Runs on this rank's tokens, at the positions `rows`. Raises E119 for attention of the model's own."""
+        if self.model.attention != ZBC or not self.model.takes_positions:
+            text = (
+                f"model: {self.model.root.config.model_type} has attention of its own, which has no part of the tokens"
+            )
+            raise ZbcError("E119", text, hint="set parallel.cp = 1")
+        self.own = Own(tokens, rows)
+        for module in self.modules():
+            module.__dict__["spread_over"] = tokens
 
     def theirs(self) -> Iterator[tuple[str, str, Tensor]]:
         """The parameters and saved buffers: the name here, transformers' name, and the numbers as it has them."""
@@ -356,7 +386,7 @@ class Embed(Part):
 
     def forward(self, ids: Tensor) -> Tensor:
         model = self.model
-        hidden: Tensor = model.stubbed(self.root, model.path, 0, input_ids=ids, **model.places(ids))[0]
+        hidden: Tensor = model.stubbed(self.root, model.path, 0, input_ids=ids, **model.places(ids, self.own))[0]
         return hidden
 
 
@@ -371,7 +401,7 @@ class Layer(Part):
         self.layer = stack(model.filled(hollow(model.stack[index], torch.get_default_device())))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        args, kwargs = self.model.call(self.index, hidden)
+        args, kwargs = self.model.call(self.index, hidden, self.own)
         y = self.layer(hidden, *args, **kwargs)
         made: Tensor = y[0] if isinstance(y, tuple) else y
         return made

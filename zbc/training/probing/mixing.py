@@ -47,13 +47,19 @@ Modules = list[tuple[str, nn.Module]]  # by name
 
 
 def try_layers(site: Site, stages: Iterable[Stage]) -> None:
-    """Raises E512 for a layer of these stages whose results in slices differ from those on the whole."""
+    """Raises E512 for a layer of these stages whose results in slices differ from those on the whole; ranks that share
+    the tokens of rows need the same of it."""
     layers = _layers(stages)
     for layer in layers:
         if names := (*layer.traits.remembers, *layer.traits.carries):
             text = f"model: layer {layer.name} changes {names[0]} in its forward, which runs once for every slice"
             raise ZbcError("E512", text, hint=f"use a layer that keeps nothing of its forwards, {ONE_SLICE}")
-    _try_each(site, layers, "slices", functools.partial(_try, parts=site.slices))
+    _try_each(
+        site,
+        layers,
+        "slices",
+        functools.partial(_try, parts=site.slices or _cut(site.settings.model.seq_len or TOKENS)),
+    )
 
 
 def try_padded(site: Site, stages: Iterable[Stage]) -> None:
