@@ -279,7 +279,7 @@ def _context_rules(draft: Draft) -> Iterator[ZbcError]:
         return
     where, chunks = draft.document.where(("parallel", "cp")), 2 * parallel.cp
     if not model.builtin and model.family != TRANSFORMERS:
-        text = f"config: parallel.cp is for the built-in models, whose attention is causal, not for {model.family!r}"
+        text = f"config: parallel.cp is for built-in models and those of transformers, not for {model.family!r}"
         yield ZbcError("E119", text, where=where, hint="set cp = 1")
     elif model.seq_len is not None and model.seq_len % chunks:
         text = f"config: 2 parallel.cp = {chunks} chunks of each sequence do not divide model.seq_len = {model.seq_len}"

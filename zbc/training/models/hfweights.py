@@ -1,7 +1,7 @@
 """Weights of a model of transformers from a folder, layer by layer, and back.
 
-transformers itself knows what a folder calls a weight, and which of its tensors make one: the renamings and operations
-of its loader are applied to the tensors of a layer alone.
+transformers itself knows the names in a folder, and which of its tensors make a weight: the renamings and operations of
+its loader are applied to the tensors of a layer alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPl
 
 
 class Weights:
-    """The tensors of a folder, by what the model calls them. Raises E520, E523."""
+    """The tensors of a folder, by their names in the model. Raises E520, E523."""
 
     def __init__(self, model: Apart, folder: Path) -> None:
         self.folder, self.root, self._files = folder, model.root, tensor_files(folder)

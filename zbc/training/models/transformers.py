@@ -1,10 +1,9 @@
 """Any causal language model of transformers, as itself: its embedding, its decoder layers and its head are layers.
 
-A model is built without numbers and taken apart by its own forward, with a stub in place of its layers: what reaches
-the stub is the embedding's output; what it is called with beside the hidden states (masks, rotary positions) is what a
-layer is called with; what the model makes of the hidden states that a stub returns is the head's output. So positions,
-scalings and caps are the model's own. A rank makes the layers that it has, and what they are called with once for each
-shape.
+A model is built without numbers and taken apart by its own forward, with a stub in place of its layers: the hidden
+states that reach the stub are the embedding's output; the other arguments of its call (masks, rotary positions) are
+those of a layer; from the hidden states that it returns, the model makes the head's output. So positions, scalings and
+caps are the model's own. A rank makes only the layers that it has, the arguments of their calls once for each shape.
 
     layers.0            root: the model without its layers and its head
     layers.1 ..         layer: a decoder layer
@@ -53,8 +52,8 @@ class _Reached(Exception):
 
 
 class _Stub(nn.Module):
-    """In place of a module, with its attributes. Of the decoder layers: tells what it is called with, and returns
-    `given` or ends the forward; of a module whose parameters another layer has: what it returns is not used."""
+    """In place of a module, with its attributes. Of the decoder layers: has its `call`, and returns `given` or
+    ends the forward."""
 
     def __init__(self, like: nn.Module, given: Any = None) -> None:
         super().__init__()
@@ -71,6 +70,8 @@ class _Stub(nn.Module):
 
 
 class _Left(_Stub):
+    """In place of a module whose parameters another layer has; its output is not used."""
+
     def __deepcopy__(self, memo: object) -> _Left:
         return _Left(self.__dict__["like"])
 
@@ -164,8 +165,8 @@ class Apart:
         self.ends = _read(embedded), _read(self.head(self.root, hidden))
 
     def stubbed(self, module: nn.Module, path: str, index: int, given: Any = None, **inputs: Any) -> Any:
-        """What layer `index` is called with by a module that has the layers in its `path`: (hidden, args, kwargs); with
-        `given` as the layer's output, what the module returns."""
+        """The arguments of layer `index` in the forward of a module that has the layers in its `path`: (hidden, args,
+        kwargs); with `given` as the layer's output, the output of the module."""
         stub = _Stub(self.stack[index], given)
         outer: Any = copy.copy(module)
         at = outer
@@ -184,7 +185,7 @@ class Apart:
         return made
 
     def head(self, root: nn.Module, hidden: Tensor) -> Tensor:
-        """What the model makes of the hidden states after its last layer."""
+        """The logits for the hidden states after the last layer."""
         given = (hidden,) if self.tupled else hidden
         made = self.stubbed(root, self.path, len(self.stack) - 1, given, inputs_embeds=hidden.detach())
         logits: Tensor = made.logits
@@ -192,7 +193,7 @@ class Apart:
 
     @torch.no_grad()
     def call(self, index: int, hidden: Tensor, own: Own | None) -> Any:
-        """What layer `index` is called with beside its hidden states, kept for each shape and place in a sequence."""
+        """The arguments of layer `index` beside its hidden states, kept for each shape and place in a sequence."""
         place = hidden.device, fake_mode()
         if place not in self._trunks:
             self._trunks[place] = self.filled(hollow(self.trunk, hidden.device))

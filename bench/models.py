@@ -1,0 +1,134 @@
+"""Every causal language model of the installed transformers, in a tiny configuration made by one rule: whether zbc's
+layers give its logits and one backward's gradients. `python bench/models.py [NAME ..]` prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "mamba_n_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "head_dim", "mamba_d_head"), 16),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "rotary_dim", "mamba_d_state"), 8),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "mamba_n_groups"), 1),
+    **{name: 0.0 for part in ("hidden_", "attention_", "", "activation_", "embed_") for name in (f"{part}dropout",)},
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "layerdrop", "final_dropout"), 0.0),
+    **{"vocab_size": 128, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+LATENT = ("deepseek_v3", "longcat_flash", "youtu", "axk1")  # their head_dim is that of rotary positions
+MOST = 3e7  # parameters
+TOLERANCE = 1e-6
+
+
+def row(name: str) -> tuple[str, ...]:
+    """Whether it trains, its attention, whether replicas share out its experts, and why not."""
+    import torch
+    import transformers
+    from torch import nn
+
+    from zbc.errors import ZbcError
+    from zbc.training.models.transformers import LayerOfExperts, apart, config_of, layers
+
+    try:
+        usual = transformers.AutoConfig.for_model(name)
+        sizes = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
+        sizes |= {"head_dim": 8} if name in LATENT else {}
+        config = transformers.AutoConfig.for_model(name, **sizes).to_dict()
+        torch.manual_seed(0)
+        made: Any = config_of(config)
+        theirs, error = None, None
+        for attention in ("sdpa", "eager"):
+            try:
+                theirs = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=attention)
+                break
+            except ValueError as found:
+                error = found
+        if theirs is None:
+            raise error or ValueError
+        if sum(p.numel() for p in theirs.parameters()) > MOST:
+            return "", "", "", "the rule gives no tiny configuration"
+        ids = torch.randint(3, 100, (2, 24))
+        wanted = theirs.train()(ids, use_cache=False).logits
+        wanted.square().sum().backward()
+    except Exception as error:
+        return "", "", "", f"the rule gives no configuration that runs: {type(error).__name__}"
+    try:
+        model, parts = apart(config), [build() for build in layers(config)]
+    except ZbcError as error:
+        return (
+            "no",
+            "",
+            "",
+            (error.details[0] if error.details else error.message).partition("apart: ")[2] or str(error.details),
+        )
+    try:
+        saved, grads = theirs.state_dict(keep_vars=True), dict[int, torch.Tensor]()
+        with torch.no_grad():
+            for part in parts:
+                for _, key, tensor in part.theirs():
+                    tensor.copy_(saved[key])
+        y = ids
+        for part in parts:
+            y = part(y)
+        y.square().sum().backward()
+        for part in parts:
+            own = dict(part.named_parameters())
+            for mine, key, tensor in part.theirs():
+                if mine in own and own[mine].grad is not None:
+                    grad = own[mine].grad
+                    grad = grad.mT if tensor.stride() != own[mine].stride() else grad
+                    grads[id(saved[key])] = grads.get(id(saved[key]), 0) + grad
+        off = ((y - wanted).abs().max() / wanted.abs().max()).item()
+        for p in {id(p): p for p in saved.values() if isinstance(p, nn.Parameter) and p.grad is not None}.values():
+            grad = grads.get(id(p), torch.zeros_like(p))
+            off = max(off, ((grad - p.grad).norm() / (p.grad.norm() + 1e-6)).item())
+    except Exception as error:
+        return "no", "", "", f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    shared = "yes" if any(isinstance(part, LayerOfExperts) for part in parts) else ""
+    if not off <= TOLERANCE:
+        return "no", "", "", f"off by {off:.0e}"
+    return "yes", "yes" if model.attention == "zbc" else "", shared, ""
+
+
+def main(names: list[str]) -> None:
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
+
+    transformers.logging.set_verbosity_error()
+    if names and names[0] == "--rows":
+        for name in names[1:]:
+            print("|", " | ".join((name, *row(name))), "|", flush=True)
+        return
+    names, found = names or sorted(known), list[str]()
+    while names:  # a few in each process: some take long, or end it
+        some, names = names[:12], names[12:]
+        try:
+            command = [sys.executable, __file__, "--rows", *some]
+            out = subprocess.run(command, capture_output=True, text=True, timeout=150).stdout
+        except subprocess.TimeoutExpired as late:
+            out = (late.stdout or b"").decode()
+        rows = [line for line in out.splitlines() if line.startswith("| ")]
+        found += rows
+        if len(rows) < len(some):
+            found.append(f"| {some[len(rows)]} |  |  |  | took too long, or ended its process |")
+            names = some[len(rows) + 1 :] + names
+    trains = [line for line in found if "| yes |" in line]
+    print(f"transformers {transformers.__version__}: {len(trains)} of {len(found)} train", file=sys.stderr)
+    print("| model | trains | slices, cp | ep | why not |\n| --- | --- | --- | --- | --- |", *found, sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
