@@ -141,7 +141,7 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
         from zbc.training.building.context import Settings
         from zbc.training.models.hfexport import check_target
 
-        check_target(options.save_hf, Settings.of(manifest).model)
+        check_target(options.save_hf, Settings.of(manifest).model, manifest.ep)
     if options.save_adapter is not None:
         from zbc.training.building.context import Settings
         from zbc.training.models import adapters

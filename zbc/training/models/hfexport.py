@@ -29,13 +29,16 @@ from zbc.job.spec import Model
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights, safetensors
 
 _POSITIONS = "embed.positions.weight"
-_WRITE = "zbc.training.models.hfweights:tensors_of"  # imports transformers
+_WRITE = "zbc.training.models.hfweights:tensors_of"  # these import transformers
+_PARTS = "zbc.training.models.hfweights:refuse_parts"
 _BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # tokenizers, templates, generation config
 
 
-def check_target(folder: Path, model: Model) -> None:
+def check_target(folder: Path, model: Model, ep: int = 0) -> None:
     """Checks before training that `write_shard` will work. Raises E524 (no counterpart), E525 (files exist), E610."""
     _config_of(model)
+    if ep > 1 and model.family == TRANSFORMERS:
+        userobject.load(_PARTS, "the writer of weights")(model)
     make_folder(folder, (hfconfig.CONFIG, INDEX, SINGLE))
 
 

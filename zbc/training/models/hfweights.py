@@ -173,6 +173,16 @@ def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | No
     return {_moved(name, first): tensor.contiguous() for name, tensor in made.items()}
 
 
+def refuse_parts(model: Model) -> None:
+    """Raises E524 if a folder has all experts of a layer in one tensor, of which ranks have parts."""
+    root = apart(model.args["config"]).root
+    stacks = {name: p for name, p in root.named_parameters() if ".experts." in name}
+    whole = [name for name in revert_weight_conversion(root, stacks) if not _EXPERT.fullmatch(name)]
+    if whole:
+        text = f"run: {whole[0]} has all experts, and with parallel.ep a rank has a part of them"
+        raise ZbcError("E524", text, hint="write a checkpoint, and continue it with ep = 1 and --save-hf")
+
+
 def _initial(part: Part, name: str) -> Tensor:
     return {theirs: tensor for _, theirs, tensor in part.theirs()}[name]
 
