@@ -81,8 +81,9 @@ class _Left(_Stub):
         return torch.zeros((), device=given[0].device if given else None) if same is None else same
 
 
-def _pruned(module: nn.Module, keep: set[int], without: nn.Module | None = None) -> nn.Module:
-    """A copy without the modules none of whose parameters is in `keep`, nor the one `without`; others are shared."""
+def _pruned(module: nn.Module, keep: set[int], stack: nn.Module, without: nn.Module | None = None) -> nn.Module:
+    """A copy without the modules none of whose parameters is in `keep`, nor the one `without`; others are shared. It
+    has the modules around `stack`."""
     own = copy.copy(module)
     own._modules = {}
     for name, child in module.named_children():
@@ -90,8 +91,9 @@ def _pruned(module: nn.Module, keep: set[int], without: nn.Module | None = None)
         if not ids or (ids <= keep and all(one is not without for one in child.modules())):
             own._modules[name] = child
         else:
-            gone = child is without or not ids & keep
-            own._modules[name] = _Left(child) if gone else _pruned(child, keep, without)
+            around = child is not stack and any(one is stack for one in child.modules())
+            gone = child is without or not (ids & keep or around)
+            own._modules[name] = _Left(child) if gone else _pruned(child, keep, stack, without)
     own._modules |= {name: None for name, child in module._modules.items() if child is None}
     own._parameters = {name: p for name, p in module._parameters.items() if p is None or id(p) in keep}
     return own
@@ -134,12 +136,16 @@ class Apart:
         self.path = ".".join(filter(None, (prefix, path)))
         whole: Any = self.root.get_submodule(self.path)
         self.stack: nn.ModuleList = whole._modules[self.list]
-        self.trunk = _pruned(whole, set())
+        self.trunk = _pruned(whole, set(), self.stack)
         self.takes_positions = "position_ids" in inspect.signature(whole.forward).parameters
         self.kinds, self.tupled = list[str](), False
         self._calls, self._trunks = dict[Any, Any](), dict[Any, nn.Module]()
+        fixed = [p for p in self.root.parameters() if not p.requires_grad]
         with real_tensors():
+            self.root.requires_grad_(True)  # to see that they are read
             self._try(whole)
+        for p in fixed:
+            p.requires_grad_(False)
 
     def __deepcopy__(self, memo: object) -> Apart:
         return self
@@ -225,7 +231,7 @@ class Apart:
     def end(self, side: int) -> nn.Module:
         """The model without its layers and its other end; 0: its embedding, 1: its head."""
         other = self.root.get_input_embeddings() if side else self.root.get_output_embeddings()
-        root = _pruned(self.root, self.ends[side], other)
+        root = _pruned(self.root, self.ends[side], self.stack, other)
         root.get_submodule(self.path)._modules[self.list] = nn.ModuleList()
         return root
 
