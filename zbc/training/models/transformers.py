@@ -168,7 +168,10 @@ class Apart:
                 if not isinstance(y[0] if self.tupled else y, Tensor):
                     raise _refused(self.root, "its layers do not return hidden states")
             self.kinds.append(f"{type(layer).__name__}-{known.setdefault(key, len(known))}")
-        self.ends = _read(embedded), _read(self.head(self.root, hidden))
+        before, after = _read(embedded), _read(self.head(self.root, hidden))
+        stacked = {id(p) for p in self.stack.parameters()}
+        rest = {id(p) for p in self.root.parameters()} - stacked - after  # some are read without a gradient
+        self.ends = before | rest, after
 
     def stubbed(self, module: nn.Module, path: str, index: int, given: Any = None, **inputs: Any) -> Any:
         """The arguments of layer `index` in the forward of a module that has the layers in its `path`: (hidden, args,
