@@ -248,7 +248,7 @@ def test_a_run_goes_on_with_another_cp(first, second, tmp_path):
             {"cp": 2},
             {"family": "tests.runtime.user_models:shared", "loss": "mse", "hidden": None, "heads": None},
             "E119",
-            "for the built-in models",
+            "for built-in models",
         ),
     ],
 )

@@ -45,6 +45,8 @@ def filled(document: Document) -> Document:
     try:
         config = hfconfig.read_config(folder, name)
         ours = _ours(config) if key == "pretrained" else None
+        if ours is not None and "layers" in model:
+            return document  # it gives the sizes itself
         if ours is None:
             ours = {"family": TRANSFORMERS, **_facts(json.dumps(config), weights), "args": {"config": config}}
     except ZbcError as error:
