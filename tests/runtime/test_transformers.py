@@ -179,6 +179,7 @@ def test_memory(kind, tmp_path):
         ({"model_type": None}, "E521", "no causal language model of model_type 'None'", ""),
         ({"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}, "E521", "model_type 'own'", "never runs"),
         ({"num_attention_heads": "four"}, "E521", "transformers refuses the config.json of this opt", "compare"),
+        ({"model_type": "biogpt"}, "E521", "biogpt of transformers cannot be taken apart", "a factory"),
         ({"quantization_config": {"quant_method": "fp8"}}, "E521", "are quantized", "bfloat16"),
     ],
 )

@@ -43,6 +43,7 @@ from zbc.training.models.registered import ZBC, Stack, Unfit, inside, is_experts
 _KEPT = 64  # calls of layers that are kept
 _COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}  # attributes with a layer's number
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")  # lists in a config
+_UNEQUAL = ("biogpt", "inkling2_text")  # of 189 (bench/models.py)
 _HINT = "a factory of your own layers is the way: docs/extending.md"
 _lock = threading.RLock()  # ranks may be threads
 
@@ -126,6 +127,8 @@ class Apart:
         how = {"attn_implementation": implementation, "dtype": torch.float32}
         with real_tensors(), torch.device("meta"):
             self.root: Any = transformers.AutoModelForCausalLM.from_config(settings, **how)
+        if self.root.config.model_type in _UNEQUAL:
+            raise _refused(self.root, "its parts do not compute what the whole computes")
         if implementation == ZBC and not self.root._supports_attention_backend:
             raise Unfit("it does not ask the registry for attention")
         for module in self.root.train().modules():
