@@ -183,8 +183,8 @@ BOUNDS = {
     "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27981),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4647),
     "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24453),
-    "all of zbc": (lambda: lines("zbc"), 74974),
-    "tests": (lambda: lines("tests"), 56499),
+    "all of zbc": (lambda: lines("zbc"), 74975),
+    "tests": (lambda: lines("tests"), 56506),
 }
 
 

@@ -76,6 +76,7 @@ FREE = {  # these change no number of a step, or only the first one's
     "imbalance": 2.0,
     "stands_for": "another",
     "pretrained": "folder",
+    "config": "config.json",
 }
 
 
