@@ -551,7 +551,7 @@ def test_a_mixture_that_does_not_fit_is_told_that_replicas_may_share_its_experts
     with pytest.raises(ZbcError, match="does not fit") as caught:
         planned()
     assert caught.value.code == "E301" and "parallel.ep" in str(caught.value)
-    assert planned(ep=8).memory[0].bytes < 62 * 2**30
+    planned(64.0, ep=8)  # of which 60.2 GiB are for a plan: counted kernel by kernel it takes 60.004
     with pytest.raises(ZbcError, match="does not fit") as caught:
         planned(16.0, dp=2, tp=4)  # a rank has a quarter of each expert
     assert "parallel.ep = 8" in str(caught.value)

@@ -123,7 +123,9 @@ def test_copies_of_a_slice_take_its_share_of_those_of_its_microbatch(tmp_path):
     whole, _ = planned(both, tmp_path)
     for stage in range(4):
         each = [made.costs.of("out", stage, part) for part in range(4)]
-        assert each == pytest.approx([each[0]] * 4, rel=2e-3)  # with the last one the targets of all go
+        assert each[:3] == pytest.approx([each[0]] * 3, rel=1e-6)
+        targets = 8 * both["schedule"]["microbatch_size"] * both["model"]["seq_len"]  # of all, which go with the last
+        assert 0 <= each[0] - each[3] <= targets / (1e6 * both["hardware"]["host_gbps"])
         kv = made.costs.bytes_of("kv")[stage]  # which stay, for all slices
         moves = whole.costs.bytes_of("host")[stage]
         assert sum(each) == pytest.approx(whole.costs.of("out", stage) * (moves - kv) / moves, rel=0.02)

@@ -162,9 +162,11 @@ def test_replicas_share_out_experts(kind, tmp_path):
     assert [n for pair in shared for n in pair] == pytest.approx([n for pair in whole for n in pair], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "deepseek_v3"])
-def test_memory(kind, tmp_path):
-    made = compiled(tmp_path, kind)
+@pytest.mark.parametrize(
+    ("kind", "slices"), [("qwen3", 1), ("gpt_oss", 1), ("deepseek_v3", 1), ("deepseek_v3", 2), ("opt", 2)]
+)
+def test_memory(kind, slices, tmp_path):
+    made = compiled(tmp_path, kind, slices=slices)
     made.write(tmp_path / "plan")
     _, scales = scaled(StoredPlan.read(tmp_path / "plan"))
     got = [scale.held.peak for scale in scales]

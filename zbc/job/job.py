@@ -71,7 +71,8 @@ class Job:
     checkpoint: Checkpoint
     log: Log
     filler: Filler
-    profile: Profile | None = None  # the file of costs.profile
+    profile: Profile | None = None  # the file of costs.profile, or the card of a factory's layers
+    carded: bool = False  # it is the card
     links: LinkTable | None = None  # the file of hardware.links
     uncounted: ZbcError | None = None  # why nothing is known of what its layers cost
     near: int = 0  # ranks on a node, once exchanges of experts' rows between nodes are planned in two steps

@@ -56,18 +56,13 @@ def of(job: Job, policy: str = KEEP, cuts: Sequence[int] = ()) -> Sequence[Profi
     return _by_section[key][1]
 
 
-def known(profile: Profile | None) -> bool:
-    """Whether a profile is a card that was made or read here, not one that a user gave."""
-    return any(profile is one for _, each in _by_section.values() for one in each)
-
-
 def with_card(job: Job) -> Job:
     """The job with the card of its layers, if a factory makes them and nothing says what they cost; with the reason if
     there is none."""
     if job.model.builtin or job.profile is not None or job.costs.f is not None:
         return job
     try:
-        return replace(job, profile=of(job)[0])
+        return replace(job, profile=of(job)[0], carded=True)
     except ZbcError as error:
         return replace(job, uncounted=error)
 

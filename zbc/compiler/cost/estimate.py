@@ -17,6 +17,7 @@ from zbc.compiler.cost.ends import Sizes
 from zbc.compiler.cost.footprint import NOTHING, Footprint
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
+from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.job.cuts import Cuts
 from zbc.job.graph import names
@@ -110,23 +111,13 @@ def _mean(each: Sequence[Layer]) -> Layer:
 
 def _whole(job: Job) -> list[Layer]:
     table, profile = _counted(job), job.profile
-    if profile is None:
+    if profile is None or job.carded:
         return _priced(job, table)
     profile = profile if profile.timed else profiled.timed(profile, Machine.of(job))
     found = profiled.measurements(profile, [layer.name for layer in table], job.optimizer.name)
     found = _without_words(job, table, found) if job.vocabulary else found
     measured = [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
-    if job.model.builtin or not cards.known(job.profile):
-        return measured if profile.timed else _priced(job, measured)
-
-    @functools.cache
-    def made(policy: str) -> list[Layer]:
-        return _whole(replace(job, profile=cards.of(job, policy)[0]))
-
-    def of(i: int) -> Callable[[str], Layer]:
-        return lambda policy: made(policy)[i]
-
-    return _priced(job, [replace(one, card=of(i)) for i, one in enumerate(measured)])
+    return measured if profile.timed else _priced(job, measured)
 
 
 def _priced(job: Job, table: list[Layer]) -> list[Layer]:
@@ -227,7 +218,7 @@ def shares_of_words(machine: Machine, words: ends.Work, whole: ends.Work) -> tup
 
 def _counted(job: Job, cuts: Cuts = (), part: int = 0) -> list[Layer]:
     """The layers by their cards, in a `part` of microbatches that are cut into slices at `cuts`."""
-    if not job.model.builtin:  # a factory's layers are unknown until they are built: equal, with no bytes
+    if not (job.model.builtin or job.carded):  # layers of a factory that nobody has run: equal, with no bytes
         return [Layer(name, 1.0, 1.0, 1.0) for name in names(job.model)]
 
     @functools.cache
@@ -253,7 +244,7 @@ def _names(model: Model) -> list[str]:
 
 
 def _of_card(job: Job, card: Profile, *, again: bool = False, length: int | None = None) -> list[Layer]:
-    """The layers of a built-in model by a card, with the times of its kernels; `again`: B runs some of them again,
+    """The layers of a model by a card, with the times of its kernels; `again`: B runs some of them again,
     `length`: tokens of a sequence in a slice."""
     machine = Machine.of(job)
     each = profiled.measurements(profiled.timed(card, machine), _names(job.model), job.optimizer.name)
@@ -274,6 +265,8 @@ def _of_card(job: Job, card: Profile, *, again: bool = False, length: int | None
         )
         for name, one in zip(_names(job.model), each, strict=True)
     ]
+    if not job.model.builtin:
+        return found
     embed, *inner, head = found
     sizes = sizes_of(job, length)
     if job.vocabulary and sizes is not None:  # every rank has a vocabulary shard, and stages have the rest
@@ -300,24 +293,28 @@ def of_slice(
     Given or measured times of whole microbatches are multiplied by `share` (f, b and w of a block) or `rows` (any other
     layer), bytes that no card has by `rows`.
     """
-    return _parts_of(job, table, _counted(job, cuts, part), share, rows)
+    try:
+        own = _counted(job, cuts, part)
+    except ZbcError:  # layers of a factory that do not run in slices, as a run would say
+        own = None
+    return _parts_of(job, table, own, share, rows)
 
 
 def _of_length(job: Job, table: Sequence[Layer], tokens: int) -> list[Layer]:
     """The table of layers for rows of `tokens` tokens, from the table for whole rows."""
     unit = job.parallel.unit  # rows are filled up
-    own = _counted(job.of_length(-(-tokens // unit) * unit))
+    own = None if job.carded else _counted(job.of_length(-(-tokens // unit) * unit))
     return _parts_of(job.of_length(tokens), table, own, shares_of(job, tokens), tokens / job.row_tokens)
 
 
 def _parts_of(
-    job: Job, table: Sequence[Layer], own: list[Layer], share: Mapping[str, float], rows: float
+    job: Job, table: Sequence[Layer], own: list[Layer] | None, share: Mapping[str, float], rows: float
 ) -> list[Layer]:
-    if job.model.builtin and job.profile is None and not (job.costs.per == "layer" and job.costs.f is not None):
+    counted = job.carded or (job.model.builtin and job.profile is None)
+    if own is not None and counted and not (job.costs.per == "layer" and job.costs.f is not None):
         return own
-    return [
-        part_of(layer, one if job.model.builtin else None, share, rows) for layer, one in zip(table, own, strict=True)
-    ]
+    known = own if own is not None and job.model.builtin else [None] * len(table)
+    return [part_of(layer, one, share, rows) for layer, one in zip(table, known, strict=True)]
 
 
 def part_of(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: float) -> Layer:

@@ -30,7 +30,7 @@ from zbc.job.spec import Model
 from zbc.runtime.core.private import valued
 from zbc.training.models.model import LayerPlan
 from zbc.training.models.pretrained import damaged, misfit, safetensors, shown, tensor_files
-from zbc.training.models.transformers import Apart, Part, apart, layers
+from zbc.training.models.transformers import Part, TakenApart, apart, layers
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
@@ -45,7 +45,7 @@ def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPl
 class Weights:
     """The tensors of a folder, by their names in the model. Raises E520, E523."""
 
-    def __init__(self, model: Apart, folder: Path) -> None:
+    def __init__(self, model: TakenApart, folder: Path) -> None:
         self.folder, self.root, self._files = folder, model.root, tensor_files(folder)
         self.known: dict[str, Tensor] = self.root.state_dict(keep_vars=True)
         rules = get_model_conversion_mapping(self.root)

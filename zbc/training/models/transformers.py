@@ -117,7 +117,7 @@ class Own(NamedTuple):
         return own if packed is None else places(packed, count * self.tokens.group.size, x.device)[:, own]
 
 
-class Apart:
+class TakenApart:
     """A model without numbers, taken apart. `path` and `list`: the module with the decoder layers, and their name in
     it; `kinds`: those of one kind differ in their weights only; `attention`: the implementation it has."""
 
@@ -150,7 +150,7 @@ class Apart:
         for p in fixed:
             p.requires_grad_(False)
 
-    def __deepcopy__(self, memo: object) -> Apart:
+    def __deepcopy__(self, memo: object) -> TakenApart:
         return self
 
     def _try(self, whole: nn.Module) -> None:
@@ -333,12 +333,12 @@ def config_of(config: Mapping[str, Any]) -> Any:
 
 
 @functools.lru_cache(4)
-def _apart(text: str) -> Apart:
+def _apart(text: str) -> TakenApart:
     transformers.logging.set_verbosity_error()
     config, errors = json.loads(text), list[str]()
     for implementation in (ZBC, "sdpa", "eager"):
         try:
-            return Apart(config, implementation)
+            return TakenApart(config, implementation)
         except ZbcError:
             raise
         except Exception as error:  # of its own code
@@ -348,7 +348,7 @@ def _apart(text: str) -> Apart:
     raise ZbcError("E521", text, details=errors, hint=_HINT)
 
 
-def apart(config: Mapping[str, Any]) -> Apart:
+def apart(config: Mapping[str, Any]) -> TakenApart:
     """A model of transformers, taken apart. Raises E521."""
     with _lock:
         return _apart(json.dumps(config, sort_keys=True))
@@ -362,7 +362,7 @@ class Part(nn.Module):
 
     inside, prefix = "root", ""
 
-    def __init__(self, model: Apart) -> None:
+    def __init__(self, model: TakenApart) -> None:
         super().__init__()
         self.model = model
         self.own: Own | None = None
@@ -390,10 +390,10 @@ class Part(nn.Module):
             yield f"{self.inside}.{name}", self.prefix + theirs, tensor
 
 
-class Embed(Part):
+class Front(Part):
     """(batch, tokens) -> (batch, tokens, hidden)."""
 
-    def __init__(self, model: Apart) -> None:
+    def __init__(self, model: TakenApart) -> None:
         super().__init__(model)
         self.root = model.filled(hollow(model.end(0), torch.get_default_device()))
 
@@ -403,12 +403,12 @@ class Embed(Part):
         return hidden
 
 
-class Layer(Part):
+class Decoder(Part):
     """(batch, tokens, hidden) -> the same."""
 
     inside = "layer"
 
-    def __init__(self, model: Apart, index: int) -> None:
+    def __init__(self, model: TakenApart, index: int) -> None:
         super().__init__(model)
         self.index, self.prefix = index, f"{model.path}.{model.list}.{index}."
         self.layer = stack(model.filled(hollow(model.stack[index], torch.get_default_device())))
@@ -420,7 +420,7 @@ class Layer(Part):
         return made
 
 
-class LayerOfExperts(Layer):
+class DecoderOfExperts(Decoder):
     """A layer in which replicas can share out experts."""
 
     def share_experts(self, group: Group) -> str:
@@ -433,10 +433,10 @@ class LayerOfExperts(Layer):
         return str(path)
 
 
-class Head(Part):
+class Back(Part):
     """(batch, tokens, hidden) -> (batch, tokens, words)."""
 
-    def __init__(self, model: Apart) -> None:
+    def __init__(self, model: TakenApart) -> None:
         super().__init__(model)
         self.root = model.filled(hollow(model.end(1), torch.get_default_device()))
 
@@ -448,8 +448,8 @@ def layers(config: Mapping[str, Any]) -> list[Callable[[], Part]]:
     """The builders of the layers of a model: `config` is the content of its config.json. Raises E521."""
     model = apart(config)
     shared = [sum(map(is_experts, layer.modules())) == 1 for layer in model.stack]
-    blocks = [functools.partial(LayerOfExperts if of else Layer, model, i) for i, of in enumerate(shared)]
-    made: list[Any] = [functools.partial(Embed, model), *blocks, functools.partial(Head, model)]
+    blocks = [functools.partial(DecoderOfExperts if of else Decoder, model, i) for i, of in enumerate(shared)]
+    made: list[Any] = [functools.partial(Front, model), *blocks, functools.partial(Back, model)]
     for build, kind in zip(made, ("embed", *model.kinds, "head"), strict=True):
         build.like = kind
     return made

@@ -65,8 +65,8 @@ def parts(
             scale.met()
         return nullcontext() if kernels is None else kernels.joined(offer, ranks)
 
-    alone = _unsplit(rig, device, cuts)
     worker = rig.worker(device, cuts=cuts, joined=joined)
+    alone = _unsplit(rig, device, cuts) if worker.meets else {}
     gradients = _gradients(worker)
     buffers = _buffers(worker)
     if kernels is not None:
@@ -108,13 +108,11 @@ def parts(
 
 
 def _unsplit(rig: Rig, device: torch.device, cuts: Sequence[int]) -> dict[Op, _Change]:
-    """What BW takes in plans that split no backward, first and later, if it differs: layers are not patched then, so
-    that no weight gradient waits until ranks meet."""
-    job = rig.job
-    low = job.model.dtype != "float32" or job.train.fused_gradients or rig.policy != "keep"
-    if low or not (job.parallel.tp > 1 or job.parallel.cp > 1 or job.parallel.ep > 1):
-        return {}
+    """What BW takes in plans that split no backward, first and later, if it differs: where layers are torch's own, no
+    weight gradient waits until ranks meet."""
     worker = rig.worker(device, microbatches=2, split=False, cuts=cuts)
+    if any(stage.slotted for stage in worker.stages.values()):
+        return {}
     scale = Scale(worker)
     run_step(worker, 0)
     changes = _changes(scale.readings)

@@ -105,12 +105,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and self.number(leaf) is None]
+        if not (made or self.watched):
+            return result
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if made:  # views of tensors from before this ledger began are not new
-            given = {_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            given = {_id(leaf) for leaf in inputs}
             self.add(leaf for leaf in made if _id(leaf) not in given)
-        if self.watched and self.watched & self.numbers(
-            t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        ):
+        if self.watched & self.numbers(inputs):
             self.reads = len(self.changes)
         return result
 
@@ -261,9 +262,10 @@ class Scale:
             if op.kind.row.lane is Lane.OUT:
                 ledger.forget(ledger.numbers(slab.memory for slab in worker.features.of(Offloads).pool.slabs))
             gone, came = self._left(), self._came(last)
-            extra, rise = self._peaks(before, came)[0], ledger.peak - before
-            until, after = self._peaks(before, came, 0, ledger.reads), self._peaks(before, came, ledger.reads)
-            alone = None if ledger.meets is None else self._peaks(before, came, 0, ledger.meets)[1]
+            peaks, reads, meets = self._peaks(before, came), ledger.reads, ledger.meets
+            (extra, _), rise = peaks(), ledger.peak - before
+            until, after = peaks(stop=reads), peaks(reads)
+            alone = None if meets is None else peaks(stop=meets)[1]
             peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
             self._mark(op, last)
             self._note(Reading(op, RankBytes(peak=peak), gone, extra, rise, until, after, alone, ledger.bytes(came)))
@@ -286,18 +288,18 @@ class Scale:
         gradients = next(tensors for name, tensors in self._categories() if name == "gradients")
         return {number for number in self._ledger.numbers(gradients) if number > last}
 
-    def _peaks(self, before: int, fresh: set[int], start: int = 0, stop: int | None = None) -> tuple[int, int]:
-        """Temporary bytes of an op, beyond those alive before and after it, and its peak above those before; of its
-        changes from `start` to `stop` alone.
-
-        Gradients are a category of their own, with its own peak: to the first, those that the first backward of a step
-        makes (`fresh`) count as if they had existed before, as in all other backwards.
-        """
+    def _peaks(self, before: int, fresh: set[int]) -> Callable[..., tuple[int, int]]:
+        """Of a part of an op's changes: temporary bytes beyond those before and after the op, and the peak above those
+        before. Gradients are a category of their own, with its own peak: to the first number those that the first
+        backward of a step makes (`fresh`) count as if they had existed before, as in all other backwards."""
         changes, there = list(self._ledger.changes), before + self._ledger.bytes(fresh)
         apart = list(accumulate((0 if number in fresh else size for number, size in changes), initial=there))
         together = list(accumulate((size for _, size in changes), initial=before))
-        here = slice(start, None if stop is None else stop + 1)
-        return max(0, max(apart[here]) - max(there, self._ledger.kept)), max(together[here]) - before
+        ends, size = max(there, self._ledger.kept), len(changes)
+        return lambda start=0, stop=size: (
+            max(0, max(apart[start : stop + 1]) - ends),
+            max(together[start : stop + 1]) - before,
+        )
 
     def _taken(self, op: Op) -> set[int]:
         """Storages that the op takes over from a neighbour: no longer in flight, but part of the op's own."""
