@@ -130,10 +130,11 @@ def _stage(
 
 
 def _frozen(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
-    """Bytes of frozen weights that no card or profile has among the weights of its layer; less those of a shared one
-    that the rank has with its first stage."""
+    """Bytes of frozen weights, unless cards or a profile have them among the weights of all its layers; less those of a
+    shared one that the rank has with its first stage."""
     width, sizes = 2.0 if job.model.parameters == "bfloat16" else 4.0, estimate.sizes_of(job)
-    count = sum(layer.frozen for i in part if (layer := table[i]).measured is None or layer.measured.held is None)
+    held = all((one := table[i].measured) is not None and one.held is not None for i in part)
+    count = 0 if held else sum(table[i].frozen for i in part)
     tied = bool(job.adapter.rank) and job.model.tie_embeddings and not job.vocabulary
     if tied and sizes and part[-1] == len(table) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}:
         count -= sizes.vocab * sizes.hidden

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zbc.ir import Kind, Op
+from zbc.ir import Kind, Op, Placement
 from zbc.job.profile import LayerBytes
 from zbc.ops import owners_among, round_trip
 from zbc.runtime.core.execute import run_step
@@ -57,8 +57,7 @@ def parts(
     rig: Rig, device: torch.device, kernels: Kernels | None = None, cuts: Sequence[int] = ()
 ) -> list[dict[str, Weighed]]:
     """The same for each slice of microbatches that are cut at `cuts`, else for whole ones."""
-    rig = rig.plain()
-    scales = list[Scale]()
+    rig, scales = rig.plain(), list[Scale]()
 
     def joined(offer: Offer, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         for scale in scales:
@@ -67,14 +66,13 @@ def parts(
 
     worker = rig.worker(device, cuts=cuts, joined=joined)
     alone = _unsplit(rig, device, cuts) if worker.meets else {}
-    gradients = _gradients(worker)
-    buffers = _buffers(worker)
+    gradients, buffers = _gradients(worker), _buffers(worker)
     if kernels is not None:
         kernels.watch(worker, _name)
     scales.append(scale := Scale(worker))
     _prepare(worker)
     run_step(worker, 0)
-    changes = _changes(scale.readings)
+    changes = _changes(scale.readings, rig.placement)
     whole = rig.worker(device) if cuts else worker  # a slice alone keeps as the whole does
     ends = [output is None for output in rig.outputs]
     keeps = [_keeps(whole.stages[s], rig.inputs[s], whole, last=last) for s, last in enumerate(ends)]
@@ -115,7 +113,7 @@ def _unsplit(rig: Rig, device: torch.device, cuts: Sequence[int]) -> dict[Op, _C
         return {}
     scale = Scale(worker)
     run_step(worker, 0)
-    changes = _changes(scale.readings)
+    changes = _changes(scale.readings, rig.placement)
     worker.close()
     return changes
 
@@ -159,11 +157,12 @@ class _Change:
     alone: int | None  # `rise` until it meets other ranks, if it does
 
 
-def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
-    found, before = {}, 0
+def _changes(readings: Iterable[Reading], placement: Placement) -> dict[Op, _Change]:
+    found, before = {}, 0  # a first layer has the gradient until its weights' is made
     for reading in readings:
         if reading.op.kind.computes:
-            held, whole = reading.activations - before, reading.op.kind not in _BACK
+            held = reading.activations - before
+            whole = reading.op.kind not in _BACK or not placement.sources(reading.op.stage)
             more, rise = (reading.extra, reading.rise) if whole else reading.until
             late, late_rise = (0, 0) if whole else reading.after
             found[reading.op] = _Change(held, more, rise, reading.came, late, late_rise, reading.alone)
@@ -319,6 +318,7 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
     leaf, finish = x.requires_grad_(stage.flows), stage.fit
     with Ledger() as ledger:
         if last and worker.batches is not None:
+            worker.batches.close()  # another thread would run fake tensors beside this one
             target = worker.batches.targets(0, 0).to(worker.device)
             ledger.add([target])
             finish = functools.partial(stage_loss, worker.loss, target)
