@@ -206,10 +206,7 @@ def test_a_question_is_answered_with_yes_by_these_kinds(question):
 
 def test_steps_close_in_two_ways():
     closes = {way: [kind.value for kind in Kind if kind.row.closes == way] for way in ("barrier", "ahead")}
-    assert closes == {
-        "barrier": ["VALIDATE", "STEP"],
-        "ahead": ["TENTATIVE", "NORM", "VERDICT", "REDO", "COMMIT"],
-    }
+    assert closes == {"barrier": ["VALIDATE", "STEP"], "ahead": ["TENTATIVE", "NORM", "VERDICT", "REDO", "COMMIT"]}
 
 
 def test_every_kind_has_a_row_and_every_row_speaks_of_values_that_there_are():

@@ -91,8 +91,7 @@ jobs = st.fixed_dictionaries(
             {"kind": st.sampled_from(["1f1b", "zb-v", "zb-h2"]), "microbatches": st.integers(1, 99)}
         ),
         "costs": st.one_of(
-            st.just({}),
-            st.fixed_dictionaries({key: st.floats(0.001, 1e4) for key in ("f", "b", "w", "comm")}),
+            st.just({}), st.fixed_dictionaries({key: st.floats(0.001, 1e4) for key in ("f", "b", "w", "comm")})
         ),
         "train": st.fixed_dictionaries({"steps": st.integers(1, 10**6), "seed": st.integers(0, 2**63 - 1)}),
         "log": st.fixed_dictionaries({"dir": text.filter(bool)}),

@@ -92,11 +92,7 @@ def test_each_slice_has_to_run():
 
 def test_an_op_that_runs_twice_is_named_with_both_places():
     error = only(errors_of(TWO_RANKS + "      F s1 m0\n"))
-    assert (error.code, error.message, error.where) == (
-        "E202",
-        "program: F s1 m0 runs a second time",
-        "rank 1 step 4",
-    )
+    assert (error.code, error.message, error.where) == ("E202", "program: F s1 m0 runs a second time", "rank 1 step 4")
     assert error.details == ("first at rank 1 step 0: F s1 m0",)
 
 

@@ -244,10 +244,7 @@ def test_what_never_comes_is_named_with_the_ops_that_wait_for_it(dropped, waiter
 def test_in_a_schedule_a_missing_op_never_comes():
     error = error_of(listing("rank 0: BW s0 m0\nrank 1: F s1 m0, BW s1 m0"))
     assert error.errors[0].message == "deadlock: F s0 m0 never comes on rank 0"
-    assert error.errors[0].details == (
-        "rank 0 step 0: BW s0 m0  waits for it",
-        "rank 1 step 0: F s1 m0  waits for it",
-    )
+    assert error.errors[0].details == ("rank 0 step 0: BW s0 m0  waits for it", "rank 1 step 0: F s1 m0  waits for it")
 
 
 def test_a_rank_that_stays_away_from_a_rendezvous_is_named():

@@ -66,8 +66,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers", "shared weights", "dicts")),
+    "name", few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers", "shared weights", "dicts"))
 )
 def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
     ran = zbc("doctor", "--model", job(**JOBS[name]))

@@ -84,11 +84,7 @@ def test_shared_out_gradients_are_planned_checked_and_trained_with(job, zbc, fol
 
 
 @pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"optimizer": {"sync": "post-validate"}}, "E118"),
-        ({"parallel": {"dp": 1}}, "E115"),
-    ],
+    ("changes", "code"), [({"optimizer": {"sync": "post-validate"}}, "E118"), ({"parallel": {"dp": 1}}, "E115")]
 )
 def test_gradients_that_cannot_be_shared_out_are_refused(changes, code, job, zbc):
     parallel = {"dp": 2, "shard": "gradients", **changes.pop("parallel", {})}

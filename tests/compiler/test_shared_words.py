@@ -13,7 +13,7 @@ from tests.recorded_runs import World, record
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import estimate, vocabulary
+from zbc.compiler.cost import cards, estimate, vocabulary
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.passes.weave import Weave
@@ -107,6 +107,14 @@ def test_given_heads_are_shared_out_by_rank():
 
 def test_estimates_of_all_ranks_are_those_of_the_whole_head():
     """The sum is the whole work plus small overhead: kernel starts on every rank, rows that each rank reads."""
+    found = [
+        cards.words(job(model=LARGE, parallel={**SHARED, "pp": p, "vocabulary_sums": n}))
+        for p in (2, 4)
+        for n in (1, 2)
+    ]
+    assert [one.rows for one in found] == [2048, 2048, 1024, 1024] and [
+        one.values["sums"] > 0 for one in found
+    ] == 2 * [True, False]
     ends, shared = (estimate.layers(job(model=LARGE, parallel={"pp": 4, "vocabulary": w})) for w in ("ends", "shared"))
     one = vocabulary.columns(job(model=LARGE, parallel=SHARED))
     assert ends[-1].total < 4 * (one["s"] + one["t"]) + shared[-1].total < 1.25 * ends[-1].total

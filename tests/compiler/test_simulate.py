@@ -106,9 +106,7 @@ def test_a_backward_fused_is_timed_as_both_halves_together():
 
 def test_an_order_that_can_never_finish_is_refused():
     crossed = Program(
-        Placement.vshape(1),
-        1,
-        ((Op(Kind.F, 1, 0), Op(Kind.F, 0, 0), Op(Kind.BW, 1, 0), Op(Kind.BW, 0, 0)),),
+        Placement.vshape(1), 1, ((Op(Kind.F, 1, 0), Op(Kind.F, 0, 0), Op(Kind.BW, 1, 0), Op(Kind.BW, 0, 0)),)
     )
     with refused("E201") as caught:
         timed(crossed)

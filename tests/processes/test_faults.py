@@ -236,7 +236,7 @@ def test_a_rank_without_any_memory_left_still_says_so(tmp_path, out):
         line.startswith("while rank 2 ran op ") and line.endswith("of step 2: F s2 m2") for line in error.details
     )
     assert "MemoryError" in error.details and any("self.eaten.append" in line for line in error.details)
-    assert any(line.startswith("the plan does not know how much memory") for line in error.details)
+    assert any(line.startswith("the plan predicts a peak of ") for line in error.details)
 
 
 def test_data_that_become_shorter_while_they_are_read_end_the_run(tmp_path, out):

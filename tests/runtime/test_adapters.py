@@ -408,12 +408,7 @@ def test_merged_weights_compute_what_adapters_beside_them_do(folders):
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"parallel": {"dp": 2, "shard": "weights"}},
-        {"parallel": {"dp": 2, "shard": "all"}},
-    ],
-    ids=str,
+    "how", [{"parallel": {"dp": 2, "shard": "weights"}}, {"parallel": {"dp": 2, "shard": "all"}}], ids=str
 )
 def test_what_adapters_do_not_go_with_is_refused(how):
     with refused("E110", match="adapter.rank"):

@@ -157,8 +157,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("schedule", "p", "optimizer", "low", "m", "first"),
-    few(dealt(OTHERS, ["clip", "nan"]), ("interleaved-1f1b",)),
+    ("schedule", "p", "optimizer", "low", "m", "first"), few(dealt(OTHERS, ["clip", "nan"]), ("interleaved-1f1b",))
 )
 def test_steps_ahead_of_every_schedule_optimizer_and_size_are_those_with_a_barrier(
     schedule, p, optimizer, low, m, first

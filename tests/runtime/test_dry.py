@@ -18,7 +18,8 @@ from zbc.runtime.core.grouped import Loads
 from zbc.runtime.core.private import FakeTensor, fake_mode
 from zbc.runtime.core.tensors import constant
 from zbc.training.models.experts import Experts
-from zbc.training.profiling import dry
+from zbc.training.profiling import dry, words
+from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import build_rig
 from zbc.training.profiling.weigh import weigh
 
@@ -123,13 +124,35 @@ def readers():
 def test_the_bytes_are_those_of_layers_that_compute(name):
     made = KINDS[name]()
     with mock.patch.object(Experts, "_chosen", in_turn):
-        measured = weigh(build_rig(made, CPU), CPU)
+        measured = weigh(build_rig(made, CPU, apart=bool(made.vocabulary)), CPU)
     rig, [found] = dry.weighed(made)
-    assert {*found} == {*measured} == {*rig.order}
+    assert {*found} == {*measured} == {*rig.plain().kinds} >= {*rig.order}
     for kind in measured:
         assert found[kind].bytes.model_dump() == measured[kind].bytes.model_dump(), kind
-        assert replace(found[kind], bytes=measured[kind].bytes) == measured[kind]
+        assert found[kind].model_copy(update={"bytes": measured[kind].bytes}) == measured[kind]
         assert found[kind].bytes.optimizer > 0 or name == "sgd" or not sum(found[kind].parts)
+
+
+SHARED = {
+    "one sum": {},
+    "two sums": {"parallel": {"vocabulary_sums": 2}},
+    "bfloat16": {"model": {**GPT, "tie_embeddings": True, "dtype": "bfloat16"}},
+    "capped": {"model": {**LLAMA, "variant": "gemma2", "logits_cap": 30.0}},
+    "frozen": {"adapter": {"rank": 4}},
+    "tp": {"model": LLAMA, "parallel": {"tp": 2, "tp_sequence": True}},
+}
+
+
+@pytest.mark.parametrize("name", few(SHARED, ("bfloat16", "tp")))
+def test_what_shared_words_take_is_what_their_ops_take_that_compute(name):
+    """A rank's values are those of `Told`, and its tables are as many rows as its share has words."""
+    how = {"model": GPT, **SHARED[name]}
+    made = of(pp=3, **{**how, "parallel": {"vocabulary": "shared", **how.get("parallel", {})}})
+    found = dry.profiles(made, "words")[0].shared
+    measured = words.weighed(build_rig(made, CPU, apart=True), Kernels("cpu", {}))
+    assert found == measured and found.rows == -(-40 // (3 * made.parallel.tp))
+    assert found.values["top"] == found.values["words"] == 2 * 16 * made.model.hidden * 4  # of all tokens
+    assert len(found.parts) == 2 - made.model.tie_embeddings and {*found.kernels} == {*"site"}
 
 
 PLANS = {

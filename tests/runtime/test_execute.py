@@ -292,8 +292,7 @@ def test_a_layer_that_changes_its_shape_in_training_and_a_loss_that_is_not_one_n
 
 
 @pytest.mark.parametrize(
-    ("forward", "op", "what"),
-    [(True, "F", "the input of F s1 m0"), (False, "BW", "the gradient for B s0 m0")],
+    ("forward", "op", "what"), [(True, "F", "the input of F s1 m0"), (False, "BW", "the gradient for B s0 m0")]
 )
 def test_tensors_handed_over_in_memory_are_checked_too(forward, op, what):
     plan = plan_of(["F s0 m0, F s1 m0, BW s1 m0, BW s0 m0, VALIDATE"], Placement.looped(1, 2), 1)

@@ -155,10 +155,7 @@ def test_a_receive_nobody_used_is_named_at_the_end_of_the_step():
 def test_ranks_that_wait_for_each_other_are_told_who_waits_for_what():
     errors = together(2, receiving(UP, 1), receiving())
     first = next(error for error in errors.values() if error.code == "E703")
-    assert first.details == (
-        "rank 0 waits for RECV_B s0 m0 from rank 1",
-        "rank 1 waits for RECV_F s1 m0 from rank 0",
-    )
+    assert first.details == ("rank 0 waits for RECV_B s0 m0 from rank 1", "rank 1 waits for RECV_F s1 m0 from rank 0")
     assert {error.code for error in errors.values()} == {"E702", "E703"}
 
 

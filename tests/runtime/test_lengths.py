@@ -296,10 +296,7 @@ def test_rows_of_a_run_forward_are_those_of_all_samples_and_0_behind_them(tmp_pa
 def test_replicas_take_turns_with_the_longer_samples():
     shape = Shape(replicas=2, room=16, rows=2, most=3)
     dealt_to = deal_by_tokens([*range(1, 13)], shape, [5, 16, 9])
-    assert dealt_to == [
-        [((3,), (2,)), ((11,), (10,)), ((5,), (4,))],
-        [((1,), (0,)), ((9,), (8,)), ((7,), (6,))],
-    ]
+    assert dealt_to == [[((3,), (2,)), ((11,), (10,)), ((5,), (4,))], [((1,), (0,)), ((9,), (8,)), ((7,), (6,))]]
 
 
 def test_tokens_of_a_step_are_those_of_its_samples_or_of_its_rows():
@@ -372,11 +369,7 @@ def test_layers_of_a_user_run_on_rows_of_any_length(seen):
 @pytest.mark.parametrize(
     ("family", "code", "said"),
     [
-        (
-            "by_time",
-            "E512",
-            r"stage 1 is float32 \[16, 2, 8\] for 16 tokens, and float32 \[2, 2, 8\] for 2",
-        ),
+        ("by_time", "E512", r"stage 1 is float32 \[16, 2, 8\] for 16 tokens, and float32 \[2, 2, 8\] for 2"),
         ("mixing", "E512", "in layer layers.1 tokens see what stands behind them"),
         ("pairs", "E110", r"several tensors between them, as at layers\.1, do not go together yet"),
     ],

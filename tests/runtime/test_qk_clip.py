@@ -146,12 +146,7 @@ WAYS = {
     "muon": ("1f1b", 1, {}, {**LLAMA, "optimizer": {"kind": "muon", "lr": 0.01}}),
     "ahead": ("zb-h1", 2, {}, {**LLAMA, "optimizer": {"sync": "post-validate"}}),
     "made again": ("zb-v", 2, {"dp": 2}, {**LLAMA, "optimizer": {"sync": "post-validate", "clip_grad_norm": 0.1}}),
-    "ahead in shards": (
-        "zb-v",
-        2,
-        {"dp": 2, "shard": "optimizer"},
-        {**BIASED, "optimizer": {"sync": "post-validate"}},
-    ),
+    "ahead in shards": ("zb-v", 2, {"dp": 2, "shard": "optimizer"}, {**BIASED, "optimizer": {"sync": "post-validate"}}),
 }
 
 

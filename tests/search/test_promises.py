@@ -331,11 +331,7 @@ def test_auto_without_a_limit_is_no_worse_than_with_one_above_what_1f1b_holds():
 @pytest.mark.parametrize(
     ("name", "p", "m", "objective"),
     few(
-        [
-            ("bitpipe-zb", 4, 9, "period"),
-            ("chimera-zb", 4, 7, "period"),
-            ("bitpipe-zb", 2, 5, "makespan"),
-        ],
+        [("bitpipe-zb", 4, 9, "period"), ("chimera-zb", 4, 7, "period"), ("bitpipe-zb", 2, 5, "makespan")],
         lambda case: case[1] == 2,
     ),
 )

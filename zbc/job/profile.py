@@ -13,7 +13,7 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -24,6 +24,9 @@ from zbc.job.model_section import Model
 from zbc.job.section import Count, Ms, NotNegative, Rate, Section, Us
 from zbc.job.wording import sentence
 from zbc.topology import INNER, At
+
+if TYPE_CHECKING:
+    from zbc.job.spec import Job
 
 FORMAT, VERSION = "zbc-profile", 1
 WIDE = 0.10  # distance of the quartiles, as a share of the median, above which a time is not trusted
@@ -235,6 +238,19 @@ class WordTimes(Section):
         return (self.i, 0.0, self.e), (parts * self.s[1], parts * (self.s[0] - self.s[1]), parts * self.t[0])
 
 
+class WordBytes(Section):
+    """A rank's share of a shared vocabulary, for one microbatch, by a dry run: what its ops I, S, T and E need, and the
+    values between them (zbc/ops.py)."""
+
+    rows: Count = Field(description="words of the rank with most")
+    parts: list[Bytes] = Field(description="how many numbers in its rows of each table")
+    weights: Bytes = Field(description="of these tables, and of copies in the type that the output layer computes in")
+    told: Bytes = Field(description="that it tells the other ranks of its logits")
+    values: dict[str, Bytes]
+    needs: dict[str, Bytes] = Field(description="of an op, by its column: its peak beyond the bytes held before")
+    kernels: dict[str, list[Kernel]] = Field(description="of an op, by its column")
+
+
 class Origin(Section):
     """The device and method of the measurements. "dry": layers ran without numbers; every plan makes times of
     their kernels."""
@@ -266,6 +282,7 @@ class Profile(Section):
     sums: LinkProfile | None = Field(None, description="a sum over the ranks that share a layer, instead of a transfer")
     copies: Copy | None = Field(None, description="between host and device; on cuda")
     words: WordTimes | None = Field(None, description="of jobs whose ranks may share the vocabulary")
+    shared: WordBytes | None = Field(default=None, description="where ranks share the vocabulary, by a dry run")
     reserve_bytes: Bytes | None = Field(
         None, description="of a GPU, in use beside torch's own memory: context, workspaces, communicators"
     )
@@ -288,6 +305,7 @@ class Profile(Section):
                     del layer[name]
         for name, there in (
             ("words", self.words),
+            ("shared", self.shared),
             ("sums", self.sums),
             ("cp", self.cp > 1),
             ("tp", self.tp > 1),
@@ -338,6 +356,18 @@ def model_of(model: Model) -> dict[str, Any]:
         keys |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width}
         keys["ffn_hidden"] = model.mlp_width
     return keys
+
+
+def about(job: Job) -> dict[str, Any]:
+    """The fields of a profile that say which job it is of."""
+    return {
+        "model": model_of(job.model),
+        "adapter": job.adapter.timed,
+        "microbatch_size": job.schedule.microbatch_size,
+        "cp": job.parallel.cp,
+        "tp": job.parallel.tp,
+        "optimizer": job.optimizer.name,
+    }
 
 
 def order_of(kinds: Sequence[str]) -> list[str]:

@@ -103,12 +103,7 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
         return InOrder(given, total, _of_steps(samples, size), Work())
     padded = _Repeated(samples, 0, -(-total // per_batch) * per_batch)
     batches = _Batches(
-        padded,
-        seed=0,
-        microbatches=count,
-        size=size,
-        lowered=settings.lowered,
-        tokens=tokens_of(manifest, chosen, at),
+        padded, seed=0, microbatches=count, size=size, lowered=settings.lowered, tokens=tokens_of(manifest, chosen, at)
     )
     most = len(padded) // per_batch
     if not isinstance(samples, Padded):

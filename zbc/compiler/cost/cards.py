@@ -23,7 +23,7 @@ import zbc
 from zbc.errors import ZbcError
 from zbc.host.linefile import replace_text
 from zbc.job import userobject
-from zbc.job.profile import Profile, checked
+from zbc.job.profile import Profile, WordBytes, checked
 from zbc.job.sections import Data
 from zbc.job.spec import Job
 
@@ -31,6 +31,7 @@ MAKER = "zbc.training.profiling.dry:profiles"
 # What a stage keeps from F to B: all; all but what norms and activations make, with or without attention; as KEEP, with
 # the tokens that ranks gather.
 KEEP, ATTENTION, CHEAP, GATHERED = "keep", "attention", "cheap", "gathered"
+_WORDS = "words"  # a rank's share of a vocabulary
 _READ = ("model", "adapter", "optimizer", "data", "schedule", "parallel", "train", "hardware")  # sections
 _RUN = ("ir.py", "ops.py", "topology.py", "job", "plan", "runtime", "training")  # zbc's own code that makes cards
 _LAYERS = 2  # of a model whose layers are all alike: its card is that of longer ones
@@ -56,6 +57,13 @@ def of(job: Job, policy: str = KEEP, cuts: Sequence[int] = ()) -> Sequence[Profi
     return _by_section[key][1]
 
 
+def words(job: Job) -> WordBytes:
+    """The card of a rank's share of the vocabulary. Raises E5xx as `of`."""
+    found = of(job, _WORDS)[0].shared
+    assert found is not None
+    return found
+
+
 def with_card(job: Job) -> Job:
     """The job with the card of its layers, if a factory makes them and nothing says what they cost; with the reason if
     there is none."""
@@ -75,7 +83,7 @@ def _under(job: Job, policy: str) -> Job:
 
 
 def _of(policy: str) -> str:
-    return "selective" if policy in (ATTENTION, CHEAP) else "keep"
+    return _WORDS if policy == _WORDS else "selective" if policy in (ATTENTION, CHEAP) else "keep"
 
 
 def _with(job: Job, section: str, **keys: object) -> Job:
@@ -144,7 +152,8 @@ def _digest(job: Job, policy: str, cuts: Sequence[int]) -> str | None:
     if job.parallel.ep == 1:
         del parallel["dp"]
     how = (job.schedule.microbatch_size, job.train.fused_gradients, job.hardware.device, parallel)
-    kept = (policy, job.memory.attention, list(cuts))
+    shared = (job.vocabulary, job.parallel.pp) if policy == _WORDS else bool(job.vocabulary)
+    kept = (policy, job.memory.attention, list(cuts), shared)
     users = [name for name in (job.model.family, job.model.loss, job.data.kind) if ":" in name]
     code = [_beside(name.partition(":")[0]) for name in users]
     if None in code:

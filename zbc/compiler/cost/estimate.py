@@ -12,8 +12,7 @@ from operator import truediv
 from statistics import fmean
 from typing import Any
 
-from zbc.compiler.cost import cards, ends, profiled
-from zbc.compiler.cost.ends import Sizes
+from zbc.compiler.cost import cards, profiled
 from zbc.compiler.cost.footprint import NOTHING, Footprint
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
@@ -21,7 +20,6 @@ from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.job.cuts import Cuts
 from zbc.job.graph import names
-from zbc.job.model_section import GEMMA
 from zbc.job.profile import Profile
 from zbc.job.sections import Memory
 from zbc.job.spec import GivenCosts, Job, LayerCost, Model
@@ -135,7 +133,7 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement
     The rest of a time is the share of the kernels that don't handle words, or measured in a run that shared them; bytes
     are counted.
     """
-    if sizes_of(job) is None:
+    if not job.model.builtin:
         return list(found)
     both = []
     for one, layer, (f, b, w) in zip((found[0], found[-1]), (table[0], table[-1]), _left(job, found), strict=True):
@@ -153,25 +151,29 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement
 
 def _left(job: Job, found: Sequence[Measurement]) -> list[tuple[float, float, float]]:
     """The shares of F, B and W of the first and the last layer that don't handle words."""
-    sizes, machine, profile = sizes_of(job), Machine.of(job), job.profile
+    profile = job.profile
     if profile is not None and profile.words is not None and profile.on.source == "trace":
         pairs = zip((found[0], found[-1]), profile.words.whole(job.model.vocab or 0), strict=True)
-        shares = [_shares(ms, (one.f, one.b, one.w)) for one, ms in pairs]
-    else:
-        assert sizes is not None
-        kernels = (ends.look_up(sizes), ends.embedding(sizes)), (ends.words(sizes), ends.head(sizes))
-        shares = [shares_of_words(machine, words, whole) for words, whole in kernels]
-    return [(1 - f, 1 - b, 1 - w) for f, b, w in shares]
+        return [tuple(1 - part for part in _shares(ms, (one.f, one.b, one.w))) for one, ms in pairs]  # type: ignore[misc]
+    return [_shares(rest, whole) for rest, whole in zip(*map(_ends, (job, job.with_vocabulary("ends"))), strict=True)]
+
+
+def _ends(job: Job) -> list[tuple[float, float, float]]:
+    """ms of F, B and W of the first and the last layer by their card."""
+    card = profiled.timed(cards.of(job)[0], Machine.of(job)).layers
+    return [(one.f.ms, one.b.ms, one.w.ms) for one in (card["embed"], card["head"])]
+
+
+def paces_of_ends(job: Job, profile: Profile) -> list[float]:
+    """Measured ms of the whole first and last layer, beside those by their card."""
+    each = profiled.measurements(profile, ["embed", "layers.0", "head"], job.optimizer.name)[::2]
+    counted = map(sum, _ends(job.with_vocabulary("ends")))
+    return [(one.f + one.b + one.w) / ms if ms else 0.0 for one, ms in zip(each, counted, strict=True)]
 
 
 def _shares(parts: Sequence[float], whole: Sequence[float]) -> tuple[float, float, float]:
     f, b, w = (min(1.0, part / ms) if ms else 0.0 for part, ms in zip(parts, whole, strict=True))
     return f, b, w
-
-
-def times_of(machine: Machine, done: ends.Work) -> tuple[float, float, float]:
-    """ms of F, B and W."""
-    return machine.ms(done.f), machine.ms(done.b), machine.ms(done.w)
 
 
 def slowness(job: Job) -> list[float]:
@@ -211,11 +213,6 @@ def _by_pipe(job: Job, placement: Placement) -> list[list[float]]:
     return [[each[rank] for rank in pipe] for pipe in placement.pipes]
 
 
-def shares_of_words(machine: Machine, words: ends.Work, whole: ends.Work) -> tuple[float, float, float]:
-    """The shares of F, B and W of a whole layer that words take."""
-    return _shares(times_of(machine, words), times_of(machine, whole))
-
-
 def _counted(job: Job, cuts: Cuts = (), part: int = 0) -> list[Layer]:
     """The layers by their cards, in a `part` of microbatches that are cut into slices at `cuts`."""
     if not (job.model.builtin or job.carded):  # layers of a factory that nobody has run: equal, with no bytes
@@ -224,8 +221,7 @@ def _counted(job: Job, cuts: Cuts = (), part: int = 0) -> list[Layer]:
     @functools.cache
     def table(policy: str) -> list[Layer]:
         again = policy in (cards.ATTENTION, cards.CHEAP) or (policy == cards.KEEP and job.parallel.regathers)
-        length = cuts[part + 1] - cuts[part] if cuts else None
-        return _of_card(job, cards.of(job, policy, cuts)[part], again=again, length=length)
+        return _of_card(job, cards.of(job, policy, cuts)[part], again=again)
 
     def of(i: int) -> Callable[[str], Layer]:
         return lambda policy: table(policy)[i]
@@ -243,9 +239,8 @@ def _names(model: Model) -> list[str]:
     return ["embed", *names(model), "head"] if model.builtin else names(model)
 
 
-def _of_card(job: Job, card: Profile, *, again: bool = False, length: int | None = None) -> list[Layer]:
-    """The layers of a model by a card, with the times of its kernels; `again`: B runs some of them again,
-    `length`: tokens of a sequence in a slice."""
+def _of_card(job: Job, card: Profile, *, again: bool = False) -> list[Layer]:
+    """The layers of a model by a card, with the times of its kernels; `again`: B runs some of them again."""
     machine = Machine.of(job)
     each = profiled.measurements(profiled.timed(card, machine), _names(job.model), job.optimizer.name)
     found = [
@@ -268,19 +263,8 @@ def _of_card(job: Job, card: Profile, *, again: bool = False, length: int | None
     if not job.model.builtin:
         return found
     embed, *inner, head = found
-    sizes = sizes_of(job, length)
-    if job.vocabulary and sizes is not None:  # every rank has a vocabulary shard, and stages have the rest
-        own = _tables(sizes)[1:], _head(sizes)[:-1]
-        done = (
-            (ends.places(sizes), ends.places_bytes(sizes, again=again)),
-            (ends.last_norm(sizes), ends.norm_bytes(sizes)),
-        )
-        embed, head = (
-            Layer(layer.name, *times_of(machine, kernels), sum(parts), size, parts=parts)
-            for layer, parts, (kernels, size) in zip((embed, head), own, done, strict=True)
-        )
-        if job.adapter.rank:
-            embed, head = (replace(one, params=0, frozen=one.params, parts=()) for one in (embed, head))
+    if job.vocabulary and not again:  # F frees what was looked up
+        embed = replace(embed, size=replace(embed.size, loose=0.0))
     tied = max(embed.parts, default=0) if job.model.tie_embeddings and not job.vocabulary else 0
     return [replace(embed, tied=tied), *inner, replace(head, tied=tied)]
 
@@ -327,42 +311,6 @@ def part_of(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: f
         one = replace(one, **times, bw=one.bw * both, again=one.again * parts["f"])
     size, card = (layer.size.scaled(rows), None) if own is None else (own.size, own.card)
     return replace(layer, **times, size=size, measured=one, card=card)
-
-
-def sizes_of(job: Job, length: int | None = None) -> Sizes | None:
-    """The sizes of a built-in model that a shared vocabulary asks for, in slices of `length` tokens of each sequence;
-    None for a factory's layers."""
-    model, tp = job.model, job.parallel.tp
-    if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
-        return None
-    return Sizes(
-        hidden=model.hidden,
-        gated=model.family == "llama",
-        cuda=job.hardware.device == "cuda",
-        vocab=-(-model.vocab // tp),
-        seq_len=model.seq_len,
-        length=length or model.seq_len,
-        sequences=job.schedule.microbatch_size,
-        width=4 if model.dtype == "float32" else 2,
-        stream=2 if model.parameters == "bfloat16" else 4,
-        rotary=model.rotary,
-        logits_cap=model.logits_cap is not None,
-        wide_norm=model.variant in GEMMA,
-        tp=tp,
-        fused_grads=job.train.fused_gradients,
-        shared=job.parallel.shared,
-        cp=job.parallel.cp,
-    )
-
-
-def _tables(z: Sizes) -> tuple[int, ...]:
-    """Elements of each parameter of the embedding."""
-    return (z.vocab * z.hidden, *(() if z.rotary else (z.seq_len * z.hidden,)))
-
-
-def _head(z: Sizes) -> tuple[int, ...]:
-    """Elements of each parameter of the head and the norm before it."""
-    return (*((z.hidden,) if z.gated else (z.hidden, z.hidden)), z.hidden * z.vocab)
 
 
 def _measured(layer: Layer, one: Measurement) -> Layer:

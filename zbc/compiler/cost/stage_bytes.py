@@ -10,7 +10,7 @@ from itertools import pairwise
 from operator import mul
 from typing import Any, NamedTuple
 
-from zbc.compiler.cost import estimate, stepping
+from zbc.compiler.cost import stepping
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES, Footprint
 from zbc.compiler.cost.turns import NO_MORE, NO_RISE, More, Rise, more, rise
@@ -132,12 +132,12 @@ def _stage(
 def _frozen(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
     """Bytes of frozen weights, unless cards or a profile have them among the weights of all its layers; less those of a
     shared one that the rank has with its first stage."""
-    width, sizes = 2.0 if job.model.parameters == "bfloat16" else 4.0, estimate.sizes_of(job)
+    width = 2.0 if job.model.parameters == "bfloat16" else 4.0
     held = all((one := table[i].measured) is not None and one.held is not None for i in part)
     count = 0 if held else sum(table[i].frozen for i in part)
     tied = bool(job.adapter.rank) and job.model.tie_embeddings and not job.vocabulary
-    if tied and sizes and part[-1] == len(table) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}:
-        count -= sizes.vocab * sizes.hidden
+    if tied and part[-1] == len(table) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}:
+        count -= -(-(job.model.vocab or 0) // job.parallel.tp) * (job.model.hidden or 0)
     return width * count
 
 

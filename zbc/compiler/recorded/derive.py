@@ -34,8 +34,10 @@ from zbc.job.profile import (
     Point,
     Profile,
     WordTimes,
-    model_of,
     spread,
+)
+from zbc.job.profile import (
+    about as about_job,
 )
 from zbc.job.spec import Job
 from zbc.job.tokens import shares_of
@@ -87,12 +89,7 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
             rounds=rounds,
             torch="" if about is None else about.torch,
         ),
-        model=model_of(job.model),
-        adapter=job.adapter.timed,
-        microbatch_size=manifest.microbatch_size,
-        optimizer=job.optimizer.name,
-        cp=job.parallel.cp,
-        tp=job.parallel.tp,
+        **about_job(job),
         layers=layers,
         order=FAMILY if {*work.kinds} == {*FAMILY} else work.kinds,
         link=work.link(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -198,7 +198,8 @@ class Masters(InPlace):
                 for master, data, state in kept:
                     master.data = data.clone()
                     if state is not None:
-                        optimizer.state[master] = {key: _copy(value) for key, value in state.items()}
+                        tensors = {key: x.clone() for key, x in state.items() if isinstance(x, Tensor)}
+                        optimizer.state[master] = {**state, **tensors}
                 self._step(pairs)
                 self._publish(pairs)
             finally:
@@ -322,10 +323,6 @@ def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
     grads = [p.grad for p in parameters if p.grad is not None]
     if scale is not None and grads:
         scale_all(grads, scale)
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def kept_by(options: spec.Optimizer, *, matrix: bool = False) -> dict[str, bool]:

@@ -368,10 +368,6 @@ def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
     split: Callable[[Tensor], list[Tensor]] | None = None
     came = stage.came
     if not forward and came is not None:
-        split = came.parted if stage.inputs else functools.partial(_first, came.back)
+        back = came.back  # the part of a gradient that is sent back
+        split = came.parted if stage.inputs else lambda grad: [grad[:back]]
     return Edges(edges, stage, split)
-
-
-def _first(size: int, grad: Tensor) -> list[Tensor]:
-    """The part of a gradient that is sent back."""
-    return [grad[:size]]

@@ -357,12 +357,7 @@ def _patch_for(module: nn.Module, fused: bool) -> Patch | None:
     return None
 
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def plain(module: nn.Module) -> bool:

@@ -92,7 +92,8 @@ class VectorLayout:
         count, flag = self._norms, self._flag
         base = replica * self._count
         where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
-        where += [count + mb + k for mb, loss in losses.items() for k in range(_width(loss))]
+        widths = ((mb, loss.numel() if isinstance(loss, Tensor) else 1) for mb, loss in losses.items())
+        where += [count + mb + k for mb, width in widths for k in range(width)]
         where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
         values, own = [*squares.values(), *losses.values()], [float(stop), busy, float(peak)]
         make = _written if device.type == "cpu" else _copied
@@ -131,10 +132,6 @@ class VectorLayout:
         starts = [*self._places.values()]
         pieces = zip(self.parameters, pairwise(starts), strict=True)
         return tuple(name for name, (a, b) in pieces if not all(map(math.isfinite, values[a:b])))
-
-
-def _width(one: Tensor | float) -> int:
-    return one.numel() if isinstance(one, Tensor) else 1
 
 
 def _written(
@@ -181,12 +178,8 @@ def squares_of(grads: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
 
 
 def _one_by_one(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
-    sums = {name: [_square(part.double()) for part in some] for name, some in parts.items()}
+    sums = {name: [torch.dot(wide := part.double(), wide) for part in some] for name, some in parts.items()}
     return {name: torch.stack(some) if len(some) > 1 else some[0].view(1) for name, some in sums.items()}
-
-
-def _square(wide: Tensor) -> Tensor:
-    return torch.dot(wide, wide)
 
 
 def _together(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:

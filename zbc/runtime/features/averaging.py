@@ -96,7 +96,8 @@ class Averaging:
         for parameter in self._parameters:
             a, b = max(low, start) - start, min(high, start + parameter.numel()) - start
             if a < b:
-                views.append(_flat(parameter.detach())[a:b])
+                flat = (parameter.numel(),), (1,), parameter.storage_offset()  # dense, in any order of its dimensions
+                views.append(parameter.detach().as_strided(*flat)[a:b])
             start += parameter.numel()
         return views
 
@@ -105,11 +106,6 @@ def _spread(values: Tensor, views: Sequence[Tensor], put: Callable[[Tensor, Tens
     """Copies or adds consecutive values to views of weights."""
     for view, piece in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
         put(view, piece)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """A flat view of a tensor that is dense in memory, with any order of its dimensions."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class Averages(Feature):

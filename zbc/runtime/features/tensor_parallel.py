@@ -137,7 +137,7 @@ class Group(NamedTuple):
 
     def whole(self, x: Tensor) -> Tensor:
         """All-gathers tokens for a computation that all ranks repeat, and whose gradients are equal on all."""
-        return _apply(_Meets, x, self, _all, _part)
+        return _apply(_Meets, x, self, _all, lambda group, x, slot: x.chunk(group.size, 1)[group.place].contiguous())
 
     def tokens(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Starts the all-gather of sharded tokens (batch, tokens, ...); `joined` makes the result, after the wait."""
@@ -294,10 +294,6 @@ def _all(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
     parts, pending = group.tokens(x)
     group.settle(pending, slot)
     return group.joined(parts, x)
-
-
-def _part(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
-    return x.chunk(group.size, 1)[group.place].contiguous()
 
 
 def _own(group: Group, x: Tensor, slot: Slot | None) -> Tensor:

@@ -236,7 +236,8 @@ class Site:
         autocast = None if low is None else (self.device, low)
         found = derive(plans, first, self.manifest, autocast=autocast, lowered=lowered, rows=rows, flow=learnt)
         if self.shares_sequence:
-            found = found.of_tokens(self.topology.along("tp"))
+            whole, firsts = [plan.name for plan in plans if plan.whole], [names[0] for names in self.manifest.layers]
+            found = found.of_tokens(self.topology.along("tp"), whole, firsts)
         if not shared:
             return found
         sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)

@@ -67,16 +67,13 @@ def text_files(path: str | Sequence[str]) -> Iterator[Path]:
 
 def _files(path: Path) -> Iterator[Path]:
     if os.path.isdir(path):
-        found = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f, path)]
+        every = (f for f in sorted(path.rglob("*")) if f.is_file())
+        found = [f for f in every if not any(part.startswith(".") for part in f.relative_to(path).parts)]
         if not found:
             raise ZbcError("E501", f"data: no files below {path}", hint="data.path names text files or folders of them")
         yield from found
     else:
         yield path
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
 def unreadable(file: Path, error: OSError) -> ZbcError:

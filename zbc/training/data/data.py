@@ -424,16 +424,13 @@ def place(data: spec.Data, model: spec.Model, *, kept: bool = False) -> str:
     key, path = ("path", data.path)
     if kept and data.validation_path is not None:
         key, path = ("validation_path", data.validation_path)
-    named = f"data.kind = {data.kind}" if path is None else f"data.{key} = {_listed(path)}"
+    listed = path if path is None or isinstance(path, str) else ", ".join(path[:3]) + ", ..." * (len(path) > 3)
+    named = f"data.kind = {data.kind}" if path is None else f"data.{key} = {listed}"
     if data.kind in KINDS:
         named += f", in samples of {model.seq_len} tokens"
     if data.validation:
         named += f", {'of which' if kept else 'less what'} data.validation = {data.validation:g} keeps"
     return named
-
-
-def _listed(path: str | list[str]) -> str:
-    return path if isinstance(path, str) else ", ".join(path[:3]) + ", ..." * (len(path) > 3)
 
 
 def kept_of(data: spec.Data, samples: Sized) -> int:

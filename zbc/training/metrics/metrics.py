@@ -145,7 +145,8 @@ class RunRecord:
 
     def _write(self, numbers: dict[str, Any]) -> None:
         """Writes a line of metrics. Raises E606 if that fails; existing lines stay complete."""
-        text = json.dumps({key: _plain(value) for key, value in numbers.items()})
+        known = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in numbers.items()}
+        text = json.dumps(known)  # JSON has no NaN
         try:
             self._file.add(text + "\n")
             for sink in self._sinks:
@@ -267,8 +268,3 @@ class RunRecord:
 
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _plain(value: Any) -> Any:
-    """The value for JSON, which has no NaN and no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -57,11 +57,7 @@ class Outside:
         return _outside(self.patch, input)
 
 
-def _call(patch: Patch, x: Tensor) -> Tensor:
-    return patch(x)
-
-
-_outside: Callable[[Patch, Tensor], Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+_outside: Callable[[Patch, Tensor], Tensor] = torch.compiler.disable(lambda patch, x: patch(x))  # type: ignore[no-untyped-call]
 
 
 def not_compiled(layer: str, error: Exception) -> ZbcError:

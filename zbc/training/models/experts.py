@@ -98,10 +98,6 @@ def lowered(rows: Tensor) -> Tensor:
     return rows.to(torch.get_autocast_dtype(kind)) if lower else rows
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.flatten(0, -2)
-
-
 class Experts(nn.Module):
     """(.., H) -> (.., H)."""
 
@@ -139,7 +135,8 @@ class Experts(nn.Module):
         self.whole = self.meet = same  # gather of tokens for a computation that all repeat; its results into experts
         self.fold: Group | None = None  # the group each rank of which routes a share of the tokens, if any
         self.tokens: tuple[Group, ...] = ()  # the groups that share the tokens of a microbatch
-        self.rows = _flat  # the layout of its input: tokens flat, or by sequences, if they are gathered
+        # The layout of its input: tokens flat, or by sequences, if they are gathered.
+        self.rows: Callable[[Tensor], Tensor] = functools.partial(torch.flatten, end_dim=-2)
         self.place: int | None = None  # index of its first expert among those of all blocks
         self.rate = rate
         self.bias: Tensor | None

@@ -42,7 +42,7 @@ class LayerPlan:
     of its own.
     `ties` maps parameters to those of other layers: `{"logits.weight": "embed.tokens.weight"}`.
     `after`: in a graph the layers whose outputs it reads, in the order of its arguments; None: the previous layer.
-    `compiles`: `model.compile` applies to it.
+    `compiles`: `model.compile` applies to it. `whole`: it gets all tokens, even if the ranks of a group share them.
     """
 
     name: str
@@ -53,6 +53,7 @@ class LayerPlan:
     ties: Mapping[str, str] = field(default_factory=dict)
     compiles: bool = False
     after: tuple[str, ...] | None = None
+    whole: bool = False
 
     def build(self, seed: int) -> nn.Module:
         """The layer on the CPU with initial weights, drawn from a seed of its own, made of `seed` and the name."""

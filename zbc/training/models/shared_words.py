@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from zbc.job.spec import Model
+from zbc.job.spec import Job, Model
 from zbc.training.models.gpt import Embed, GptHead
 from zbc.training.models.model import TIED, LayerPlan
 from zbc.training.models.parts import same
@@ -72,14 +74,14 @@ def without_words(layer: nn.Module) -> Tensor | None:
     if isinstance(layer, GptHead):
         table = layer.logits.weight
         layer.register_module("logits", nn.Identity())
-        layer.cap = None  # of logits, which it no longer computes
+        layer.cap = layer.chunk = None  # of logits, which it no longer computes
         return table
     return None
 
 
 def trunk(plans: Iterable[LayerPlan]) -> list[LayerPlan]:
     """The layers without the tables, to derive shapes from."""
-    return [replace(plan, make=_made(plan.make), ties={}, fill=None) for plan in plans]
+    return [replace(plan, make=_made(plan.make), ties={}, fill=None, whole=i == 0) for i, plan in enumerate(plans)]
 
 
 def _made(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -89,3 +91,29 @@ def _made(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return layer
 
     return build
+
+
+class Beside(nn.Module):
+    """A layer beside `trunk` in a rank alone."""
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], *size: int, learns: bool) -> None:
+        super().__init__()
+        self.weight, self.run = nn.Parameter(torch.zeros(size), learns), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, self.weight)
+
+    def shard(self, group: object) -> dict[str, int]:
+        return {}
+
+
+BESIDE = ("look-up", "copy", "logits")  # in place of all ranks' words; what the first layer returns may be its input
+
+
+def between_words(plans: Iterable[LayerPlan], job: Job) -> list[LayerPlan]:
+    """`trunk` for a rank alone."""
+    size, learns, (first, *others) = (job.model.vocab or 0, job.model.hidden or 0), not job.adapter.rank, trunk(plans)
+    runs = (functional.embedding, lambda x, _: x.clone(), functional.linear)
+    made = [partial(Beside, run, *size, learns=learns and run is not runs[1]) for run in runs]
+    look_up, copy, logits = (LayerPlan(*one, whole=one[0] == BESIDE[-1]) for one in zip(BESIDE, made, strict=True))
+    return [look_up, first, copy, *others, logits]

@@ -11,7 +11,7 @@ independent of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -67,18 +67,21 @@ class Shapes:
     ends: Packing | None
     packed: Mapping[str, tuple[Packing | None, Packing | None]]
 
-    def of_tokens(self, count: int) -> Shapes:
-        """The shapes if the tokens of tensors between layers are sharded over `count` ranks."""
+    def of_tokens(self, count: int, whole: Collection[str], firsts: Sequence[str]) -> Shapes:
+        """The shapes if the tokens between layers are sharded over `count` ranks, but not those that the layers `whole`
+        get; `firsts`: of each stage the first layer."""
 
         def part(spec: TensorSpec) -> TensorSpec:
             batch, tokens, *rest = spec.shape
             return spec._replace(shape=(batch, tokens // count, *rest))
 
-        first, *others = self.before
-        before = {first: self.before[first]} | {name: Laid(part(self.before[name].spec)) for name in others}
-        inputs = self.inputs[:1] + tuple(map(part, self.inputs[1:]))
-        outputs = tuple(None if output is None else part(output) for output in self.outputs)
-        laid = self.laid[:1] + tuple(map(Laid, inputs[1:]))
+        whole = {next(iter(self.before)), *whole}
+        before = {name: one if name in whole else Laid(part(one.spec)) for name, one in self.before.items()}
+        stages = [*zip((name in whole for name in firsts), self.inputs, self.laid, strict=True)]
+        inputs = tuple(spec if as_is else part(spec) for as_is, spec, _ in stages)
+        laid = tuple(one if as_is else Laid(part(spec)) for as_is, spec, one in stages)
+        ends = zip(self.outputs, (*firsts[1:], ""), strict=True)
+        outputs = tuple(one if one is None or after in whole else part(one) for one, after in ends)
         return replace(self, inputs=inputs, outputs=outputs, laid=laid, before=before)
 
 
@@ -282,10 +285,7 @@ def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
 
 
 def _output(
-    look: _Look,
-    module: nn.Module,
-    autocast: tuple[torch.device, torch.dtype] | None,
-    lowered: torch.dtype | None,
+    look: _Look, module: nn.Module, autocast: tuple[torch.device, torch.dtype] | None, lowered: torch.dtype | None
 ) -> _Seen:
     """Runs the trial of a layer.
 

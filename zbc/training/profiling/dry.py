@@ -22,69 +22,57 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from zbc.errors import ZbcError
-from zbc.job.profile import LayerProfile, Measured, Origin, Profile, model_of, order_of
+from zbc.job.profile import LayerProfile, Origin, Profile, about, order_of
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
 from zbc.runtime.core.grouped import Loads
 from zbc.runtime.core.private import NUMBERLESS, FakeTensor, FakeTensorMode, grouped_kernel, load_fakes, pytree, reader
 from zbc.topology import INNER, Topology
 from zbc.training import frames
+from zbc.training.profiling import words
 from zbc.training.profiling.kernels import FP8, MOVED, PRODUCT, Kernels, count
 from zbc.training.profiling.rig import Rig, build_rig
-from zbc.training.profiling.weigh import Weighed, parts
+from zbc.training.profiling.weigh import parts
 
 CPU = torch.device("cpu")
-_MEASURED = ("bw", "again", "step", "norm", "tentative")  # times that only a device has
 
 
 def profile(job: Job) -> Profile:
     """The profile of a job with the bytes, kernels and collectives of its layers, without times. Raises as
     `profiles`."""
-    return profiles(job)[0]
+    return profiles(job.with_vocabulary("ends"))[0]
 
 
 def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[Profile]:
     """The same under a `policy` for activations: "keep", or "selective" as memory.attention says; for each slice of a
-    microbatch that is cut at `cuts`.
+    microbatch that is cut at `cuts`. Where ranks share the vocabulary, of what else the first and the last layer do;
+    with the policy "words" of a rank's share of it.
 
     Raises E110 for a graph of layers, E505 for layers that need numbers to run, E5xx as training.
     """
     kernels = Kernels(job.hardware.device, _axes(job.parallel.topology))
+    on: dict[str, Any] = {"source": "dry", "device": job.hardware.device, "torch": torch.__version__}
+    made: dict[str, Any] = {"on": Origin(**on), **about(job)}
+    if policy == "words":
+        with fakes(job):
+            return [
+                Profile(**made, layers={}, order=[], shared=words.weighed(build_rig(job, CPU, apart=True), kernels))
+            ]
     rig, found = weighed(job, kernels, policy, cuts)
-    no_times: dict[str, Any] = {**dict.fromkeys("fbw", Measured(ms=0.0)), **dict.fromkeys(_MEASURED)}
     stages = rig.plain().kinds
 
     def layer(kind: str, part: int) -> LayerProfile:
-        size, stage = found[part][kind], stages.index(kind)
+        stage = stages.index(kind)
         done = {name: kernels.kernels((stage, part, name)) for name in ("f", "b", "w", "bw")}
         done["again"] = kernels.kernels((stage, part, "again"), less=(stage, part, "bw"))
         if job.model.matmul == "fp8" and kind not in ("embed", "head"):
             done = {name: [(_narrow(k[0]), *k[1:]) for k in each] for name, each in done.items()}
         joined = {name: kernels.collectives((stage, part, name)) for name in ("f", "b", "w", "bw")}
-        return LayerProfile(
-            **no_times,
-            parameters=size.parameters,
-            parts=size.parts,
-            apart=size.apart,
-            matrices=size.matrices,
-            experts=size.experts,
-            bytes=size.bytes,
-            kernels={name: each for name, each in done.items() if each},
-            collectives={name: each for name, each in joined.items() if each},
-        )
+        both: dict[str, dict[str, list[Any]]] = {"kernels": done, "collectives": joined}
+        more = {what: {name: each for name, each in of.items() if each} for what, of in both.items()}
+        return found[part][kind].model_copy(update=more)
 
-    about: dict[str, Any] = {"source": "dry", "device": job.hardware.device, "torch": torch.__version__}
-    made: dict[str, Any] = {
-        "on": Origin(**about),
-        "model": model_of(job.model),
-        "adapter": job.adapter.timed,
-        "microbatch_size": job.schedule.microbatch_size,
-        "cp": job.parallel.cp,
-        "tp": job.parallel.tp,
-        "optimizer": job.optimizer.name,
-        "order": order_of(rig.order),
-    }
-    kinds = [*dict.fromkeys(rig.order)]
+    kinds, made["order"] = [*dict.fromkeys(rig.order)], order_of(rig.order)
     return [Profile(**made, layers={kind: layer(kind, part) for kind in kinds}) for part in range(len(found))]
 
 
@@ -99,12 +87,12 @@ def _axes(run: Topology) -> dict[tuple[int, ...], str]:
 
 def weighed(
     job: Job, kernels: Kernels | None = None, policy: str = "keep", cuts: Sequence[int] = ()
-) -> tuple[Rig, list[dict[str, Weighed]]]:
+) -> tuple[Rig, list[dict[str, LayerProfile]]]:
     """The rig of a job, and for each slice the bytes of each kind of layer. Raises as `profiles`."""
     try:
         with fakes(job):  # nothing here multiplies in FP8: the kernels are renamed
             model = job.model.model_copy(update={"matmul": "dtype"})
-            rig = build_rig(replace(job, model=model), CPU, policy)
+            rig = build_rig(replace(job, model=model), CPU, policy, apart=bool(job.vocabulary))
             return rig, parts(rig, CPU, kernels, cuts)
     except FAILURES as error:
         causes: list[BaseException] = [error]

@@ -27,6 +27,7 @@ from zbc.runtime.transports.hub import Hub, HubTransport, Offer, Round, Started
 from zbc.runtime.transports.transport import Ranks
 from zbc.training.building.context import Settings, Site, layer_plans
 from zbc.training.models.model import LayerPlan
+from zbc.training.models.shared_words import BESIDE, between_words
 from zbc.training.probing.shapes import Shapes, read_by
 from zbc.training.profiling.alike import chain, kinds
 from zbc.training.worker import build_worker
@@ -132,12 +133,14 @@ def refuse_graph(job: Job) -> None:
         raise ZbcError("E110", text, where=job.where("model", "graph"), hint="give times in [costs], per layer")
 
 
-def build_rig(job: Job, device: torch.device, policy: str = "keep") -> Rig:
+def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bool = False) -> Rig:
     """A rig with each kind of layer of a job, under a `policy` for activations; that of a graph has no layer that does
-    nothing. Raises E5xx if its model or its data do not work."""
+    nothing. `apart`: the tables of words are stages of their own, which `order` does not have. Raises E5xx if its model
+    or its data do not work."""
     # It lacks most of the parameters that groups of the optimizer name.
     job = replace(job, optimizer=job.optimizer.model_copy(update={"groups": []}))
     plans = [replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [forward(0)], 1).manifest))]
+    plans = between_words(plans, job) if apart else plans
     shapes = _shapes(job, plans, device)
     inputs = shapes.inputs
     packed = [(inputs[i], shapes.packed[plan.name], shapes.flows[i]) for i, plan in enumerate(plans)]
@@ -152,7 +155,7 @@ def build_rig(job: Job, device: torch.device, policy: str = "keep") -> Rig:
         kinds=tuple(order[i] for i in chosen),
         inputs=tuple(inputs[i] for i in chosen),
         outputs=tuple(shapes.outputs[i] for i in chosen),
-        order=tuple(order),
+        order=tuple(kind for kind in order if not (apart and kind in BESIDE)),
         policy=policy,
     )
     at = min(1, len(chosen) - 1)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from zbc.errors import ZbcError
 from zbc.host.cores import cores, threads_of
 from zbc.job import profile
-from zbc.job.profile import Copy, Host, LayerProfile, Measured, Origin, Profile, SliceTime, WordTimes, model_of
+from zbc.job.profile import Copy, Host, LayerProfile, Measured, Origin, Profile, SliceTime, WordTimes
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
 from zbc.runtime.core.private import workspaces
@@ -41,7 +41,7 @@ from zbc.training.profiling.link import Samples as LinkSamples
 from zbc.training.profiling.rig import IDLE, build_rig, refuse_graph
 from zbc.training.profiling.slices import BLOCK, Took, slice_times
 from zbc.training.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, Stopwatch, measured, quick
-from zbc.training.profiling.weigh import Weighed, weigh
+from zbc.training.profiling.weigh import weigh
 from zbc.training.profiling.words import word_times
 from zbc.training.train import RankFailed
 
@@ -80,7 +80,7 @@ class Measurements:
     """The measurements of all ranks."""
 
     times: Samples
-    bytes: dict[str, Weighed]
+    bytes: dict[str, LayerProfile]  # without times
     order: tuple[str, ...]
     sizes: tuple[int, ...]  # of the tensors between layers, in bytes
     link: LinkSamples
@@ -124,14 +124,9 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
             rounds=how.rounds,
             torch=torch.__version__,
         ),
-        model=model_of(job.model),
-        adapter=job.adapter.timed,
-        microbatch_size=job.schedule.microbatch_size,
-        optimizer=job.optimizer.name,
+        **profile.about(job),
         layers={kind: _layer(found, kind, host) for kind in dict.fromkeys(found.order)},
         order=profile.order_of(found.order),
-        cp=job.parallel.cp,
-        tp=job.parallel.tp,
         link=fit(found.link),
         sums=fit(found.sums),
         reserve_bytes=found.reserve,
@@ -151,7 +146,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
 
 def _layer(found: Measurements, kind: str, host: dict[str, float]) -> LayerProfile:
     """The profile of one kind of layer; `host` has the times of the layer that does nothing, which are subtracted."""
-    times, weighed = found.times, found.bytes.get(kind)
+    times = found.times
 
     def of(name: str, less: str = "") -> Measured:
         return measured(times[kind, name], host.get(less, 0.0))
@@ -159,26 +154,16 @@ def _layer(found: Measurements, kind: str, host: dict[str, float]) -> LayerProfi
     more = median(times[kind, AGAIN]) - median(times[kind, KEEP])
     # F is torch's own if its backward is not split; the time that this saves is subtracted from the backward.
     saved = max(0.0, quick(times[kind, "f"]) - quick(times[kind, "f fused"]))
-    return LayerProfile(
-        f=of("f", "f"),
-        b=of("b", "b"),
-        w=of("w", "w"),
-        bw=measured(times[kind, "bw"], host["b"] + saved),
-        again=Measured(ms=max(0.0, more), spread=measured(times[kind, AGAIN]).spread),
-        step=of("step", "step"),
-        norm=of("norm", "norm"),
-        tentative=of("tentative"),
-        parameters=0 if weighed is None else weighed.parameters,
-        parts=[] if weighed is None else weighed.parts,
-        apart=[] if weighed is None else weighed.apart,
-        matrices=[] if weighed is None else weighed.matrices,
-        experts=0 if weighed is None else weighed.experts,
-        bytes=None if weighed is None else weighed.bytes,
-        slices=[
-            SliceTime(rows=rows, past=past, **{name: max(0.0, ms - host[name]) for name, ms in took.items()})
-            for (rows, past), took in (found.slices if kind == BLOCK else {}).items()
-        ],
-    )
+    all_times = {name: of(name, name) for name in ("f", "b", "w", "step", "norm")} | {
+        "bw": measured(times[kind, "bw"], host["b"] + saved),
+        "again": Measured(ms=max(0.0, more), spread=measured(times[kind, AGAIN]).spread),
+        "tentative": of("tentative"),
+    }
+    slices = [
+        SliceTime(rows=rows, past=past, **{name: max(0.0, ms - host[name]) for name, ms in took.items()})
+        for (rows, past), took in (found.slices if kind == BLOCK else {}).items()
+    ]
+    return found.bytes[kind].model_copy(update={**all_times, "slices": slices})
 
 
 # ---- the ranks that measure layers ---------------------------------------------------------------------------

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zbc.ir import Kind, Op, Placement
-from zbc.job.profile import LayerBytes
+from zbc.job.profile import LayerBytes, LayerProfile, Measured
 from zbc.ops import owners_among, round_trip
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.muon import is_matrix
@@ -36,26 +36,14 @@ _MADE, _APART, _WHOLE, _AGAIN, _ALONE = range(5)
 _BACK = (round_trip(split=True)[1], round_trip(split=False)[1])
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """The measurements of one kind of layer."""
-
-    bytes: LayerBytes
-    parameters: int
-    parts: list[int]  # elements of each parameter that trains
-    apart: list[int]  # and of those of experts that ranks share out
-    matrices: list[tuple[int, int]]  # shapes of those that Muon steps
-    experts: int  # in the largest stack of these
-
-
-def weigh(rig: Rig, device: torch.device, kernels: Kernels | None = None) -> dict[str, Weighed]:
-    """Measures every kind of layer of a rig, in steps of a separate worker; `kernels` counts those of its ops."""
+def weigh(rig: Rig, device: torch.device, kernels: Kernels | None = None) -> dict[str, LayerProfile]:
+    """The bytes of every kind of layer of a rig, without times; `kernels` counts those of its ops."""
     return parts(rig, device, kernels)[0]
 
 
 def parts(
     rig: Rig, device: torch.device, kernels: Kernels | None = None, cuts: Sequence[int] = ()
-) -> list[dict[str, Weighed]]:
+) -> list[dict[str, LayerProfile]]:
     """The same for each slice of microbatches that are cut at `cuts`, else for whole ones."""
     rig, scales = rig.plain(), list[Scale]()
 
@@ -74,9 +62,10 @@ def parts(
     run_step(worker, 0)
     changes = _changes(scale.readings, rig.placement)
     whole = rig.worker(device) if cuts else worker  # a slice alone keeps as the whole does
+    no_times: dict[str, Any] = dict.fromkeys("fbw", Measured(ms=0.0))
     ends = [output is None for output in rig.outputs]
     keeps = [_keeps(whole.stages[s], rig.inputs[s], whole, last=last) for s, last in enumerate(ends)]
-    shares, found = [stop - start for start, stop in pairwise(cuts)], list[dict[str, Weighed]]()
+    shares, found = [stop - start for start, stop in pairwise(cuts)], list[dict[str, LayerProfile]]()
     for part in range(max(1, len(shares))):
         found.append({})
         for stage, kind in enumerate(rig.kinds):
@@ -93,13 +82,14 @@ def parts(
                 size = size.model_copy(update={"whole": [later.more, first.more, first.rise], "whole_late": late})
             if shares:
                 size = _of_slice(size, changes, stage, part, share, buffers[stage])
-            found[-1][kind] = Weighed(
-                size,
-                sum(p.numel() for p in parameters.values()),
-                [size for name, p in trained.items() for size in _pieces(p, name in steps)],
-                [size for name, p in trained.items() for size in _pieces(p, name in steps) if id(p) in apart],
-                [(p.shape[-2], p.shape[-1]) for name, p in steps.items() for _ in _pieces(p, True)],
-                max((len(p) for p in steps.values() if p.dim() > 2), default=0),
+            found[-1][kind] = LayerProfile(
+                **no_times,
+                bytes=size,
+                parameters=sum(p.numel() for p in parameters.values()),
+                parts=[size for name, p in trained.items() for size in _pieces(p, name in steps)],
+                apart=[size for name, p in trained.items() for size in _pieces(p, name in steps) if id(p) in apart],
+                matrices=[(p.shape[-2], p.shape[-1]) for name, p in steps.items() for _ in _pieces(p, True)],
+                experts=max((len(p) for p in steps.values() if p.dim() > 2), default=0),
             )
     worker.close()
     return found

@@ -1,52 +1,110 @@
-"""Times of a rank's ops of a parallel vocabulary, for planning jobs with one."""
+"""Times of a rank's ops of a parallel vocabulary, or what they need, for planning jobs with one."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zbc.job.profile import WordTimes
+from zbc.job.profile import WordBytes, WordTimes
+from zbc.job.spec import Job
 from zbc.runtime.core.tensors import AUTOCAST
-from zbc.runtime.features.words.vocabulary import Embedding, Output
+from zbc.runtime.features.words.vocabulary import Embedding, Output, Told
 from zbc.runtime.features.words.words import combine
+from zbc.training.building.shares import terms_of
 from zbc.training.devices import Laps
+from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.times import quick
+from zbc.training.recording.measure import Ledger
 
-ROUNDS = 9  # after two that warm up
-WARM_UP = 2
+WARM_UP, ROUNDS = 2, 9  # the first do not count
+
+
+class _Share:
+    """ceil(vocab / (pp tp)) words of each table; `entry`: the first stage's input, `result`: the last one's output."""
+
+    def __init__(self, job: Job, entry: Tensor, result: Tensor) -> None:
+        model, device = job.model, result.device
+        self.entry, self.result, self.learns = entry, result, not job.adapter.rank
+        self.rows = -(-(model.vocab or 0) // (job.parallel.pp * job.parallel.tp))
+        table = partial(torch.zeros, self.rows, model.hidden or 0, dtype=entry.dtype, device=device)
+        each = [table().normal_(std=0.02) for _ in range(1 if model.tie_embeddings else 2)]
+        self.tables = [nn.Parameter(rows, self.learns) for rows in each]
+        self.output = Output(self.tables[-1], 0, AUTOCAST.get(model.dtype), model.logits_cap, terms_of(model))
+        self.embedding = Embedding(self.tables[0], 0, model.padding_token)
+        self.words = torch.randint(0, model.vocab or 1, result.shape[:-1], device=device)
+        self.weight = torch.tensor(1.0 / self.words.numel(), device=device)
+
+    def run(self, run: Callable[[str, Callable[[], Any]], Any], sums: int) -> None:
+        """The ops of a microbatch; `run` runs each, by its column."""
+        own, _ = run("i", partial(self.embedding.look_up, self.words))
+        how: Any = {"early": sums == 1, "keep": sums == 2 or self.learns}
+        self.told: Told = run("s", partial(self.output.tell, self.result, self.words, self.weight, 1.0, **how))
+        log, self.told.spread, self.told.row = combine(self.told.mine[None])[0], None, None
+        run("t", partial(self.output.learn, self.told, log, part=sums == 2))
+        run("e", partial(self.embedding.learn, own, self.entry))
 
 
 def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
-    """ms of S, T, I and E of a microbatch with ceil(vocab / (pp tp)) words; None if the vocabulary is not parallel."""
+    """ms of S, T, I and E of a microbatch; None if the vocabulary is not parallel."""
     job, model = rig.job, rig.job.model
     if job.parallel.vocabulary == "ends" or not (model.builtin and model.vocab and model.hidden and model.seq_len):
         return None
-    ranks = job.parallel.pp * job.parallel.tp
-    rows, tokens = -(-model.vocab // ranks), job.schedule.microbatch_size * model.seq_len // job.parallel.cp
-    generator = torch.Generator(device).manual_seed(job.train.seed)
+    torch.manual_seed(job.train.seed)
     kind = torch.bfloat16 if model.parameters == "bfloat16" else torch.float32
-    low = AUTOCAST.get(model.dtype)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=kind)
-
-    output = Output(nn.Parameter(drawn(rows, model.hidden) * 0.02), 0, low, model.logits_cap)
-    embedding = Embedding(nn.Parameter(drawn(rows, model.hidden)), 0)
-    words = torch.randint(0, model.vocab, (tokens,), generator=generator, device=device)
-    hidden, weight = drawn(tokens, model.hidden), torch.tensor(1.0 / tokens, device=device)
+    tokens = job.schedule.microbatch_size * model.seq_len // job.parallel.cp
+    share = _Share(job, *(torch.randn(tokens, model.hidden, device=device, dtype=kind) for _ in range(2)))
     took, laps = defaultdict[str, list[float]](list), Laps(device)
-
     for _ in range(WARM_UP + ROUNDS):
         for sums in (1, 2):
-            told = laps.take(partial(output.tell, hidden, words, weight, 1.0, early=sums == 1), took[f"s{sums}"])
-            log, _ = combine(told.mine[None])
-            laps.take(partial(output.learn, told, log, part=sums == 2), took[f"t{sums}"])
-        looked, _ = laps.take(partial(embedding.look_up, words), took["i"])
-        laps.take(partial(embedding.learn, looked, hidden), took["e"])
+            share.run(lambda name, op, sums=sums: laps.take(op, took[f"{name}{sums}"]), sums)  # type: ignore[misc]
     laps.read()
-    times = {name: quick(found[WARM_UP:]) for name, found in took.items()}
-    return WordTimes(rows=rows, s=[times["s1"], times["s2"]], t=[times["t1"], times["t2"]], i=times["i"], e=times["e"])
+    ms = {name: quick(found[WARM_UP:]) for name, found in took.items()}
+    return WordTimes(rows=share.rows, s=[ms["s1"], ms["s2"]], t=[ms["t1"], ms["t2"]], i=ms["i1"], e=ms["e1"])
+
+
+def weighed(rig: Rig, kernels: Kernels) -> WordBytes:
+    """What a microbatch takes; `rig` has words apart, on fake tensors."""
+    job, rig = rig.job, rig.plain()
+    entry, result = (torch.zeros(spec.shape, dtype=spec.dtype) for spec in (rig.inputs[1], rig.inputs[-1]))
+    share, ledger, needs, values = _Share(job, entry, result), Ledger(), dict[str, int](), dict[str, int]()
+
+    def run(name: str, op: Callable[[], Any]) -> Any:
+        ledger.peak = before = ledger.kept
+        with kernels.under(name), ledger:
+            found = op()
+        needs[name] = ledger.peak - before
+        if name == "s":
+            told: Told = found
+            parts = told.mine.new_empty(job.parallel.pp, *told.mine.shape)
+            kept = (told.soft, told.slope, *told.target, told.mine, told.weight)
+            values["logits"], values["sums"] = _size(*kept), _size(told.spread, told.row)
+            values["stats"] = _size(parts, *combine(parts))
+            values["hidden"] = _size(told.hidden)  # from S on, in the type of products
+        return found
+
+    for _ in range(2):  # the first microbatch makes the gradients
+        share.run(run, job.vocabulary)
+    same = job.parallel.tp == 1 and rig.layers[1].make()(entry) is entry  # otherwise F frees what was looked up
+    needs |= {"f": 0 if same else _size(entry), "s": needs["s"] + _size(result) - values["hidden"]}
+    values |= dict.fromkeys(("words", "input", "bottom", "dinput"), _size(entry)) | {"top": _size(result)}
+    values |= dict.fromkeys(("dtop", "turn"), share.told.mine.itemsize * result.numel())
+    return WordBytes(
+        rows=share.rows,
+        parts=[table.numel() for table in share.tables],
+        weights=_size(*share.tables, share.output.cast.low),
+        told=_size(share.told.mine),
+        values=values,
+        needs=needs,
+        kernels={name: kernels.kernels(name) for name in "site"},
+    )
+
+
+def _size(*tensors: Tensor | None) -> int:
+    """Bytes of tensors, whose storages are their own."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)

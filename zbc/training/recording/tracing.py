@@ -319,11 +319,7 @@ class _Transport(Around):
     """Records its waits."""
 
     def __init__(
-        self,
-        inner: Transport,
-        worker: Worker,
-        stamp: Callable[[], Any],
-        waits: tuple[list[int], list[Any]],
+        self, inner: Transport, worker: Worker, stamp: Callable[[], Any], waits: tuple[list[int], list[Any]]
     ) -> None:
         super().__init__(inner)
         self._progress, self._stamp = worker.progress, stamp

@@ -207,7 +207,9 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, stop: int, mix: Mix) -> Tensor:
         with torch.enable_grad():
             anchor = torch.zeros((), requires_grad=True)
-            q, k, v = _Enter.apply(anchor, _alone(q), *past.write(start, stop, k, v))  # type: ignore[no-untyped-call]
+            alone = q.untyped_storage().nbytes() == q.nbytes  # a view would keep the joint tensor of all three
+            own = q.detach() if alone else q.detach().clone()
+            q, k, v = _Enter.apply(anchor, own, *past.write(start, stop, k, v))  # type: ignore[no-untyped-call]
             mixed = mix(q, k, v)
         ctx.past, ctx.rows = past, (start, stop)
         ctx.entries, ctx.edge = [get_gradient_edge(t) for t in (q, k, v)], get_gradient_edge(mixed)
@@ -227,11 +229,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q.detach(), k.detach(), v.detach()
-
-
-def _alone(q: Tensor) -> Tensor:
-    """Queries with a storage of their own: a view would keep the joint tensor of queries, keys and values."""
-    return q.detach() if q.untyped_storage().nbytes() == q.numel() * q.element_size() else q.detach().clone()
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:

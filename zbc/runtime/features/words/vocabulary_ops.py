@@ -102,7 +102,7 @@ def output_gradient(worker: Worker, op: Op) -> None:
     """T: the gradient of this rank's rows of the output layer; with 2 sums its part of the input gradient, too."""
     shared, unit = shared_of(worker, op)
     meeting = _take(shared.met, unit, op, "its MEET has not been started")
-    worker.wait_for(f"MEET {_unit_text(op)}", meeting.pending)
+    worker.wait_for(f"MEET {str(op).partition(' ')[2]}", meeting.pending)
     began = worker.clock.start()
     if worker.rank == shared.last:
         count_loss(worker, unit, meeting)
@@ -170,10 +170,6 @@ def _take(store: dict[_Where, _Value], key: _Where, op: Op, missing: str) -> _Va
     if value is None:
         raise ZbcError("E703", f"run: {op}: {missing}", hint="plan again")
     return value
-
-
-def _unit_text(op: Op) -> str:
-    return str(op).partition(" ")[2]
 
 
 VOCABULARY: dict[Kind, Callable[[Worker, Op], None]] = {

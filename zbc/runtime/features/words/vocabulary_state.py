@@ -206,12 +206,12 @@ class Vocabulary(Feature):
             ("MEET {} has no T", self.met),
             ("what T {} added to the input gradient was never summed", self.parts),
         )
-        left = [text.format(_name(*unit)) for text, store in stores for unit in store]
+        left = [
+            text.format(str(Op(Kind.S, 0, mb, 0, part)).removeprefix("S "))
+            for text, store in stores
+            for mb, part in store
+        ]
         return [*left, *(f"what {met} brings was never used" for met in self.coming)]
-
-
-def _name(mb: int, part: int) -> str:
-    return str(Op(Kind.S, 0, mb, 0, part)).removeprefix("S ")
 
 
 @dataclass(frozen=True, slots=True)
