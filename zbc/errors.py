@@ -32,13 +32,7 @@ class ZbcError(Exception):
     """
 
     def __init__(
-        self,
-        code: str,
-        message: str,
-        *,
-        where: str | None = None,
-        hint: str | None = None,
-        details: Iterable[str] = (),
+        self, code: str, message: str, *, where: str | None = None, hint: str | None = None, details: Iterable[str] = ()
     ) -> None:
         super().__init__(message)
         self.code, self.message, self.where, self.hint = code, message, where, hint

@@ -261,9 +261,7 @@ ROWS = (
     Excludes(
         "adapter",
         "E110",
-        {
-            "frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"'),
-        },
+        {"frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"')},
         at_other=True,
     ),
     Excludes(
@@ -337,11 +335,7 @@ ROWS = (
             )
         },
     ),
-    Excludes(
-        "shared vocabulary",
-        "E110",
-        {"post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
-    ),
+    Excludes("shared vocabulary", "E110", {"post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')}),
     Excludes(
         "shared vocabulary",
         "E120",
@@ -350,17 +344,10 @@ ROWS = (
     Excludes(
         "sliced",
         "E110",
-        {
-            "compile": (
-                "a layer is compiled for whole microbatches",
-                "set compile = false, or slices = 1",
-            ),
-        },
+        {"compile": ("a layer is compiled for whole microbatches", "set compile = false, or slices = 1")},
     ),
     Excludes(
-        "sliced",
-        "E120",
-        {"file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind")},
+        "sliced", "E120", {"file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind")}
     ),
     Excludes(
         "slices",
@@ -369,7 +356,7 @@ ROWS = (
             "whole": (
                 "its places meet in the middle, and slices come back in reverse",
                 'drop schedule.slices, or use kind = "zb-v", "zb-auto" or "1f1b"',
-            ),
+            )
         },
     ),
     Excludes("selective", "E110", {"compile": ("a compiled layer is one piece", "drop one of them")}),
@@ -388,10 +375,7 @@ ROWS = (
         "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
     ),
     Excludes(
-        "ep",
-        "E118",
-        {"balance": "replicas of unequal work would wait for each other in every block"},
-        at_other=True,
+        "ep", "E118", {"balance": "replicas of unequal work would wait for each other in every block"}, at_other=True
     ),
     Excludes(
         "expert bias",

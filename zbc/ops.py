@@ -483,12 +483,7 @@ ROWS |= {
         look=_look("V", "logits of a rank's words", "#3a2a4f", (54,), "#ffffff"),
     ),
     Kind.MEET: Row(
-        _EVERY,
-        _COLLECTIVE,
-        reads=_refs("sums"),
-        writes=_refs("stats turn@LAST"),
-        frees=_refs("sums"),
-        cost="meet",
+        _EVERY, _COLLECTIVE, reads=_refs("sums"), writes=_refs("stats turn@LAST"), frees=_refs("sums"), cost="meet"
     ),
     Kind.T: Row(
         _EVERY,

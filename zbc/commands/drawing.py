@@ -51,10 +51,7 @@ def visualize(
     others: Annotated[
         list[Path] | None, typer.Argument(metavar="OTHER", help="More plans, drawn below.", show_default=False)
     ] = None,
-    form: Annotated[
-        Form | None,
-        typer.Option("--as", help="Default: by the name of FILE."),
-    ] = None,
+    form: Annotated[Form | None, typer.Option("--as", help="Default: by the name of FILE.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the picture to a file.")
     ] = None,
@@ -73,8 +70,7 @@ def visualize(
         int | None, typer.Option("--from", min=1, metavar="STEP", help="Of a recorded run: from this step on.")
     ] = None,
     barrier: Annotated[
-        bool | None,
-        typer.Option(help="With --steps: whether steps end together; default: the job's way."),
+        bool | None, typer.Option(help="With --steps: whether steps end together; default: the job's way.")
     ] = None,
     schedule: ScheduleName = None,
     settings: Settings = None,

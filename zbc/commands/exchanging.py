@@ -111,8 +111,7 @@ def import_order(
         "zbc.toml"
     ),
     base: Annotated[
-        Path | None,
-        typer.Option("--job", metavar="JOB.toml", help="Take model, costs and training from this job."),
+        Path | None, typer.Option("--job", metavar="JOB.toml", help="Take model, costs and training from this job.")
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", metavar="P", min=1, max=1024, help="For a class: pipeline ranks.")

@@ -85,8 +85,7 @@ PlanJobCsvOrRun = Annotated[
     ),
 ]
 PlanJobOrCsv = Annotated[
-    Path,
-    typer.Argument(metavar="PLAN|JOB.toml|FILE.csv", help="A plan directory, a job, or a torch pipelining CSV."),
+    Path, typer.Argument(metavar="PLAN|JOB.toml|FILE.csv", help="A plan directory, a job, or a torch pipelining CSV.")
 ]
 ScheduleName = Annotated[
     str | None,
@@ -98,12 +97,10 @@ ScheduleName = Annotated[
     ),
 ]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a value: schedule.microbatches=16."),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: schedule.microbatches=16.")
 ]
 ProfileFile = Annotated[
-    Path | None,
-    typer.Option("--profile", metavar="FILE", help="Measured costs, made by `zbc profile`."),
+    Path | None, typer.Option("--profile", metavar="FILE", help="Measured costs, made by `zbc profile`.")
 ]
 Budget = Annotated[
     float | None,

@@ -13,17 +13,7 @@ import typer
 from zbc.commands.console import labelled, progress, show, show_json, write_text
 from zbc.commands.console import refuse_unwritable as refuse_unwritable_file
 from zbc.commands.opening import say_if_compiling
-from zbc.commands.options import (
-    AsJson,
-    Budget,
-    JobFile,
-    ProfileFile,
-    Quiet,
-    ScheduleName,
-    Settings,
-    Verbose,
-    again,
-)
+from zbc.commands.options import AsJson, Budget, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose, again
 from zbc.errors import ZbcError
 from zbc.text import short
 

@@ -14,17 +14,7 @@ import typer
 from zbc.commands.checking import folder_of
 from zbc.commands.console import show_json, tell
 from zbc.commands.opening import Changes, is_job
-from zbc.commands.options import (
-    AsJson,
-    Budget,
-    Device,
-    ProfileFile,
-    Quiet,
-    ScheduleName,
-    Settings,
-    Verbose,
-    listed,
-)
+from zbc.commands.options import AsJson, Budget, Device, ProfileFile, Quiet, ScheduleName, Settings, Verbose, listed
 from zbc.commands.planned import planned
 from zbc.commands.summary import crowd, crowded, throughput_lines
 from zbc.errors import ZbcError
@@ -76,8 +66,7 @@ def run(
         ),
     ] = None,
     max_restarts: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="With --local: restart all ranks when one fails, at most N times."),
+        int, typer.Option(min=0, metavar="N", help="With --local: restart all ranks when one fails, at most N times.")
     ] = 0,
     schedule: ScheduleName = None,
     settings: Settings = None,

@@ -36,11 +36,7 @@ WORDS = (
         "for each replica. Their gradients add up.",
         "reading.md",
     ),
-    _word(
-        "F, forward pass",
-        "The forward of one microbatch through one stage.",
-        "reading.md",
-    ),
+    _word("F, forward pass", "The forward of one microbatch through one stage.", "reading.md"),
     _word(
         "B, dgrad, input gradient, activation gradient",
         "The half of the backward that gives the gradient of a stage's input, for which the stage before waits.",
@@ -196,9 +192,7 @@ WORDS = (
         "bidirectional.md",
     ),
     _word(
-        "filler, bubble filling, side work",
-        "Work of yours that idle ranks do in the bubbles: [filler].",
-        "planner.md",
+        "filler, bubble filling, side work", "Work of yours that idle ranks do in the bubbles: [filler].", "planner.md"
     ),
     _word("MFU, model FLOPs utilization", "Operations of the model per second, as a share of the peak.", "costs.md"),
     _word(

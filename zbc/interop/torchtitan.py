@@ -64,10 +64,7 @@ def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> 
     form = DIALECTS[dialect]
     names = {"embed": ["tok_embeddings"], "head": ["norm", form.head]}
     settings = {
-        "training": {
-            "local_batch_size": manifest.microbatch_size * program.microbatches,
-            "seq_len": model["seq_len"],
-        },
+        "training": {"local_batch_size": manifest.microbatch_size * program.microbatches, "seq_len": model["seq_len"]},
         "parallelism": {
             "pipeline_parallel_degree": program.placement.ranks,
             "pipeline_parallel_schedule": name,

@@ -9,19 +9,7 @@ from typing import Any
 
 from zbc import excludes
 from zbc.errors import ZbcError, raise_all
-from zbc.job import (
-    adapter,
-    balance,
-    cuts,
-    extent,
-    flushless,
-    gpu,
-    learning_rate,
-    model_section,
-    ramp,
-    tokens,
-    toml,
-)
+from zbc.job import adapter, balance, cuts, extent, flushless, gpu, learning_rate, model_section, ramp, tokens, toml
 from zbc.job import unread as idle
 from zbc.job.job import Draft, Job
 from zbc.job.model_section import TRANSFORMERS, Model

@@ -367,8 +367,7 @@ class GivenCosts(Section):
     )
     occupies: Ms = Field(0.0, description="of comm, the time in which a message keeps its link to itself")
     reduce: Ms | None = Field(
-        None,
-        description="one all-reduce of a stage's gradients; default: from the link, where sizes are known",
+        None, description="one all-reduce of a stage's gradients; default: from the link, where sizes are known"
     )
     tp: Ms | None = Field(None, description="parallel.tp: the sums inside one stage's F; its B has as many")
     cp: Ms | None = Field(
@@ -555,8 +554,7 @@ class Train(Section):
         0, description="steps between evaluations, and one in the end; 0: none"
     )
     eval_batches: Count | None = Field(
-        None,
-        description="of as many samples as a step has; default: all whole microbatches of the validation data",
+        None, description="of as many samples as a step has; default: all whole microbatches of the validation data"
     )
     watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
     nonfinite: Literal["skip", "stop"] = Field(

@@ -12,17 +12,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
 from zbc.compiler.cost.choices import Choices
-from zbc.compiler.cost.cost import (
-    BY_MICROBATCH,
-    BY_SLICE,
-    Column,
-    Costs,
-    Links,
-    PerStage,
-    Size,
-    less_links,
-    links_of,
-)
+from zbc.compiler.cost.cost import BY_MICROBATCH, BY_SLICE, Column, Costs, Links, PerStage, Size, less_links, links_of
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine, message_of
@@ -177,11 +167,7 @@ def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placem
 
 
 def _weighed(
-    costs: Costs,
-    whole: Costs,
-    parts: Sequence[Costs],
-    kv: Sequence[Sequence[float]],
-    again: Collection[int],
+    costs: Costs, whole: Costs, parts: Sequence[Costs], kv: Sequence[Sequence[float]], again: Collection[int]
 ) -> Costs:
     """Adds the bytes that slices keep: all that `parts` keep except keys and values, `kv[slice][stage]`.
 
@@ -327,11 +313,7 @@ def _part(part: Sequence[int], table: Sequence[Layer]) -> float:
 
 
 def _with_shared_layers(
-    times: dict[str, Column],
-    job: Job,
-    placement: Placement,
-    stages: Sequence[Sequence[int]],
-    table: Sequence[Layer],
+    times: dict[str, Column], job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> dict[str, Column]:
     """Adds the time of collectives that ranks run inside of ops: see `exchanges`.
 

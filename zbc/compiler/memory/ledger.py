@@ -55,10 +55,7 @@ class Entry(NamedTuple):
     end: tuple[Delta, ...]
     change: Change | None  # to activations, all of it
     gone: tuple[float, float] = (0.0, 0.0)  # tensors, and their bytes, that have left by the end of the op
-    still: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # of those, weighted by the share of the op's time for which they exist
+    still: tuple[float, float] = (0.0, 0.0)  # of those, weighted by the share of the op's time for which they exist
 
 
 class Event(NamedTuple):

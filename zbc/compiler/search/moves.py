@@ -18,13 +18,7 @@ def following(state: int) -> int:
 
 
 def trace(
-    table: Table,
-    order: Numbers,
-    position: Numbers,
-    by_makespan: bool,
-    end: Numbers,
-    chain: Numbers,
-    state: int,
+    table: Table, order: Numbers, position: Numbers, by_makespan: bool, end: Numbers, chain: Numbers, state: int
 ) -> tuple[int, int]:
     """Fill `chain` with a gapless chain of ops back from the last op of a rank; returns its length and the state.
 

@@ -283,10 +283,7 @@ class _RankBounds:
         around, b, w = self.way.around(s, s), way.b[s], way.w[s]
         turn = around + b + _release(self.limit - k * unit, unit, kept, b, w)
         rounds, rest = divmod(m - 1, k)
-        return max(
-            rest * way.f[s] + rounds * turn + around + b + w,
-            rounds * turn + around + (m - rounds * k) * b + w,
-        )
+        return max(rest * way.f[s] + rounds * turn + around + b + w, rounds * turn + around + (m - rounds * k) * b + w)
 
 
 def _release(room: float, unit: float, kept: float, b: float, w: float) -> float:
