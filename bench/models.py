@@ -38,31 +38,44 @@ SIZES = {
     ),
     **{"vocab_size": 128, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
-LATENT = ("deepseek_v3", "longcat_flash", "youtu", "axk1")  # their head_dim is that of rotary positions
+MIXED = ["conv", "full_attention"] * 2
+OWN: dict[str, dict[str, Any]] = {  # what the rule does not give
+    **{key: {"head_dim": 8} for key in ("deepseek_v3", "longcat_flash", "youtu", "axk1")},  # that of rotary positions
+    "codegen": dict.fromkeys(("n_head", "num_attention_heads"), 4),
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": MIXED, "num_dense_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 MOST = 3e7  # parameters
 TOLERANCE, SMALL = 1e-6, 1e-3
 
 
-def row(name: str) -> tuple[str, ...]:
-    """Whether it trains, its attention, whether replicas share out its experts, and why not."""
+def row(name: str, *, routed: bool = True) -> tuple[str, ...]:
+    """Whether it trains, its attention, whether replicas share out its experts, whether its routers have a loss, and
+    why not."""
     import torch
     import transformers
     from torch import nn
 
     from zbc.errors import ZbcError
-    from zbc.training.models.transformers import LayerOfExperts, apart, config_of, layers
+    from zbc.training.models.transformers import DecoderOfExperts, apart, config_of, layers
 
     try:
         usual = transformers.AutoConfig.for_model(name)
-        sizes = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
-        sizes |= {"head_dim": 8} if name in LATENT else {}
+        fixed = {key for key, of in vars(type(usual)).items() if isinstance(of, property) and of.fset is None}
+        sizes = {key: value for key, value in SIZES.items() if hasattr(usual, key) and key not in fixed}
+        routed = routed and all(hasattr(usual, key) for key in ROUTED)
+        sizes |= {**(ROUTED if routed else {}), **OWN.get(name, {})}
         config = transformers.AutoConfig.for_model(name, **sizes).to_dict()
         torch.manual_seed(0)
         made: Any = config_of(config)
         with torch.device("meta"):  # first: some stay as large as they are
             large = transformers.AutoModelForCausalLM.from_config(made)
         if sum(p.numel() for p in large.parameters()) > MOST:
-            return "", "", "", "the rule gives no tiny configuration"
+            return "", "", "", "", "the rule gives no tiny configuration"
         theirs, error = None, None
         for attention in ("sdpa", "eager"):
             try:
@@ -73,15 +86,20 @@ def row(name: str) -> tuple[str, ...]:
         if theirs is None:
             raise error or ValueError
         ids = torch.randint(3, 100, (2, 24))
-        wanted = theirs.train()(ids, use_cache=False).logits
-        wanted.square().sum().backward()
+        out = theirs.train()(ids, use_cache=False)
+        wanted, added = out.logits, theirs.router_aux_loss_coef * out.aux_loss if routed else 0.0
+        (wanted.square().sum() + added).backward()
     except Exception as error:
-        return "", "", "", f"the rule gives no configuration that runs: {type(error).__name__}"
+        if routed:
+            return row(name, routed=False)
+        return "", "", "", "", f"the rule gives no configuration that runs: {type(error).__name__}"
     try:
         model, parts = apart(config), [build() for build in layers(config)]
     except ZbcError as error:
+        if "loss of its routers" in error.message:
+            return row(name, routed=False)
         why = error.details[-1].partition("attention: ")[2] if error.details else error.message
-        return "no", "", "", why.partition("apart: ")[2] or why
+        return "no", "", "", "", why.partition("apart: ")[2] or why
     try:
         saved, grads = theirs.state_dict(keep_vars=True), dict[int, torch.Tensor]()
         with torch.no_grad():
@@ -90,7 +108,7 @@ def row(name: str) -> tuple[str, ...]:
                     tensor.copy_(saved[key])
         y = ids
         for part in parts:
-            y = part(y)
+            y = part(*y) if isinstance(y, tuple) else part(y)
         y.square().sum().backward()
         for part in parts:
             own = dict(part.named_parameters())
@@ -106,11 +124,12 @@ def row(name: str) -> tuple[str, ...]:
             grad = grads.get(key, torch.zeros_like(p))
             off = max(off, ((grad - p.grad).norm() / (p.grad.norm() + small)).item())
     except Exception as error:
-        return "no", "", "", f"{type(error).__name__}: {error}".splitlines()[0][:100]
-    shared = "yes" if any(isinstance(part, LayerOfExperts) for part in parts) else ""
+        return "no", "", "", "", f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    shared = "yes" if any(isinstance(part, DecoderOfExperts) for part in parts) else ""
     if not off <= TOLERANCE:
-        return "no", "", "", f"off by {off:.0e}"
-    return "yes", "yes" if model.attention == "zbc" and sliced(parts, ids, y) else "", shared, ""
+        return "no", "", "", "", f"off by {off:.0e}"
+    told = "yes" if model.balance is not None else ""
+    return "yes", "yes" if model.attention == "zbc" and sliced(parts, ids, y) else "", shared, told, ""
 
 
 def sliced(parts: list[Any], ids: Any, whole: Any) -> bool:
@@ -126,7 +145,7 @@ def sliced(parts: list[Any], ids: Any, whole: Any) -> bool:
             y = ids[:, start:stop]
             for place, part in enumerate(parts):
                 with within(Inside(Part(number, start, stop, length), pasts, str(place))):
-                    y = part(y)
+                    y = part(*y) if isinstance(y, tuple) else part(y)
             found.append(y)
         return bool((torch.cat(found, 1) - whole).abs().max() <= 10 * TOLERANCE * whole.abs().max())
     return False
@@ -144,7 +163,7 @@ def main(names: list[str]) -> None:
             print("|", " | ".join((name, *row(name))), "|", flush=True)
         return
     names, found = names or sorted(known), list[str]()
-    print("| model | trains | slices, cp | ep | why not |\n| --- | --- | --- | --- | --- |")
+    print("| model | trains | slices, cp | ep | loss of routers | why not |\n| --- | --- | --- | --- | --- | --- |")
     while names:  # a few in each process: some take long, or end it
         some, names = names[:12], names[12:]
         try:
@@ -155,7 +174,7 @@ def main(names: list[str]) -> None:
         rows = [line for line in out.splitlines() if line.startswith("| ")]
         found += rows
         if len(rows) < len(some):
-            found.append(f"| {some[len(rows)]} |  |  |  | took too long, or ended its process |")
+            found.append(f"| {some[len(rows)]} |  |  |  |  | took too long, or ended its process |")
             names = some[len(rows) + 1 :] + names
         print(*found[-len(some) :] if len(rows) >= len(some) else found[-len(rows) - 1 :], sep="\n", flush=True)
     trains = [line for line in found if "| yes |" in line]

@@ -11,7 +11,9 @@ from torch.nn import functional
 
 from tests.jobs import write_job
 from tests.refusals import refused
+from tests.runtime.test_adapters import SMALL, tensors_of, with_lora
 from tests.runtime.test_checkpoints import at
+from tests.runtime.test_unequal import as_one_process, unequal
 from tests.threads import run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
@@ -27,7 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
 from zbc.training.models import hfexport, hfweights
-from zbc.training.models.transformers import config_of
+from zbc.training.models.transformers import config_of, facts
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -36,6 +38,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1}
 MOE = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 4}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -44,11 +47,13 @@ CONFIGS = {
     "bloom": {**SIZES, "n_layer": 4, "n_head": 4},
     "qwen3": SIZES,
     "gemma3_text": {**SIZES, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "qwen3_moe": {**MOE, "num_experts": 4},
+    "qwen3_moe": {**MOE, **ROUTED, "num_experts": 4},
     "glm4_moe": {**MOE, **GROUPS},
     "deepseek_v3": {**MOE, **GROUPS, **LATENT, "num_key_value_heads": 4},
-    "gpt_oss": {**MOE, "num_local_experts": 4, "sliding_window": 5},
+    "gpt_oss": {**MOE, **ROUTED, "num_local_experts": 4, "sliding_window": 5},
     "qwen3_next": {**MOE, **LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "llama4_text": {**MOE, "intermediate_size_mlp": 48, "num_local_experts": 4},  # its prefix names no part of it
+    "bamba": {**SIZES, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8},
     "mamba": {**SIZES, "state_size": 4},
     "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
 }
@@ -107,15 +112,16 @@ def peer(kind, folder=None):
     return found.train()
 
 
-def one_step(model, worker):
+def one_step(model, worker, criterion=functional.cross_entropy):
     """The loss of a step of transformers' own model on the same microbatches."""
-    losses, count = [], worker.plan.manifest.microbatches
+    losses, added, count = [], [], worker.plan.manifest.microbatches
     for mb in range(count):
         ids, targets = worker.batches.inputs(0, mb), worker.batches.targets(0, mb)
-        logits = model(ids, use_cache=False).logits
-        losses.append(functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    loss = torch.stack(losses).mean()
-    loss.backward()
+        out = model(ids, use_cache=False)
+        losses.append(criterion(out.logits.flatten(0, 1), targets.flatten()))
+        added.append(getattr(out, "aux_loss", None))
+    loss, more = torch.stack(losses).mean(), None if added[0] is None else torch.stack(added).mean()
+    (loss if more is None else loss + model.router_aux_loss_coef * more).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -139,27 +145,31 @@ def test_a_step_is_that_of_transformers_itself(kind, tmp_path):
     ours = written(workers, Settings.of(plan.manifest).model, source)
     theirs.save_pretrained(tmp_path / "after")
     wanted = tensors_in(tmp_path / "after")
-    assert ours.keys() == wanted.keys()
     before = tensors_in(source)
     assert any((wanted[name] - before[name]).abs().max() > 1e-3 for name in wanted)
-    for name in wanted:
-        torch.testing.assert_close(
-            ours[name], wanted[name], rtol=1e-6, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+    torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", few(("opt", "deepseek_v3", "mamba"), 1))
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_the_loss_of_a_head(kind, chunk, tmp_path):
+    def criterion(logits, targets):
+        return (
+            functional.cross_entropy(logits, targets, label_smoothing=0.2) + 0.1 * logits.logsumexp(-1).square().mean()
         )
 
+    theirs = peer(kind)
+    theirs.save_pretrained(tmp_path / "weights")
+    keys = {"z_loss": 0.1, "label_smoothing": 0.2, **({} if chunk is None else {"loss_chunk": chunk})}
+    workers = trained(tmp_path, kind, weights=tmp_path / "weights", model=keys)
+    loss = one_step(theirs, next(worker for worker in workers if 0 in worker.stages), criterion)
+    norm = sum(p.grad.square().sum() for p in theirs.parameters() if p.grad is not None).sqrt().item()
+    assert numbers(workers)[0] == pytest.approx((loss, norm), rel=1e-6)
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "deepseek_v3"])
-def test_slices(kind, tmp_path):
-    whole = numbers(trained(tmp_path / "whole", kind, 2))
-    cut = numbers(trained(tmp_path / "cut", kind, 2, schedule="zb-h1", slices=2))
-    assert [n for pair in cut for n in pair] == pytest.approx([n for pair in whole for n in pair], rel=1e-6)
 
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
-def test_replicas_share_out_experts(kind, tmp_path):
-    whole = numbers(trained(tmp_path / "whole", kind, 2, parallel={"dp": 2}))
-    shared = numbers(trained(tmp_path / "shared", kind, 2, parallel={"dp": 2, "ep": 2}))
-    assert [n for pair in shared for n in pair] == pytest.approx([n for pair in whole for n in pair], rel=1e-6)
+def test_a_loss_by_chunks_needs_a_plain_head():
+    with refused("E521", "the outputs of a linear layer", hint="drop model.loss_chunk"):
+        facts({"model_type": "cohere", **SIZES}, None, True)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +192,12 @@ def test_memory(kind, slices, tmp_path):
         ({"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}, "E521", "model_type 'own'", "never runs"),
         ({"num_attention_heads": "four"}, "E521", "transformers refuses the config.json of this opt", "compare"),
         ({"model_type": "biogpt"}, "E521", "biogpt of transformers cannot be taken apart", "a factory"),
+        (
+            {"model_type": "doge", "is_moe": True, **ROUTED},
+            "E521",
+            "its routers is another",
+            "output_router_logits = false",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "E521", "are quantized", "bfloat16"),
     ],
 )
@@ -191,6 +207,12 @@ def test_a_configuration_that_is_not_one_is_refused(change, code, words, hint, t
     (weights / "config.json").write_text(json.dumps({**known, **change}))
     with refused(code, words, hint=hint):
         compiled(tmp_path, "opt", weights=weights)
+
+
+def test_another_loss_of_routers_is_refused():
+    usual = "transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func"
+    with mock.patch(usual, lambda *_: torch.tensor(2.0)), refused("E521", "its routers is another", hint="false in"):
+        facts({**config("qwen3_moe"), "vocab_size": 65}, None, False)
 
 
 def test_a_folder_without_all_its_weights_is_refused_before_a_run(tmp_path):
@@ -243,29 +265,27 @@ def test_without_transformers_the_command_is_told(tmp_path):
         compiled(tmp_path, "opt")
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mamba"])
-def test_attention_of_its_own_is_not_cut_into_slices(kind, tmp_path):
-    with refused("E512", "layers.1"):
-        trained(tmp_path, kind, schedule="zb-h1", slices=2)
-
-
 WAYS = {
     "1f1b": {"schedule": "1f1b"},
     "zb-v": {"schedule": "zb-v"},
     "recompute": {"memory": {"activations": "recompute"}},
     "offload": {"schedule": "1f1b", "memory": {"activations": "offload"}, "costs": {"offload": 0.1}},
     "shards": {"parallel": {"dp": 2, "shard": "all"}},
+    "slices": {"slices": 2},
+    "ep": {"parallel": {"dp": 2, "ep": 2}},
+    "cp": {"parallel": {"cp": 2}},
+    "cp of slices": {"parallel": {"cp": 2}, "slices": 2},
 }
+KINDS = {"slices": ("qwen3", "gemma3_text", "deepseek_v3"), "ep": ("qwen3_moe", "deepseek_v3")}
+KINDS |= {"cp": ("deepseek_v3", "gemma3_text", "opt", "qwen3_moe"), "cp of slices": ("qwen3",)}
+CASES = [(way, kind) for way in WAYS for kind in KINDS.get(way, ("deepseek_v3",))]
 
 
-@pytest.mark.parametrize("way", few(WAYS, ("zb-v", "recompute")))
-def test_other_plans_train_the_same(way, tmp_path):
-    how = dict(WAYS[way])
-    plain = {"parallel": {"dp": 2}} if "parallel" in how else {}
-    one, other = (
-        numbers(trained(tmp_path / "a", "deepseek_v3", 2, **plain)),
-        numbers(trained(tmp_path / "b", "deepseek_v3", 2, **how)),
-    )
+@pytest.mark.parametrize(("way", "kind"), few(CASES, ("zb-v", "recompute", "slices", "ep", ("cp", "deepseek_v3"))))
+def test_other_plans_train_the_same(way, kind, tmp_path):
+    """Ranks that share experts do as replicas without."""
+    ways = {"a": {"parallel": {"dp": 2}} if "dp" in WAYS[way].get("parallel", {}) else {}, "b": WAYS[way]}
+    one, other = (numbers(trained(tmp_path / name, kind, 2, **of)) for name, of in ways.items())
     assert [n for pair in one for n in pair] == pytest.approx([n for pair in other for n in pair], rel=1e-6)
 
 
@@ -276,24 +296,32 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     assert numbers(resumed) == whole[1:]
 
 
-@pytest.mark.parametrize("kind", few(("deepseek_v3", "gemma3_text", "opt"), 1))
-def test_ranks_share_the_tokens_of_rows(kind, tmp_path):
-    whole = numbers(trained(tmp_path / "whole", kind, 2))
-    shared = numbers(trained(tmp_path / "shared", kind, 2, parallel={"cp": 2}))
-    assert [n for pair in shared for n in pair] == pytest.approx([n for pair in whole for n in pair], rel=1e-6)
+@pytest.mark.parametrize(("kind", "targets"), [("deepseek_v3", ["q_b_proj", "mlp.down_proj"]), ("opt", ["*"])])
+def test_adapters_are_those_of_lora_by_the_names_of_peft(kind, targets, tmp_path):
+    """After one step; at first B is 0."""
+    peer(kind).save_pretrained(tmp_path / "weights")
+    workers = trained(tmp_path, kind, weights=tmp_path / "weights", adapter={**SMALL, "targets": targets})
+    ours = tensors_of(workers)
+    assert ours and not any("lm_head" in name for name in ours)
+    model, named = with_lora(tmp_path / "weights", {n: t if "lora_A" in n else 0 * t for n, t in ours.items()})
+    loss = one_step(model.train(), next(worker for worker in workers if 0 in worker.stages))
+    assert workers[-1].results[0].loss == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(ours, {name: p.detach() for name, p in named.items()}, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.repeats
-def test_ranks_share_the_tokens_of_slices(tmp_path):
-    whole = numbers(trained(tmp_path / "whole", "qwen3", 2))
-    both = numbers(trained(tmp_path / "both", "qwen3", 2, parallel={"cp": 2}, slices=2))
-    assert [n for pair in both for n in pair] == pytest.approx([n for pair in whole for n in pair], rel=1e-6)
+@pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3"), 1))
+def test_samples_of_one_row_train_as_alone(kind, tmp_path):
+    model = Settings.of(plan_of(tmp_path, kind).manifest).model.model_dump(mode="json")
+    as_one_process(unequal(model=model, copies=1))
 
 
-@pytest.mark.parametrize(("kind", "code"), [("lfm2", "E512"), ("bloom", "E119")])
-def test_layers_that_mix_tokens_otherwise_do_not_share_them(kind, code, tmp_path):
-    with refused(code):
-        trained(tmp_path, kind, parallel={"cp": 2})
+OTHERWISE = [("bloom", "slices", "E512"), ("mamba", "slices", "E512"), ("lfm2", "cp", "E512"), ("bloom", "cp", "E119")]
+
+
+@pytest.mark.parametrize(("kind", "way", "code"), OTHERWISE)
+def test_layers_that_mix_tokens_otherwise_do_not_share_or_cut_them(kind, way, code, tmp_path):
+    with refused(code, "layers.1" if code == "E512" else "attention of its own"):
+        trained(tmp_path, kind, **WAYS[way])
 
 
 @pytest.mark.parametrize("kind", few(("deepseek_v3", "gpt_oss"), 1))
@@ -309,6 +337,4 @@ def test_ranks_that_share_out_experts_write_the_same_weights(kind, tmp_path):
             return
         hfexport.check_target(tmp_path / f"out{ep}", model, ep=plan.manifest.ep)
         both.append(written(run_threads(plan, 1), model))
-    assert both[0].keys() == both[1].keys()
-    for name in both[0]:
-        torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(*both, rtol=1e-6, atol=1e-6)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from pydantic import Field
 
 from zbc.errors import ZbcError
-from zbc.job import hfnames
+from zbc.job import hfmodel, hfnames
 from zbc.job.extent import LAYERS
 from zbc.job.model_section import Model
 from zbc.job.section import Positive, Section
@@ -70,7 +70,8 @@ class Part(NamedTuple):
 def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Part]:
     """The parts with adapters of a linear layer (`layers.3.qkv`) with `outputs` outputs; [] if it is no target."""
     if not model.builtin:
-        return [Part(linear, 0, outputs)] if adapter.names(linear) else []
+        name = hfmodel.called(model, linear)
+        return [Part(name, 0, outputs)] if name and adapter.names(linear, name) else []
     targets, start = list[Part](), 0
     if linear.startswith("layers.") and linear.count(".") == 2:  # not those of experts and routers
         for tensor in hfnames.parts(model, f"{linear}.weight"):

@@ -17,10 +17,10 @@ from typing import Any
 
 from zbc.errors import ZbcError
 from zbc.job import hfconfig, userobject
-from zbc.job.model_section import TRANSFORMERS
+from zbc.job.model_section import TRANSFORMERS, Model
 from zbc.job.toml import Document, KeyPath
 
-_FACTS = "zbc.training.models.transformers:facts"
+_FACTS, _CALLED = (f"zbc.training.models.transformers:{name}" for name in ("facts", "called"))
 
 
 def filled(document: Document) -> Document:
@@ -48,7 +48,8 @@ def filled(document: Document) -> Document:
         if ours is not None and "layers" in model:
             return document  # it gives the sizes itself
         if ours is None:
-            ours = {"family": TRANSFORMERS, **_facts(json.dumps(config), weights), "args": {"config": config}}
+            found = _facts(json.dumps(config), weights, "loss_chunk" in model)
+            ours = {"family": TRANSFORMERS, **found, "args": {"config": config}}
     except ZbcError as error:
         raise ZbcError(error.code, error.message, where=where, hint=error.hint, details=error.details) from error
     kept = {name: value for name, value in model.items() if name != "config"}
@@ -67,11 +68,19 @@ def _ours(config: dict[str, Any]) -> dict[str, Any] | None:
     return {"family": model.family, **model.model_dump(mode="json", exclude_defaults=True)}
 
 
+def called(model: Model, linear: str) -> str:
+    """What the folder of a model of transformers calls a linear layer, "" outside of blocks; others as they are."""
+    if model.family != TRANSFORMERS:
+        return linear
+    found: str = userobject.load(_CALLED, "the reader of models")(model.args["config"], linear)
+    return found
+
+
 @lru_cache(16)
-def _facts(config: str, folder: str | None) -> dict[str, Any]:
+def _facts(config: str, folder: str | None, chunked: bool) -> dict[str, Any]:
     if find_spec("transformers") is None:
         kind = json.loads(config).get("model_type")
         text = f"model: {kind} is a model of transformers, which is not installed"
         raise ZbcError("E610", text, hint="pip install 'zbc[hf]'")
-    found: dict[str, Any] = userobject.load(_FACTS, "the reader of models")(json.loads(config), folder)
+    found: dict[str, Any] = userobject.load(_FACTS, "the reader of models")(json.loads(config), folder, chunked)
     return found

@@ -76,7 +76,11 @@ _PLAIN = (
     "z_loss",
     "label_smoothing",
 )
-_FOREIGN = {"gpt": _ONLY_LLAMA, "llama": _ONLY_GPT}  # family -> keys it does not have; a factory has none of them
+_FOREIGN = {  # family -> keys it does not have; a factory has none of them
+    "gpt": _ONLY_LLAMA,
+    "llama": _ONLY_GPT,
+    TRANSFORMERS: tuple(key for key in _ONLY_BUILTIN if key not in ("pretrained", *_OF_LOSS)),
+}
 
 
 Variant = Literal[
@@ -263,6 +267,16 @@ class Model(Section):
         return self.family in BUILTIN
 
     @property
+    def causal(self) -> bool:
+        """Whether its last layer is known to make the logits of words."""
+        return self.builtin or self.family == TRANSFORMERS
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of its factory."""
+        return self.args if self.loss_chunk is None else {**self.args, "chunk": self.loss_chunk}
+
+    @property
     def tied_layers(self) -> set[int]:
         """The layers of a factory that share a parameter with another layer."""
         return {int(name.split(".")[1]) for pair in self.ties.items() for name in pair}
@@ -337,7 +351,7 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
         hint = 'use "cross_entropy", "mse" or "package.module:function"'
         where = document.where(("model", "loss"))
         yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where, hint=hint)
-    for key in _OF_LOSS if model.builtin and model.loss != "cross_entropy" else ():
+    for key in _OF_LOSS if model.causal and model.loss != "cross_entropy" else ():
         if asks(model, key):
             text = f"config: model.{key} is for cross_entropy, model.loss is {model.loss!r}"
             yield ZbcError("E110", text, where=document.where(("model", key)), hint="drop it, or model.loss")
@@ -446,8 +460,6 @@ def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
     if not model.builtin and not FACTORY.fullmatch(model.family):  # another rule rejects the family
         return
     for key in foreign(model):
-        if key == "pretrained" and model.family == TRANSFORMERS:
-            continue
         if document.has(("model", key)) and (key not in _PLAIN or asks(model, key)):
             text = f"config: model.{key} is not for family {model.family}"
             hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"

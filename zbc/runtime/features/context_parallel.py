@@ -83,7 +83,7 @@ class Spread(NamedTuple):
                         mixed.append(causal(own, keys[one, :, begin:high], values[one, :, begin:high], limits))
                 left = min(size, first + size - sum(lengths))
                 if left > 0:
-                    nothing = zeros_like(q[one, :, :left], mixed)
+                    nothing = zeros_like(q[one, :, :left], values, mixed)
                     mixed.append(nothing + 0.0 * (keys[one, :1, :1, :1] + values[one, :1, :1, :1]).to(nothing.dtype))
             outputs.append(torch.cat(mixed, -2))
         return torch.cat(outputs)

@@ -52,16 +52,16 @@ def each_alone(
         parts = [torch.split(tensor[row], cuts, dim=-2) for tensor in (q, k, v)]
         mixed = [attend(*part) for part in zip(*(part[:-1] for part in parts), strict=True)]
         if cuts[-1]:
-            mixed.append(zeros_like(q[row, :, length - cuts[-1] :], mixed))
+            mixed.append(zeros_like(q[row, :, length - cuts[-1] :], v, mixed))
         outputs.append(torch.cat(mixed, dim=-2) if len(mixed) > 1 else mixed[0])
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def zeros_like(like: Tensor, mixed: list[Tensor]) -> Tensor:
-    """Zeros of the dtype that attention returns."""
-    kind = like.device.type
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
-    return like.new_zeros(like.shape, dtype=mixed[0].dtype if mixed else low)
+def zeros_like(q: Tensor, v: Tensor, mixed: list[Tensor]) -> Tensor:
+    """Zeros of the dtype that attention of these queries returns, with the features of values."""
+    kind = q.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+    return q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=mixed[0].dtype if mixed else low)
 
 
 class Packed(Feature):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,7 +25,6 @@ from zbc.runtime.features.words.words import PLAIN, Terms
 from zbc.topology import INNER
 from zbc.training.building.context import Site
 from zbc.training.models import model, sharding
-from zbc.training.models.gpt import GptHead
 from zbc.training.models.shared_words import LOGITS, Tables
 
 
@@ -124,7 +124,7 @@ def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[st
 
 def _by_words(chosen: spec.Model) -> bool:
     """Whether the loss can be computed from sharded logits."""
-    return chosen.builtin and chosen.loss == "cross_entropy"
+    return chosen.causal and chosen.loss == "cross_entropy"
 
 
 def terms_of(chosen: spec.Model) -> Terms:
@@ -149,5 +149,5 @@ def log_probabilities_of(
 
 
 def _chunks(layers: Iterable[nn.Module]) -> cross_entropy.Chunks | None:
-    heads = (head for head in layers if isinstance(head, GptHead) and head.chunk is not None)
-    return next((cross_entropy.Chunks(head.logits, head.chunk or 0, head.scale, head.cap) for head in heads), None)
+    heads: Iterable[Any] = (layer for layer in layers if getattr(layer, "chunk", None) is not None)
+    return next((cross_entropy.Chunks(head.logits, head.chunk, head.scale, head.cap) for head in heads), None)

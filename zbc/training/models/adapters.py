@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError, raise_all
+from zbc.job import hfmodel
 from zbc.job.adapter import Adapter, Part, called, parts, unknown
 from zbc.job.spec import Model
 from zbc.runtime.core.again import remade_of
@@ -98,12 +99,11 @@ def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[
     """
     if not adapter.rank:
         return list(plans)
-    found, kinds = list[LayerPlan](), dict[str, list[Any]]()
-    names = list[list[str]]()
+    found, kinds, names = list[LayerPlan](), dict[str, list[Any]](), list[list[str]]()
     for plan in plans:
         linears = {path: layer.out_features for path, layer in _linears(plan.on_meta())}
         full = {path: f"{plan.name}.{path}".removesuffix(".") for path in linears}
-        names += [[name] for name in full.values()]
+        names += [[name, theirs] for name in full.values() if (theirs := hfmodel.called(model, name))]
         spans = {path: parts(adapter, model, full[path], count) for path, count in linears.items()}
         like, has = plan.like, [(path, [part[1:] for part in some]) for path, some in spans.items()]
         if like is not None:
@@ -236,7 +236,7 @@ def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str]
     adapted_ones = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.builtin else None,
+        "task_type": "CAUSAL_LM" if model.causal else None,
         "base_model_name_or_path": source,
         "r": adapter.rank,
         "lora_alpha": adapter.scale * adapter.rank,

@@ -150,7 +150,7 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
     ranks; builders are cheaper, since a rank then builds only its own layers."""
     factory = userobject.load(model.family, "model.family")
     with seeded(seed_of(seed, "model")):
-        made = userobject.call(factory, model.args, model.family, "model.family")
+        made = userobject.call(factory, model.given, model.family, "model.family")
     if model.graph:
         return _grouped(model, made)
     if isinstance(made, Mapping):

@@ -2,30 +2,35 @@
 
 Attention: models that ask the registry and need no more than `zbc.attention` has run in slices and on packed rows;
 others have their own attention. Experts: their products are grouped, their weight gradients can wait, and replicas can
-share them out.
+share them out; `Balance` is the loss of their routers.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, masking_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector, install_all_output_capturing_hooks
 
+from zbc.errors import ZbcError
 from zbc.runtime.core.grouped import Groups
+from zbc.runtime.core.private import real_tensors
 from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.slices.slicing import attention
+from zbc.runtime.features.tensor_parallel import Group
 from zbc.training.models.experts import lowered
 
-ZBC = "zbc"
+ZBC, HINT = "zbc", "a factory of your own layers is the way: docs/extending.md"
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _plain = masking_utils.causal_mask_function
 _here = threading.local()
@@ -33,6 +38,10 @@ _here = threading.local()
 
 class Unfit(Exception):
     """A model asks for attention that `zbc.attention` does not have."""
+
+
+def refused(root: Any, why: str, hint: str = HINT) -> ZbcError:
+    return ZbcError("E521", f"model: {root.config.model_type} of transformers cannot be taken apart: {why}", hint=hint)
 
 
 def _mask(*_: Any, mask_function: Any = _plain, local_size: int | None = None, **given: Any) -> Tensor | None:
@@ -115,6 +124,61 @@ def _of_rows(self: Any, rows: Tensor, groups: Groups) -> Tensor:
     inner = self._apply_gate(self.gate_up_proj(rows, groups)) if gated else self.act_fn(self.up_proj(rows, groups))
     made: Tensor = self.down_proj(inner, groups)
     return made
+
+
+class Balance(NamedTuple):
+    """The loss of routers, of `experts` of which a token meets `met`: `weight` x experts x the sum over these of
+    the choices of each, and of its scores, both per token of a microbatch in all layers.
+
+    Layers pass on both, (2, experts), of the routers so far.
+    """
+
+    experts: int
+    met: int
+    weight: float
+
+    def told(self, told: Tensor, logits: Iterable[Tensor]) -> Tensor:
+        """With those of routers with `logits` (N, experts)."""
+        for each in logits:
+            scores = each.softmax(-1)
+            chosen = scores.topk(self.met, -1).indices.flatten()
+            counts = torch.zeros_like(told[0]).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=told.dtype))
+            told = told + torch.stack([counts, scores.float().sum(0)])
+        return told
+
+    def loss(self, told: Tensor, group: Group | None = None) -> Tensor:
+        """Of this rank's tokens, of which a group's choices are counted together."""
+        mine = told.detach()[0]
+        counts = mine if group is None else group.collect(mine).sum(0)
+        return self.weight * self.experts * self.met**2 * (counts / counts.sum() * told[1]).sum() / mine.sum()
+
+
+def balance(root: Any, config: Any) -> Balance | None:
+    """The loss that a model adds in training, if its configuration asks for it. Raises E521 for another one."""
+    weight = getattr(root, "router_aux_loss_coef", 0.0)
+    if not (weight and getattr(config, "output_router_logits", False)):
+        return None
+    config.output_router_logits = False  # in calls of parts
+    found, own = Balance(root.num_experts, root.num_experts_per_tok, weight), vars(sys.modules[type(root).__module__])
+    with real_tensors(), torch.device("cpu"), torch.no_grad(), suppress(Exception):  # of its own code
+        some = tuple(torch.linspace(0, top, 8 * found.experts).sin().view(8, -1) for top in (90, 40))
+        theirs = weight * own["load_balancing_loss_func"](some, found.experts, found.met)
+        if torch.allclose(found.loss(found.told(torch.zeros(2, found.experts), some)), theirs):
+            install_all_output_capturing_hooks(root)
+            return found
+    hint = "set output_router_logits = false in config.json, to train without it"
+    raise refused(root, "the loss of its routers is another one", hint)
+
+
+@contextmanager
+def routed() -> Iterator[list[Tensor]]:
+    """The logits of the routers that run inside, of a model with their loss."""
+    found = dict[str, list[Tensor]](router_logits=[])
+    before = _active_collector.set(found)
+    try:
+        yield found["router_logits"]
+    finally:
+        _active_collector.reset(before)
 
 
 @contextmanager

@@ -32,19 +32,19 @@ from zbc.errors import ZbcError
 from zbc.job.wording import did_you_mean
 from zbc.runtime.core.private import fake_mode, real_tensors, tree_leaves, valued
 from zbc.runtime.core.split import GroupedLinear
+from zbc.runtime.features.added import add_loss
 from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.training.models.model import hollow
-from zbc.training.models.registered import ZBC, Stack, Unfit, inside, is_experts, stack
+from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, inside, is_experts, refused, routed, stack
 
 _KEPT = 64  # calls of layers that are kept
 _COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}  # attributes with a layer's number
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")  # lists in a config
 _UNEQUAL = ("biogpt", "inkling2_text")  # of 189 (bench/models.py)
-_HINT = "a factory of your own layers is the way: docs/extending.md"
 _lock = threading.RLock()  # ranks may be threads
 
 
@@ -71,7 +71,8 @@ class _Stub(nn.Module):
 
 
 class _Left(_Stub):
-    """In place of a module whose parameters another layer has; its output is not used."""
+    """In place of a module whose parameters another layer has, or whose product the loss makes: returns its input, or
+    what is not used."""
 
     def __deepcopy__(self, memo: object) -> _Left:
         return _Left(self.__dict__["like"])
@@ -128,20 +129,20 @@ class TakenApart:
         with real_tensors(), torch.device("meta"):
             self.root: Any = transformers.AutoModelForCausalLM.from_config(settings, **how)
         if self.root.config.model_type in _UNEQUAL:
-            raise _refused(self.root, "its parts do not compute what the whole computes")
+            raise refused(self.root, "its parts do not compute what the whole computes")
         if implementation == ZBC and not self.root._supports_attention_backend:
             raise Unfit("it does not ask the registry for attention")
         for module in self.root.train().modules():
             if isinstance(module, transformers.PreTrainedModel):
                 module.warn_if_padding_and_no_attention_mask = _quiet  # it would look at words
-        self.attention, prefix = implementation, self.root.base_model_prefix
-        path, self.list = _trunk(getattr(self.root, prefix))
-        self.path = ".".join(filter(None, (prefix, path)))
+        self.balance = balance(self.root, settings.get_text_config())
+        self.attention, (self.path, self.list) = implementation, _trunk(self.root)
         whole: Any = self.root.get_submodule(self.path)
         self.stack: nn.ModuleList = whole._modules[self.list]
         self.trunk = _pruned(whole, set(), self.stack)
+        self.trunk._modules[self.list] = nn.ModuleList()
         self.takes_positions = "position_ids" in inspect.signature(whole.forward).parameters
-        self.kinds, self.tupled = list[str](), False
+        self.kinds, self.tupled, self.beside = list[str](), False, list[None]()  # what layers return beside them
         self._calls, self._trunks = dict[Any, Any](), dict[Any, nn.Module]()
         fixed = [p for p in self.root.parameters() if not p.requires_grad]
         with real_tensors():
@@ -162,26 +163,30 @@ class TakenApart:
             _, args, kwargs = self.stubbed(whole, "", index, inputs_embeds=hidden)
             given = tree_leaves((args, kwargs))
             if any(isinstance(t, Tensor) and t.requires_grad for t in given):
-                raise _refused(self.root, "its layers read what the first layer reads, or parameters beside their own")
+                raise refused(self.root, "its layers read what the first layer reads, or parameters beside their own")
             told = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else repr(t) for t in given]
             key = _described(layer), repr(told)
             if key not in known:
                 y = layer(hidden, *args, **kwargs)
-                self.tupled = isinstance(y, tuple)
+                self.tupled, others = isinstance(y, tuple), y[1:] if isinstance(y, tuple) else ()
+                self.beside = [None for _ in others] if all(other is None for other in others) else []
                 if not isinstance(y[0] if self.tupled else y, Tensor):
-                    raise _refused(self.root, "its layers do not return hidden states")
+                    raise refused(self.root, "its layers do not return hidden states")
             self.kinds.append(f"{type(layer).__name__}-{known.setdefault(key, len(known))}")
+        self.width = embedded.shape[-1]
         before, after = _read(embedded), _read(self.head(self.root, hidden))
         stacked = {id(p) for p in self.stack.parameters()}
         rest = {id(p) for p in self.root.parameters()} - stacked - after  # some are read without a gradient
         self.ends = before | rest, after
 
-    def stubbed(self, module: nn.Module, path: str, index: int, given: Any = None, **inputs: Any) -> Any:
+    def stubbed(
+        self, module: nn.Module, path: str, index: int, given: Any = None, others: Any = (), **inputs: Any
+    ) -> Any:
         """The arguments of layer `index` in the forward of a module that has the layers in its `path`: (hidden, args,
-        kwargs); with `given` as the layer's output, the output of the module."""
+        kwargs); with `given` as the layer's output, the output of the module; `others`: in place of its children."""
         stub = _Stub(self.stack[index], given)
         outer: Any = copy.copy(module)
-        at = outer
+        outer._modules, at = {**module._modules, **dict(others)}, outer
         for part in filter(None, path.split(".")):
             at._modules = {**at._modules, part: copy.copy(at._modules[part])}
             at = at._modules[part]
@@ -193,13 +198,13 @@ class TakenApart:
         except _Reached:
             return stub.__dict__["call"]
         if given is None:
-            raise _refused(self.root, "its forward does not run its layers one after the other")
+            raise refused(self.root, "its forward does not run its layers one after the other")
         return made
 
-    def head(self, root: nn.Module, hidden: Tensor) -> Tensor:
+    def head(self, root: nn.Module, hidden: Tensor, others: Any = ()) -> Tensor:
         """The logits for the hidden states after the last layer."""
-        given = (hidden,) if self.tupled else hidden
-        made = self.stubbed(root, self.path, len(self.stack) - 1, given, inputs_embeds=hidden.detach())
+        given = (hidden, *self.beside) if self.tupled else hidden
+        made = self.stubbed(root, self.path, len(self.stack) - 1, given, others, inputs_embeds=hidden.detach())
         logits: Tensor = made.logits
         return logits
 
@@ -241,6 +246,18 @@ class TakenApart:
         root.get_submodule(self.path)._modules[self.list] = nn.ModuleList()
         return root
 
+    @functools.cached_property
+    def output(self) -> str:
+        """The name of the layer whose outputs are the logits. Raises E521 unless it is linear, without a bias."""
+        own, text = self.root.get_output_embeddings(), "model.loss_chunk needs the outputs of a linear layer as logits"
+        with real_tensors():
+            y = torch.empty(1, 1, self.width, device="meta")
+            for name, child in self.root.named_children():
+                plain = child is own and type(own) is nn.Linear and own.bias is None
+                if plain and self.head(self.root, torch.empty_like(y), {name: _Stub(own, y)}) is y:
+                    return str(name)
+        raise refused(self.root, text, "drop model.loss_chunk")
+
     @property
     def ties(self) -> dict[str, str]:
         """The parameters that are another layer's, by their names in layers."""
@@ -276,11 +293,11 @@ def _trunk(base: nn.Module) -> tuple[str, str]:
         (len(child), -path.count("."), path, name)
         for path, module in base.named_modules()
         for name, child in module.named_children()
-        if isinstance(child, nn.ModuleList) and path.count(".") < 2
+        if isinstance(child, nn.ModuleList) and path.count(".") < 3
         if not any(isinstance(one, nn.Linear | nn.Embedding) for one in child)
     ]
     if not found:
-        raise _refused(base, "it has no list of layers")
+        raise refused(base, "it has no list of layers")
     return max(found)[2:]
 
 
@@ -306,11 +323,6 @@ def _described(layer: nn.Module) -> str:
     )
 
 
-def _refused(root: Any, why: str) -> ZbcError:
-    text = f"model: {root.config.model_type} of transformers cannot be taken apart: {why}"
-    return ZbcError("E521", text, hint=_HINT)
-
-
 def config_of(config: Mapping[str, Any]) -> Any:
     """transformers' configuration. Raises E521 for a model that it does not know or that has code of its own, or a
     configuration that it refuses."""
@@ -319,13 +331,13 @@ def config_of(config: Mapping[str, Any]) -> Any:
         text = f"model: transformers {transformers.__version__} has no causal language model of model_type {kind!r}"
         hint = did_you_mean(kind, [*CAUSAL]) or "is it newer than this transformers?"
         if "auto_map" in config:
-            hint = f"its folder has code of its own (auto_map), which zbc never runs: {_HINT}"
+            hint = f"its folder has code of its own (auto_map), which zbc never runs: {HINT}"
         raise ZbcError("E521", text, hint=hint)
     if config.get("quantization_config"):
         text = f"model: the weights of this {kind} are quantized (quantization_config), and do not train"
         raise ZbcError("E521", text, hint="take the folder of the model in bfloat16")
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(config))
+        return (made := CONFIG_MAPPING[kind]).from_dict(made._decode_special_floats(dict(config)))
     except Exception as error:  # of validators
         lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
         text = f"model: transformers refuses the config.json of this {kind}"
@@ -345,7 +357,7 @@ def _apart(text: str) -> TakenApart:
             told = f"{type(error).__name__}: {error}".splitlines()[0]
             errors.append(f"with {implementation} attention: {told[:160]}")
     text = f"model: {config['model_type']} of transformers cannot be taken apart"
-    raise ZbcError("E521", text, details=errors, hint=_HINT)
+    raise ZbcError("E521", text, details=errors, hint=HINT)
 
 
 def apart(config: Mapping[str, Any]) -> TakenApart:
@@ -391,16 +403,18 @@ class Part(nn.Module):
 
 
 class Front(Part):
-    """(batch, tokens) -> (batch, tokens, hidden)."""
+    """(batch, tokens) -> (batch, tokens, hidden); of a model with the loss of its routers also what they told: none."""
 
     def __init__(self, model: TakenApart) -> None:
         super().__init__(model)
         self.root = model.filled(hollow(model.end(0), torch.get_default_device()))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         model = self.model
         hidden: Tensor = model.stubbed(self.root, model.path, 0, input_ids=ids, **model.places(ids, self.own))[0]
-        return hidden
+        return (
+            hidden if model.balance is None else (hidden, torch.zeros(2, model.balance.experts, device=hidden.device))
+        )
 
 
 class Decoder(Part):
@@ -413,11 +427,12 @@ class Decoder(Part):
         self.index, self.prefix = index, f"{model.path}.{model.list}.{index}."
         self.layer = stack(model.filled(hollow(model.stack[index], torch.get_default_device())))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *told: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         args, kwargs = self.model.call(self.index, hidden, self.own)
-        y = self.layer(hidden, *args, **kwargs)
+        with routed() as logits:
+            y = self.layer(hidden, *args, **kwargs)
         made: Tensor = y[0] if isinstance(y, tuple) else y
-        return made
+        return made if self.model.balance is None else (made, self.model.balance.told(told[0], logits))
 
 
 class DecoderOfExperts(Decoder):
@@ -434,30 +449,48 @@ class DecoderOfExperts(Decoder):
 
 
 class Back(Part):
-    """(batch, tokens, hidden) -> (batch, tokens, words)."""
+    """(batch, tokens, hidden) -> (batch, tokens, words); its settings of a loss by chunks are those of a GptHead."""
 
-    def __init__(self, model: TakenApart) -> None:
+    root: Any
+    scale, cap = 1.0, None
+
+    def __init__(self, model: TakenApart, chunk: int | None) -> None:
         super().__init__(model)
-        self.root = model.filled(hollow(model.end(1), torch.get_default_device()))
+        self.root, self.chunk = model.filled(hollow(model.end(1), torch.get_default_device())), chunk
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.model.head(self.root, hidden)
+    def forward(self, hidden: Tensor, *told: Tensor) -> Tensor:
+        if self.model.balance is not None and self.training:
+            hidden = add_loss(hidden, self.model.balance.loss(told[0], self.own and self.own.tokens.group))
+        others = {} if self.chunk is None else {self.model.output: _Left(self.logits)}
+        return self.model.head(self.root, hidden, others)
+
+    @property
+    def logits(self) -> Any:
+        return self.root.get_output_embeddings()
 
 
-def layers(config: Mapping[str, Any]) -> list[Callable[[], Part]]:
-    """The builders of the layers of a model: `config` is the content of its config.json. Raises E521."""
+def layers(config: Mapping[str, Any], chunk: int | None = None) -> list[Callable[[], Part]]:
+    """The builders of the layers of a model: `config` is the content of its config.json; `chunk`: tokens whose logits
+    the loss makes at once. Raises E521."""
     model = apart(config)
     shared = [sum(map(is_experts, layer.modules())) == 1 for layer in model.stack]
     blocks = [functools.partial(DecoderOfExperts if of else Decoder, model, i) for i, of in enumerate(shared)]
-    made: list[Any] = [functools.partial(Front, model), *blocks, functools.partial(Back, model)]
+    made: list[Any] = [functools.partial(Front, model), *blocks, functools.partial(Back, model, chunk)]
     for build, kind in zip(made, ("embed", *model.kinds, "head"), strict=True):
         build.like = kind
     return made
 
 
-def facts(config: Mapping[str, Any], folder: str | None) -> dict[str, Any]:
+def called(config: Mapping[str, Any], name: str) -> str:
+    """transformers' name of what is called `layers.1.layer.mlp` here; "" if it is in no decoder layer."""
+    model, (_, place, inside, rest) = apart(config), name.split(".", 3)
+    return f"{model.path}.{model.list}.{int(place) - 1}.{rest}" if inside == Decoder.inside else ""
+
+
+def facts(config: Mapping[str, Any], folder: str | None, chunked: bool) -> dict[str, Any]:
     """The keys of [model] that follow from a configuration. Raises E521; for the `folder` of its weights E520, E523."""
     model = apart(config)
+    _ = chunked and model.output
     if folder is not None:
         from zbc.training.models.hfweights import Weights
 
