@@ -151,4 +151,5 @@ def test_more_stages_than_layers_is_refused():
 def test_many_layers_are_divided_in_a_moment():
     begun = time.process_time()
     assert balance(((1.0,) * 16_000,) * 8) == tuple(range(0, 16_001, 2_000))
+    assert balancing._unavoidable([[1.0] * 120_000] * 4, Placement.looped(2, 2)) == 60_000
     assert time.process_time() - begun < 5

@@ -202,7 +202,7 @@ def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
         best = min(fits, key=lambda row: row.sample_ms or 0.0)
         if not best.at_least:
             return replace(jobs[best.shape], weighed=tuple(rows.values()))
-        rows[best.shape] = weighed(jobs[best.shape], best.shape, whole=True)
+        rows[best.shape] = weighed(jobs[best.shape], best.shape, best.shape.microbatches)
     raise _none_fits(found, [*rows.values()])
 
 
@@ -212,24 +212,24 @@ _STANDINS = ("v-auto", "zb-auto", "interleaved-1f1b", "1f1b")
 ENOUGH = 3  # times the ranks of a pipeline: microbatches beyond which a step grows by its busiest rank's work
 
 
-def weighed(job: Job, shape: world.Shape, *, whole: bool = False) -> world.Weighed:
-    """One shape with the best of its candidate schedules, planned with few microbatches unless it is `whole`."""
+def weighed(job: Job, shape: world.Shape, enough: float = ENOUGH) -> world.Weighed:
+    """One shape with the best of its candidate schedules, planned with at most `enough` microbatches for each rank of a
+    pipeline."""
     names: Sequence[str | None] = (job.schedule.kind,)
     if (job.schedule.kind or "").lower() == AUTO:
         names = [name for name in _STANDINS if not any(excludes.clashes(vars(job), find(name).traits))][:2]
     jobs = [job.under(name or "") for name in names]
-    rows = [_planned(each, shape, whole=whole) for each in jobs]
+    rows = [_planned(each, shape, enough) for each in jobs]
     return min(rows, key=lambda row: (row.error is not None, row.sample_ms or 0.0))
 
 
-def _planned(job: Job, shape: world.Shape, *, whole: bool) -> world.Weighed:
+def _planned(job: Job, shape: world.Shape, enough: float) -> world.Weighed:
     """One shape planned by the fast search, without its ramp.
 
-    Unless it is `whole`, a long step is planned with fewer microbatches, and each of the others adds the busiest rank's
-    work on one: a step takes at least that.
+    Each microbatch that is left out adds the busiest rank's work on one: a step takes at least that.
     """
     row = world.Weighed(shape)
-    count = shape.microbatches if whole else min(shape.microbatches, ENOUGH * shape.pp)
+    count = int(min(shape.microbatches, enough * shape.pp))
     rest = shape.microbatches - count
     changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
     try:

@@ -34,14 +34,12 @@ def choose(
 
     `boundaries` are the bytes of the tensor after each stage but the last, `grads` the bytes of each stage's gradients,
     `swapped` the bytes of rows per microbatch that each rank of a run has for experts, by stage, for all `choices` of
-    its tokens. `together`: all replicas
-    of a rank on one node, if possible. On a tie the replicas of the pipeline come one after another.
+    its tokens. `together`: all replicas of a rank on one node, if possible. On a tie replicas are one after another.
     """
     p, dp = placement.ranks, run.dp
     if size >= p * dp:
         return p, 1
-    blocks = [(size // k, k) for k in range(1, size + 1) if size % k == 0]
-    tiles = [(a, b) for a, b in blocks if p % a == 0 and dp % b == 0]
+    tiles = [(size // k, k) for k in range(1, size + 1) if size % k == dp % k == 0 == p % (size // k)]
     alike = [tile for tile in tiles if tile[1] == dp] if together else []
     return min(
         alike or ((p, 1), *tiles),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from operator import add, mul, sub
 from typing import NamedTuple
@@ -370,6 +371,7 @@ def _told(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], axi
     machine, choices, two = Machine.of(job), choices_of(job), bool(job.near)
     sums = None if job.profile is None else job.profile.sums
 
+    @cache  # layers are alike
     def ms(how: str, size: int) -> float:
         if how == "swap":
             return machine.swaps_ms(size, choices)[two]

@@ -240,5 +240,6 @@ def _unavoidable(weights: Weights, placement: Placement) -> float:
     lightest: list[float] = [min(column) for column in zip(*weights, strict=True)]
     ranks, few = placement.ranks, min(len(placement.stages_of(r)) for r in range(placement.ranks))
     heaviest = sorted(lightest * len(placement.pipes), reverse=True)
-    many = (sum(heaviest[last - last // ranks : last + 1]) for last in range(0, len(heaviest), ranks))
+    sums = [0.0, *accumulate(heaviest)]
+    many = (sums[last + 1] - sums[last - last // ranks] for last in range(0, len(heaviest), ranks))
     return max(sum(heaviest) / ranks, heaviest[0] + (few - 1) * heaviest[-1], *many)

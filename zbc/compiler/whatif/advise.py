@@ -32,14 +32,11 @@ from zbc.job.spec import Job
 from zbc.text import GIB, at_least, percent, short, size
 
 BASELINE = "1f1b"
-KINDS = (
-    BASELINE,
-    "interleaved-1f1b",
-    "zb-v",
-)  # available in other trainers, too; the first row is planned under all others as well
+KINDS = (BASELINE, "interleaved-1f1b", "zb-v")  # in other trainers, too; the first row is tried under all others
 SHARDS = ("optimizer", "all")  # ZeRO-1; weights and gradients too, as in FSDP
 SHAPES, ROWS, OF_SHAPE = 4, 5, 2  # numbers of planned shapes, of rows, and of rows per shape at most
 LARGE = 300  # forwards of a step beyond which looks are rough: with one policy of recompute, and few microbatches
+FILLED = 2  # times the ranks of a pipeline: microbatches beyond which 1F1B repeats itself
 FEW = 3  # faster schedules that are planned in full, if looks are rough
 AHEAD = 0.001  # of a step, below which another schedule is no faster
 ACTIVATIONS = "memory", "activations"
@@ -248,9 +245,9 @@ def _bound(document: toml.Document) -> float:
         return 0.0
 
 
-def _weighed(document: toml.Document, shape: world.Shape) -> world.Weighed:
+def _weighed(document: toml.Document, shape: world.Shape, enough: float = ENOUGH) -> world.Weighed:
     try:
-        return weighed(_job(document), shape)
+        return weighed(_job(document), shape, enough)
     except ZbcError as error:
         return world.Weighed(shape, error=error)
 
@@ -260,7 +257,7 @@ def _guess(
 ) -> tuple[float | None, str | None]:
     """ms of a sample as 1F1B, with as much recompute as memory needs, and the policy that fits in all stages; no time
     if even the most does not fit."""
-    again = _weighed(_with(document, {**WHOLE, ACTIVATIONS: "recompute"}), shape)
+    again = _weighed(_with(document, {**WHOLE, ACTIVATIONS: "recompute"}), shape, FILLED)
     policy = "recompute"
     if again.sample_ms is None or again.peak_bytes is None:
         return again.sample_ms, None
@@ -269,7 +266,7 @@ def _guess(
         _remember(least, again)
         return None, None
     for what in ("selective", "keep"):  # less is recomputed each time, until that is too large
-        less = _weighed(_with(document, {**WHOLE, ACTIVATIONS: what}), shape)
+        less = _weighed(_with(document, {**WHOLE, ACTIVATIONS: what}), shape, FILLED)
         if less.sample_ms is None or less.peak_bytes is None or again.sample_ms is None or again.peak_bytes is None:
             continue
         if less.peak_bytes > room:
