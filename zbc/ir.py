@@ -573,6 +573,10 @@ class Program(ProgramTraits):
         """Whether a collective has more than one member."""
         return self.holders(op) > 1
 
+    def deals(self, stage: int) -> bool:
+        """Whether replicas of a rank share out weights of a stage or of its experts."""
+        return any(self.shared(Op(Kind.GATHER, owner)) for owner in (stage, experts_of(stage)))
+
     def where(self) -> dict[Op, tuple[int, int]]:
         """Op -> (rank, step), for ops that run once: no collectives, no marks."""
         return {op: (rank, step) for rank, step, op in self if not (op.kind.is_collective or op.kind.is_mark)}

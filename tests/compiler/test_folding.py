@@ -123,5 +123,12 @@ def test_a_shape_without_tp_or_ep_has_no_word_on_sharing_experts():
         assert "expert_tp" not in opened.of(shape).values["parallel"]
 
 
+def test_shapes_in_which_experts_alone_have_copies_share_these_out():
+    text = '[model]\nexperts = 4\n[schedule]\nbatch = 8\n[parallel]\nworld = 4\ntp = 4\nep = "auto"\nshard = "all"'
+    opened = world.read(loads(text, source="zbc.toml"))
+    kept = {shape.ep: "shard" in opened.of(shape).values["parallel"] for shape in opened.shapes}
+    assert kept == {1: False, 2: True, 4: False}
+
+
 def in_turn(self, likely):
     return torch.arange(len(likely) * self.top_k).view(-1, self.top_k) % self.count

@@ -10,6 +10,7 @@ import torch
 
 from tests.composed import TOLERANCE, apart
 from tests.runtime.test_expert_parallel import numbers, plan
+from tests.runtime.test_experts import SLICED
 from tests.threads import each_parameter, run_threads
 from tests.tiers import few
 from zbc.compiler.compile import load_job
@@ -34,10 +35,7 @@ def planned(folder, way, *, steps=2, **parallel):
 WAYS = [
     ({"schedule": {"kind": "zb-v"}, "model": MODEL}, {"dp": 4, "ep": 4}),
     ({"schedule": {"kind": "1f1b"}}, {"tp": 2, "dp": 2, "ep": 4}),
-    (
-        {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}},
-        {"dp": 4, "ep": 4},
-    ),
+    (SLICED, {"dp": 4, "ep": 4}),
     ({"schedule": {"kind": "interleaved-1f1b"}, "model": MODEL}, {"dp": 8, "ep": 4, "shard": "all"}),
     ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}, "model": MODEL}, {"dp": 4, "ep": 4}),
     ({"schedule": {"kind": "1f1b"}, "model": {**MODEL, "dtype": "bfloat16"}}, {"dp": 4, "ep": 4}),

@@ -32,20 +32,8 @@ from zbc.runtime.features.added import Adding, adding_to
 from zbc.training.models.experts import Experts, softmax
 from zbc.training.models.model import layers
 
-MODEL = {
-    "family": "llama",
-    "layers": 4,
-    "hidden": 32,
-    "heads": 4,
-    "vocab": 256,
-    "seq_len": 32,
-    "experts": 4,
-    "top_k": 2,
-    "expert_hidden": 48,
-    "shared_hidden": 32,
-    "balance_loss": 0.01,
-    "router_z_loss": 0.001,
-}
+MODEL = {"family": "llama", "layers": 4, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32, "experts": 4}
+MODEL |= {"top_k": 2, "expert_hidden": 48, "shared_hidden": 32, "balance_loss": 0.01, "router_z_loss": 0.001}
 
 
 def of_one(layer, place, x):
@@ -142,6 +130,9 @@ def test_a_forward_that_runs_again_goes_by_the_experts_it_chose(monkeypatch, sha
     assert apart(again, trained(tables(way))) <= TOLERANCE
 
 
+SLICED = {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}}
+OFFLOADED = {"schedule": {"kind": "gis", "memory_limit": "0.7x"}, "memory": {"activations": "offload"}}
+OFFLOADED["hardware"] = {"host_gbps": 20.0}
 WAYS = [
     {"schedule": {"kind": "zb-v"}},
     {"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}},
@@ -149,7 +140,7 @@ WAYS = [
     {"schedule": {"kind": "chimera"}},
     {"schedule": {"kind": "zb-h1"}, "model": {"router": "sigmoid", "first_dense": 1, "ffn_hidden": 40}},
     {"schedule": {"kind": "zb-v"}, "parallel": {"vocabulary": "shared"}},
-    {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}},
+    SLICED,
     {"schedule": {"kind": "1f1b", "microbatches": 4}, "parallel": {"dp": 2, "shard": "all"}},
     {"schedule": {"kind": "zb-v"}, "model": {"family": "gpt"}},
     {"schedule": {"kind": "zb-v"}, "model": {"dtype": "bfloat16"}},
@@ -162,11 +153,7 @@ WAYS = [
             ("zb-h1", 1, {"family": "gpt"}),
         )
     ),
-    {
-        "schedule": {"kind": "gis", "memory_limit": "0.7x"},
-        "memory": {"activations": "offload"},
-        "hardware": {"host_gbps": 20.0},
-    },
+    OFFLOADED,
 ]
 
 

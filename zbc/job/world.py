@@ -98,7 +98,7 @@ class World:
     def of(self, shape: Shape) -> Document:
         """The job with one of the shapes, at the places of the keys that it comes from, and without settings of
         replicas or of ranks that share layers if the shape has none."""
-        document = _applying(self.document, shape.copies, shape.tp, replicated=self.replicated)
+        document = _applying(self.document, shape.copies, shape.tp, shape.ep, replicated=self.replicated)
         for path in () if shape.ep > 1 and shape.tp > 1 else OF_EXPERTS:
             document = _without(document, path)
         for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
@@ -129,8 +129,8 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
     document, fixed = _fixed(document)
     bare = _without(_without(document, WORLD), BATCH)
     if world is not None and len(fixed) == 2:  # the command line sets pp and dp of a world
-        copies = fixed["dp"] * parallel.get("cp", 1)
-        bare = _applying(bare, copies, parallel.get("tp", 1), replicated=replicated)
+        copies, tp, ep = fixed["dp"] * parallel.get("cp", 1), parallel.get("tp", 1), parallel.get("ep", 1)
+        bare = _applying(bare, copies, tp, ep, replicated=replicated)
     if document.values["parallel"].get("world") is None:
         if samples is None:
             return bare
@@ -148,9 +148,11 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
     return opened.of(only) if len(opened.shapes) == 1 and only.microbatches else opened
 
 
-def _applying(document: Document, copies: int, tp: int, *, replicated: bool) -> Document:
+def _applying(document: Document, copies: int, tp: int, ep: int, *, replicated: bool) -> Document:
     """Without settings of replicas or of ranks that share layers, if there are none."""
-    for path in (*(() if copies > 1 or replicated else OF_REPLICAS), *(() if tp > 1 else OF_SHARED_LAYERS)):
+    folded = ep > 1 and document.values["parallel"].get("expert_tp", 1) == 1  # of whose experts others may have copies
+    alone = copies == 1 and not (folded and tp > ep)
+    for path in (*(() if not alone or replicated else OF_REPLICAS), *(() if tp > 1 else OF_SHARED_LAYERS)):
         document = _without(document, path)
     return document
 

@@ -103,13 +103,10 @@ class Layout:
         # Whether other ranks hold the same values of an owner. The sum of tied weights may have one rank alone.
         self.shares = {stage: replicas * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
         self.shares[WORDS] = program.vocabulary > 0 and replicas > 1
-        experts = [*map(experts_of, range(self.stages))]
-        self.shares |= {owner: program.shared(Op(MAKER["total"], owner)) for owner in experts}
+        self.shares |= {e: program.shared(Op(MAKER["total"], e)) for e in map(experts_of, range(self.stages))}
         self.shares[TIED] = program.tied and (replicas > 1 or len(self.holding(TIED)) > 1 or self._reduces(TIED))
         # Whether these ranks each step a part of it, if weights are sharded.
-        self.deals = self.shares | {
-            owner: self.shares[owner] and program.shared(Op(MAKER["weights"], owner)) for owner in experts
-        }
+        self.deals = {s: there and program.shared(Op(MAKER["weights"], s)) for s, there in self.shares.items()}
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
         self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
         for edge, (a, b) in enumerate(self.edges):

@@ -469,8 +469,9 @@ def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) ->
     if len(placement.pipes) > 1:
         raise_all(excludes.of_schedule(vars(job), job.document.where, name, {"copies"}))
     parallel, size = job.parallel, job.hardware.ranks_per_node
-    if parallel.shard != "none" and parallel.copies == 1 and (len(placement.pipes) == 1 or parallel.frees):
-        text = f'config: parallel.shard = "{job.shard}" has nobody to share with: parallel.dp is 1'
+    alone = max(parallel.copies, parallel.of_experts) == 1 and (len(placement.pipes) == 1 or parallel.frees)
+    if parallel.shard != "none" and alone:
+        text = f'config: parallel.shard = "{job.shard}" has nobody to share with: each rank has weights of its own'
         hint = "set parallel.dp to 2 or more, or drop parallel.shard"
         raise ZbcError("E115", text, where=job.where("parallel", "shard"), hint=hint)
     if not parallel.one_sided:

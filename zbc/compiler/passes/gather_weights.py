@@ -87,8 +87,7 @@ class RenewWeights:
     name: ClassVar[str] = "gather-weights"
 
     def run(self, program: Program, context: Context) -> Program:
-        gathers = [Op(Kind.GATHER, stage) for stage in range(program.placement.stages)]
-        gathers = [op for op in gathers if program.sharded and program.shared(op)]
+        gathers = [Op(Kind.GATHER, s) for s in range(program.placement.stages) if program.sharded and program.deals(s)]
         if not gathers:
             return program
         first: dict[int, float] = {}
@@ -186,7 +185,7 @@ def _uses(ops: Sequence[Op], program: Program, rows: Rows) -> Iterator[_Use]:
         end = last
         while end + 1 < len(ops) and ops[end + 1].kind.is_send:  # so that no message is delayed by a gather
             end += 1
-        shared = frozenset(s for s in stages if program.shared(Op(Kind.GATHER, s)))
+        shared = frozenset(s for s in stages if program.deals(s))
         if shared:
             yield _Use(shared, end)
         step = last + 1

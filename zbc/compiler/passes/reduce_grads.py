@@ -101,7 +101,7 @@ def _runs(ops: Sequence[Op], program: Program) -> dict[Op, int]:
     found, count = dict[Op, int](), dict[int, int]()
     for i, after in pairwise(makers):
         stage = ops[i].stage
-        if ops[after].stage != stage and final[stage] != i and program.shared(Op(Kind.SCATTER, stage)):
+        if ops[after].stage != stage and final[stage] != i and program.deals(stage):
             number = count[stage] = count.get(stage, -1) + 1
             found[Op(Kind.SCATTER, stage, number)] = _behind(ops, inside.get(i, i - 2) + 2)
     return found

@@ -9,12 +9,10 @@ from zbc.ops import MAKER, experts_of
 
 
 def with_experts(ops: Sequence[Op], program: Program, *kinds: Kind) -> list[Op]:
-    """Adds after each of these ops of a stage the same op of its experts, if several replicas hold the same."""
-    if not program.ep:
-        return [*ops]
+    """Puts in place of each of these ops of a stage: the op, and the same op of its experts, each if several replicas
+    hold the same weights."""
     listed: list[Op] = []
     for op in ops:
-        own = op._replace(stage=experts_of(op.stage))
-        deals = op.kind in kinds and op.stage >= 0 and program.shared(Op(MAKER["weights"], own.stage))
-        listed += [op, own] if deals else [op]
+        both = (op, op._replace(stage=experts_of(op.stage))) if op.kind in kinds and op.stage >= 0 else ()
+        listed += [one for one in both if program.shared(Op(MAKER["weights"], one.stage))] if both else [op]
     return listed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 class Gathers(Feature):
     """`stages` (or other owners) with sharded weights; `gathered`: those that a step gathers before ops use them, so
-    that between steps their weights are freed, or lack the last update; `freed`: those whose weights are freed within a
-    step."""
+    that between steps they are freed, or lack the last update; `freed`: those that are freed within a step."""
 
     def __init__(self, stages: dict[int, Sharded], *, gathers: bool, frees: bool) -> None:
         self.stages = stages
@@ -86,14 +85,15 @@ class Gathers(Feature):
                 sharded.finish_gather()
         worker.progress.waiting = False
 
-    def ready(self, worker: Worker, op: Op) -> None:
-        """Blocks until the weights that an op reads are resident."""
-        for owner in owners_among(op.owner, self.stages) if self.coming else ():
+    def ready(self, worker: Worker, owners: Iterable[int]) -> None:
+        """Blocks until the weights of these owners are resident."""
+        for owner in self.stages.keys() & owners if self.coming else ():
             self.finish(worker, self.stages[owner])
 
     def arrived(self, op: Op) -> bool:
-        """Whether the gather of an op's weights is in flight and has completed."""
-        return (sharded := self.stages.get(op.owner)) in self.coming and sharded is not None and sharded.arrived
+        """Whether gathers of an op's weights are in flight and have completed."""
+        coming = [one for owner in owners_among(op.owner, self.stages) if (one := self.stages[owner]) in self.coming]
+        return bool(coming) and all(one.arrived for one in coming)
 
     def pauses(self, worker: Worker, pause: Pause) -> None:
         for sharded in self.gathered if pause.whole else ():
@@ -138,7 +138,7 @@ def _with_weights(handler: Handler) -> Handler:
 
     def run(worker: Worker, op: Op) -> None:
         gathers = worker.features.of(Gathers)
-        gathers.ready(worker, op)
+        gathers.ready(worker, owners_among(op.owner, gathers.stages))
         if gathers.leaving:
             gathers.leaving = [sharded for sharded in gathers.leaving if not sharded.poll()]
         handler(worker, op)

@@ -155,11 +155,11 @@ def _of_this(handler: Handler) -> Handler:
         if gathers.coming and gathers.arrived(op):  # usually long before the newest weights are read
             for weights in versions:
                 weights.newest()
-            gathers.ready(worker, op)
+            gathers.ready(worker, owners_among(op.owner, gathers.stages))
         for weights in versions:
             weights.before(op, worker.step)
         if versions[0].newer:
-            gathers.ready(worker, op)
+            gathers.ready(worker, owners_among(op.owner, gathers.stages))
         handler(worker, op)
         for weights in versions:
             weights.after(op)
@@ -185,7 +185,7 @@ def stage_step(worker: Worker, op: Op) -> None:
     drops the gradients."""
     cycle, weights = cycle_of(worker), versions_of(worker, op.stage)
     if op.stage >= 0:
-        squares = [_squares(worker, cycle, op, owner) for owner in owners_among(op.stage, worker.optimizers)]
+        squares = [_squares(worker, cycle, owner) for owner in owners_among(op.stage, worker.optimizers)]
         cycle.norms[op.stage] = math.sqrt(math.fsum(squares))
     norm = cycle.norms[home_of(op.stage)]
     if math.isfinite(norm):
@@ -197,12 +197,12 @@ def stage_step(worker: Worker, op: Op) -> None:
     weights.drop()
 
 
-def _squares(worker: Worker, cycle: Cycle, op: Op, owner: int) -> float:
+def _squares(worker: Worker, cycle: Cycle, owner: int) -> float:
     """The sum of squares of an owner's gradients over all ranks that have a part of them; blocks."""
     weights = versions_of(worker, owner)
     worker.settle(owner)
     weights.newest()  # the last GATHER writes into the newest version
-    worker.features.of(Gathers).ready(worker, op)
+    worker.features.of(Gathers).ready(worker, [owner])
     worker.before_update()
     squares = weights.squares()
     for feature in worker.features:
