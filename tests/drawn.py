@@ -33,6 +33,8 @@ from zbc.training.models.experts import Experts
 from zbc.training.recording.measure import Scale
 
 EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 32}
+LIMITED = {"expert_groups": 2, "node_limit": 1}
+NODES = {"ranks_per_node": 2, "link_gbps": 8.0, "link_us": 0.0, "inter_node_gbps": 0.01, "inter_node_us": 0.0}
 GRAPH = {"a": [], "b": [], "c": ["a", "b"]}
 COUNTS = {"a": 1, "b": 2, "c": 1}
 USERS: dict[str, dict[str, dict[str, Any]]] = {
@@ -52,6 +54,10 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     **{name: (tables, True) for name, tables in USERS.items()},
     "experts": ({"model": EXPERTS}, True),
     "ep": ({"model": EXPERTS, "parallel": {"ep": 2, "dp": 2}}, True),
+    "folded over nodes": ({"model": EXPERTS, "parallel": {"ep": 4, "dp": 2, "tp": 2}, "hardware": NODES}, True),
+    "node limit": ({"model": EXPERTS | LIMITED, "parallel": {"ep": 4, "dp": 2, "tp": 2}, "hardware": NODES}, True),
+    "copies of experts": ({"model": {**EXPERTS, "first_dense": 1}, "parallel": {"ep": 2, "tp": 4, "dp": 1}}, True),
+    "limited": ({"model": {**EXPERTS, **LIMITED, "first_dense": 1}}, True),
     "expert bias": ({"model": {**EXPERTS, "balance_rate": 0.01, "router": "sigmoid"}}, True),
     "balance loss": ({"model": {**EXPERTS, "balance_loss": 0.01, "router_z_loss": 0.01}}, True),
     "fewer keys": ({"model": {"kv_heads": 2}}, True),
@@ -99,8 +105,6 @@ LEFT_OUT = ("freeze",)  # another training each time; see "freeze later"
 FIRST = {"bfloat16 weights": 0.01, "autocast": 0.01}  # what rounds more in a step
 # And what a step does with that: Adam takes signs of what is near 0, a token chooses another of two experts alike.
 LATER = {"bfloat16 weights": 0.5, "autocast": 0.5, "muon": 0.015, "capped logits": 1e-3}
-
-
 SIGNS = 1e-3  # of losses and norms, of Adam's steps by gradients that are rounded otherwise
 
 
