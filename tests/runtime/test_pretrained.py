@@ -336,12 +336,16 @@ def test_a_model_that_is_there_is_not_overwritten(tmp_path):
         hfexport.check_target(tmp_path, model)
 
 
-@pytest.mark.parametrize("change", [{"family": "a:b"}, {"positions": "rotary"}, {"kv_heads": 1}])
+GROUPS = {"family": "llama", "variant": "mixtral", "experts": 4, "expert_groups": 2, "node_limit": 1}
+
+
+@pytest.mark.parametrize("change", [{"family": "a:b"}, {"positions": "rotary"}, {"kv_heads": 1}, GROUPS])
 def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path, change):
     model = hfconfig.model_of({"model_type": "gpt2", **GPT2}, "config.json").model_copy(update=change)
     with pytest.raises(ZbcError) as caught:
         hfexport.check_target(tmp_path / "out", model)
     assert caught.value.code == "E524" and not (tmp_path / "out").exists()
+    assert ("a mixtral with groups of experts" in caught.value.message) == (change is GROUPS)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------
