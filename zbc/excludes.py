@@ -366,10 +366,9 @@ ROWS = (
         {"post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"')},
     ),
     Excludes(
-        "tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}
-    ),
-    Excludes(
-        "cp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set cp = 1")}
+        "tp|cp|ep",
+        "E110",
+        {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp, cp and ep to 1")},
     ),
     Excludes(
         "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
@@ -394,7 +393,6 @@ ROWS = (
             "compile": UNWRITTEN,
         },
     ),
-    Excludes("experts", "E110", {"compile": ("how many rows an expert gets is another number each time", DROP)}),
     Excludes("unlike ranks", "E110", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
     Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),

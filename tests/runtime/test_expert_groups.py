@@ -58,6 +58,7 @@ def test_experts_of_a_few_groups_train_over_nodes_as_in_one_process(tmp_path):
 
 
 MODEL = {"family": "llama", "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32, "expert_hidden": 16}
+DENSE = dict.fromkeys(["experts", "expert_groups", "top_k", "expert_hidden"])
 
 
 @pytest.mark.parametrize(
@@ -68,10 +69,7 @@ MODEL = {"family": "llama", "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 3
         ({"node_limit": 1, "top_k": 3}, "leaves a token 2 experts, and it meets model.top_k = 3"),
         ({"expert_groups": None}, "goes with model.expert_groups, which is not set"),
         ({"node_limit": None}, "goes with model.node_limit, which is not set"),
-        (
-            {"experts": None, "expert_groups": None, "top_k": None, "expert_hidden": None},
-            "model.node_limit is for models with experts",
-        ),
+        (DENSE, "model.node_limit is for models with experts"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(change, text):

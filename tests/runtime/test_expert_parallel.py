@@ -75,10 +75,7 @@ WAYS = [
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
     ({"schedule": {"kind": "1f1b"}}, {"tp": 2}),
     ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
-    (
-        {"schedule": {"kind": "1f1b"}, "model": {"first_dense": 1, "ffn_hidden": 40, "router": "sigmoid"}},
-        {"dp": 2, "ep": 2},
-    ),
+    ({"schedule": {"kind": "1f1b"}, "model": {"first_dense": 1, "router": "sigmoid"}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 4, "ep": 2, "tp": 2, "shard": "all"}),
     ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 2, "tp": 2}),
     ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "selective"}}, {"dp": 2, "ep": 2, "tp": 2}),
@@ -99,6 +96,7 @@ WAYS = [
     ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 4, "tp": 2, "cp": 2, "expert_tp": 2}),
 ]
 # Whole experts, of groups along tp, then cp, then dp.
+UNEVEN = {"schedule": {"kind": "1f1b"}, "model": {"heads": 3, "hidden": 24, "shared_hidden": 24}}  # shares of tokens
 FOLDED = [
     ({"schedule": {"kind": "1f1b"}, "optimizer": {"sync": "two-versions"}}, {"ep": 2, "tp": 4, "shard": "optimizer"}),
     ({"schedule": {"kind": "1f1b"}}, {"dp": 2, "ep": 4, "tp": 2}),
@@ -108,10 +106,7 @@ FOLDED = [
     ({"schedule": {"kind": "1f1b"}, "model": {"shared_hidden": None}}, {"ep": 2, "tp": 2, "tp_sequence": "regather"}),
     ({"schedule": {"kind": "braid-v"}}, {"cp": 2, "ep": 4, "tp": 2, "tp_sequence": True}),
     ({"schedule": {"kind": "1f1b"}}, {"ep": 2, "tp": 4}),
-    (
-        {"schedule": {"kind": "1f1b"}, "model": {"heads": 3, "hidden": 24, "shared_hidden": 24}},
-        {"ep": 2, "tp": 3, "dp": 2},  # shares of unequal numbers of tokens
-    ),
+    (UNEVEN, {"ep": 2, "tp": 3, "dp": 2}),
     ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "optimizer"}),
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "gradients"}),
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 4, "shard": "weights"}),

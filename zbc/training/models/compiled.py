@@ -22,6 +22,7 @@ from zbc.errors import ZbcError
 from zbc.runtime.core.private import compile_here
 from zbc.runtime.core.split import Patch
 from zbc.training.models.adapters import LoraLinear
+from zbc.training.models.experts import Experts
 
 BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
 _WAYS = 8  # of calling one kind of layer, torch's own limit; beyond its limit torch silently compiles no more
@@ -29,12 +30,15 @@ _NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
 
 
 def compile_layer(layer: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor]:
-    """The forward of `layer`, compiled when it first runs; `patches` of layers inside of it stay uncompiled, and then
-    the frozen layers beside adapters, too: traced code would know whether the current backward is split."""
+    """The forward of `layer`, compiled when it first runs. Experts inside of it stay uncompiled, as their numbers of
+    rows change; and `patches`, with the frozen layers beside adapters: traced code would know whether the current
+    backward is split."""
     for patch in patches:
         patch.module.forward = Outside(patch)
-    for module in layer.modules() if patches else ():
-        if isinstance(module, LoraLinear):
+    for module in layer.modules():
+        if isinstance(module, Experts):
+            module.forward = Outside(module.forward)  # type: ignore[assignment]
+        elif patches and isinstance(module, LoraLinear):
             module.untraced = Outside(module.frozen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of modules that torch imports for it
@@ -50,14 +54,14 @@ def make_room(layers: int) -> None:
 class Outside:
     """A forward that compiled code calls without tracing it."""
 
-    def __init__(self, patch: Patch) -> None:
-        self.patch = patch
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self.forward = forward
 
-    def __call__(self, input: Tensor) -> Tensor:
-        return _outside(self.patch, input)
+    def __call__(self, *inputs: Any) -> Tensor:
+        return _outside(self.forward, *inputs)
 
 
-_outside: Callable[[Patch, Tensor], Tensor] = torch.compiler.disable(lambda patch, x: patch(x))  # type: ignore[no-untyped-call]
+_outside: Callable[..., Tensor] = torch.compiler.disable(lambda forward, *x: forward(*x))  # type: ignore[no-untyped-call]
 
 
 def not_compiled(layer: str, error: Exception) -> ZbcError:
