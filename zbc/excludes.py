@@ -99,6 +99,7 @@ TRAITS = {
     "cp": Trait("parallel.cp", _not(1)),
     "dp": Trait("parallel.dp", _not(1)),
     "ep": Trait("parallel.ep", _not(1)),
+    "ep over replicas": Trait("parallel.span", _not(1), "parallel.ep over replicas"),
     "world": Trait("parallel.world", _given),
     "replicas": Trait("parallel.replicas", _given),
     "average": Trait("parallel.average", _given),
@@ -293,7 +294,6 @@ ROWS = (
         {
             "asynchronous": UNWRITTEN,
             "average": "replicas of unequal work would count alike",
-            "ep": "replicas of unequal work would wait for each other in every block",
             "graph": UNWRITTEN,
         },
         at_other=True,
@@ -374,7 +374,10 @@ ROWS = (
         "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
     ),
     Excludes(
-        "ep", "E118", {"balance": "replicas of unequal work would wait for each other in every block"}, at_other=True
+        "ep over replicas",
+        "E118",
+        {"balance|dealt by tokens": "replicas of unequal work would wait for each other in every block"},
+        at_other=True,
     ),
     Excludes(
         "expert bias",

@@ -125,6 +125,7 @@ FOLDED = [
     ({"schedule": {"kind": "1f1b"}, "model": {"dtype": "bfloat16"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "all"}),
     ({"schedule": {"kind": "zb-h1"}}, {"ep": 2, "tp": 2, "vocabulary": "shared"}),
     ({"schedule": {"kind": "1f1b"}, "adapter": {"rank": 2}}, {"dp": 2, "ep": 4, "tp": 2}),
+    ({"schedule": {"kind": "zb-h1"}, "data": {"balance": "length"}}, {"ep": 2, "tp": 2}),
     (SLICED, {"ep": 2, "tp": 2}),
     ({"schedule": {"kind": "1f1b"}, "optimizer": {"qk_clip": 0.001}}, {"dp": 2, "ep": 4, "tp": 2}),
     (
