@@ -30,9 +30,8 @@ _NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
 
 
 def compile_layer(layer: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor]:
-    """The forward of `layer`, compiled when it first runs. Experts inside of it stay uncompiled, as their numbers of
-    rows change; and `patches`, with the frozen layers beside adapters: traced code would know whether the current
-    backward is split."""
+    """The forward of `layer`, compiled when it first runs, but for experts in it, whose numbers of rows change, and for
+    `patches`, with frozen layers beside adapters: traced code would know whether the current backward is split."""
     for patch in patches:
         patch.module.forward = Outside(patch)
     for module in layer.modules():

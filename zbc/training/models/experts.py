@@ -39,6 +39,8 @@ from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.training.models.parts import linear, same
 
+softmax: Callable[[Tensor], Tensor] = functools.partial(torch.softmax, dim=-1)  # of logits
+
 
 class Expert(nn.Module):
     """(rows, H) -> (rows, H): the MLP of a family; `gated` as in Llama, otherwise with biases as in GPT-2."""
@@ -85,10 +87,6 @@ class ExpertStack(Expert):
         for inner in self.modules():
             if isinstance(inner, GroupedLinear):
                 inner.keep(*group.bounds(inner.all))
-
-
-def softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1)
 
 
 def lowered(rows: Tensor) -> Tensor:

@@ -213,10 +213,9 @@ def _squares(worker: Worker, cycle: Cycle, owner: int) -> float:
     own, run, seat = math.fsum(n for values in squares.values() for n in values.tolist()), worker.topology, worker.rank
     ranks = run.whole(seat) if owner < 0 else run.beside("tp", seat)
     ranks = run.held(run.of(seat).pp) if weights.apart else ranks
-    if len(ranks) == 1:
-        return own
-    total = torch.tensor([own], dtype=torch.float64, device=worker.device)
-    worker.all_reduce(total, ranks)
+    total = torch.tensor([own], dtype=torch.float64, device=worker.device if len(ranks) > 1 else "cpu")
+    if len(ranks) > 1:
+        worker.all_reduce(total, ranks)
     return total.item()
 
 
