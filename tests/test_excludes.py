@@ -10,6 +10,7 @@ from zbc import excludes
 from zbc.compiler.partition.setup import refusals
 from zbc.compiler.schedules import SCHEDULES
 from zbc.job.spec import SECTIONS
+from zbc.topology import Topology
 
 LIMITS = Path(__file__).parent.parent / "docs/limits.md"
 # A value of its key for each trait that a setting is.
@@ -34,7 +35,7 @@ VALUES = {
     "dp": 2,
     "cp": 2,
     "ep": 2,
-    "ep over replicas": 2,
+    "ep over replicas": Topology(1, 2, ep=2),
     "world": 8,
     "replicas": "auto",
     "average": {"every": 1},

@@ -99,7 +99,7 @@ TRAITS = {
     "cp": Trait("parallel.cp", _not(1)),
     "dp": Trait("parallel.dp", _not(1)),
     "ep": Trait("parallel.ep", _not(1)),
-    "ep over replicas": Trait("parallel.span", _not(1), "parallel.ep over replicas"),
+    "ep over replicas": Trait("parallel.topology", lambda run: run.span > 1, "parallel.ep over replicas"),
     "world": Trait("parallel.world", _given),
     "replicas": Trait("parallel.replicas", _given),
     "average": Trait("parallel.average", _given),
@@ -365,11 +365,7 @@ ROWS = (
         "E118",
         {"post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"')},
     ),
-    Excludes(
-        "tp|cp|ep",
-        "E110",
-        {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp, cp and ep to 1")},
-    ),
+    Excludes("tp|cp|ep", "E110", {"compile": "compiled layers cannot meet others inside"}),
     Excludes(
         "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
     ),

@@ -521,7 +521,7 @@ def _average_rules(draft: Draft) -> Iterator[ZbcError]:
     if parallel.dp == 1 and parallel.world is None:
         text = "config: parallel.average averages the weights of replicas, and parallel.dp is 1"
         yield ZbcError("E115", text, where=where, hint="set parallel.dp to 2 or more, or drop average")
-    elif parallel.span == parallel.dp > 1:
+    elif parallel.topology.span == parallel.dp > 1:
         text = f"config: parallel.average averages weights of several replicas, of which ep = {parallel.ep} makes one"
         hint = f"set parallel.dp to a multiple of {parallel.ep}, or drop average"
         yield ZbcError("E115", text, where=where, hint=hint)

@@ -139,11 +139,6 @@ class Parallel(Section):
         return Topology(self.pp, self.dp, node=self.node, inner=inner, order=order, ep=self.ep, folded=self.folded)
 
     @property
-    def span(self) -> int:
-        """The number of neighbouring replicas that exchange rows of experts."""
-        return self.topology.span
-
-    @property
     def of_experts(self) -> int:
         """The number of ranks of a run that hold the same experts, in one pipe."""
         return self.topology.listed * self.dp // self.ep

@@ -538,7 +538,7 @@ def _with_sums(
         words = vocabulary.pool_ms(job) if job.vocabulary else 0.0
         once = _sum(job, tied, placement.holders(placement.ends[0]), 2) if tied else 0.0
         columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
-        among = _parts(parallel.span * parallel.cp) / _parts(parallel.dp * parallel.cp)
+        among = _parts(parallel.topology.span * parallel.cp) / _parts(parallel.dp * parallel.cp)
         columns["reduce"] = tuple(among * ms for ms in reduce)
     if parallel.ep > 1:
         costs = replace(costs, experts=stage_bytes.of_experts(job, placement, stages, table))
