@@ -152,9 +152,7 @@ class Topology:
     def ranks(self, of: Iterable[int], at: At = ()) -> tuple[int, ...]:
         """The ranks of the run, ascending, for these ranks of the pipeline in any replica, that hold the same part of
         the layers as the ranks at `at`."""
-        seats, part = {self._seat(dp, pp) * self.width for pp in {*of} for dp in range(self.dp)}, self.part(at)
-        alike = [self._inside(inner) for inner in self.every if self.part(inner) == part]
-        return tuple(sorted(seat + inner for seat in seats for inner in alike))
+        return _alike(self, frozenset(of), self.part(at))
 
     def held(self, pp: int) -> tuple[int, ...]:
         """The ranks of the run for rank `pp` of a pipeline, in any replica; ascending."""
@@ -294,6 +292,14 @@ class _OfExperts(NamedTuple):
     number: int
     ranks: tuple[int, ...]
     share: tuple[int, int]
+
+
+@functools.lru_cache(maxsize=4096)
+def _alike(run: Topology, of: frozenset[int], part: int) -> tuple[int, ...]:
+    width = run.width
+    seats = {run._seat(dp, pp) * width for pp in of for dp in range(run.dp)}
+    inside = [run._inside(at) for at in run.every if run.part(at) == part]
+    return tuple(sorted(seat + inner for seat in seats for inner in inside))
 
 
 @functools.lru_cache(maxsize=64)

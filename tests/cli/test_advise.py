@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 import tomllib
 
@@ -214,10 +215,13 @@ def test_a_job_is_advised_with_its_own_ranks_batch_and_gpus(zbc, folder):
     assert made.parallel.dp * made.schedule.microbatches * made.schedule.microbatch_size == 16
 
 
-def test_what_is_said_fits_a_terminal_and_names_the_next_command(zbc, folder):
+def test_what_is_said_fits_a_terminal_and_names_the_next_command(zbc, folder, monkeypatch):
+    """Of a large step the first row is told before it is compared."""
+    monkeypatch.setattr(core, "LARGE", 0)
     write_job(folder)
     said = zbc("advise", "zbc.toml", "--gpus", "2", "--gpu", "l40s")
     assert said.code == 0 and max(map(len, said.out.split("\n"))) <= 80, said.out
+    assert re.search(r"^so far: pp \d.*, 1f1b, .* tokens/s", said.err)
     assert "parameters" in said.out.split("\n")[0] and "next       zbc advise zbc.toml --gpus 2 --gpu l40s" in said.out
     assert not zbc("advise", "zbc.toml", "--gpus", "2", "--gpu", "l40s", "-q").out
 

@@ -1,5 +1,7 @@
 """Costs: given ones are unchanged, estimated ones follow from counted operations and bytes."""
 
+from dataclasses import replace
+from itertools import combinations, permutations, product
 from operator import add
 
 import pytest
@@ -11,12 +13,13 @@ from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.cost.machine import assumed_link
+from zbc.compiler.cost.machine import Link, Machine, assumed_link
 from zbc.compiler.partition.initial import initial
 from zbc.ir import Kind, Op, Placement
 from zbc.job.flops import keys_seen
 from zbc.ops import TIED
 from zbc.plan.dealing import most
+from zbc.topology import Topology
 
 LINEAR, V = Placement.linear(4), Placement.vshape(4)
 
@@ -184,12 +187,16 @@ def test_only_boundaries_that_leave_a_node_pay_for_the_link_between_nodes():
     assert comm(costs(job(hardware={**same, "ranks_per_node": 2}))) == pytest.approx((near,) * 3)
 
 
-def test_a_boundary_is_as_slow_as_in_the_copy_that_a_node_ends_inside_of():
-    """Two copies of three ranks on nodes of four: 0 1 2 | 3 and 4 5, so the second copy crosses after its rank 0."""
-    crossing = costs(
-        job(parallel={"pp": 3, "dp": 2}, layers=9, hardware={**NODES, "ranks_per_node": 4}), Placement.linear(3)
-    )
-    assert crossing.link(0, 0, 1) > 10 * crossing.link(0, 1, 2)
+@pytest.mark.parametrize("inner", [(1, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize("node", [1, 2, 3, 4, 24])
+@pytest.mark.parametrize("order", [(), (3, 0, 7, 1, 6, 2, 5, 4)])
+def test_the_slowest_link_among_ranks_is_that_of_all_their_pairs(inner, node, order):
+    run = Topology(4, 2, inner=inner, order=order)
+    machine = replace(Machine.of(job()), near=Link(9.0, 9.0), far=Link(1.0, 1.0), node=node, topology=run)
+    for ranks in (some for n in range(1, 5) for some in combinations(range(4), n)):
+        seats = product(range(2), run.every, permutations(ranks, 2))
+        each = {machine.between(run.rank(dp, a, at), run.rank(dp, b, at)) for dp, at, (a, b) in seats} or {machine.near}
+        assert machine.link(ranks) == (max(each).latency, min(each).speed)
 
 
 def test_sums_over_copies_take_the_slowest_link_of_their_ring():

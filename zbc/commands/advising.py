@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbc.commands.advice import count
-from zbc.commands.console import labelled, progress, refuse_unwritable, show, show_json, table, write_text
+from zbc.commands.console import labelled, progress, refuse_unwritable, show, show_json, table, tell, write_text
 from zbc.commands.fromhf import data_for, model_values
 from zbc.commands.jobs import toml_value
+from zbc.commands.summary import throughput_lines
 from zbc.errors import ZbcError
 from zbc.job import gpu as gpus_known
 from zbc.job import hfconfig, hfplanned, spec, toml
@@ -66,7 +67,7 @@ def advised(
             *(labelled("about", *wrap(difference.split(" "), 68, between=" ")) for difference in differences),
         )
     with progress("planning", 100, quiet=quiet or json) as advance:
-        advice = core.advise(source, _counter(advance))
+        advice = core.advise(source, _counter(advance), _so_far if not quiet and not json else lambda row: None)
     if output is not None and row > len(advice.rows):
         raise ZbcError(
             "E109", f"advise: there are {len(advice.rows)} rows, not {row}", hint="choose one of them: --row 1"
@@ -86,6 +87,10 @@ def advised(
         if not quiet and not json:
             job = shlex.quote(str(output))
             show(f"wrote {output}, row {row}", labelled("next", f"zbc plan {job}", f"zbc compare {job}"))
+
+
+def _so_far(row: Row) -> None:
+    tell(f"so far: {row.shape}, {row.compiled.schedule}, {'; '.join(throughput_lines(row.compiled.report.rates))}")
 
 
 def best_job(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -136,6 +136,8 @@ class Machine:
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks of a pipeline, over all its replicas."""
+        if self.links is None:
+            return self._worst([(self.near, self.far)[far] for far in _apart(self.topology, self.node, tuple(ranks))])
         seats = itertools.product(range(self.topology.dp), self.topology.every)
         return self._slowest(
             (self.topology.rank(dp, a, at), self.topology.rank(dp, b, at))
@@ -188,7 +190,9 @@ class Machine:
 
     def _slowest(self, pairs: Iterable[tuple[int, int]]) -> Link:
         """The longest latency and the lowest speed among pairs of ranks of the run; the near link if there are none."""
-        found = {self.between(a, b) for a, b in pairs if a != b}
+        return self._worst({self.between(a, b) for a, b in pairs if a != b})
+
+    def _worst(self, found: Collection[Link]) -> Link:
         return Link(max(one.latency for one in found), min(one.speed for one in found)) if found else self.near
 
     def sum_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
@@ -206,6 +210,14 @@ class Machine:
             return 0.0
         latency, speed = self._slowest(pair for ranks in every for pair in _ring(ranks))
         return latency + halves * (count - 1) / count * size / speed
+
+
+@functools.lru_cache(maxsize=4096)
+def _apart(run: Topology, size: int, ranks: tuple[int, ...]) -> set[bool]:
+    """Whether two of these ranks of a pipeline are on different nodes of `size` ranks: for all pairs of any replica."""
+    seats = itertools.product(range(run.dp), run.every)
+    nodes = (sorted(run.rank(dp, pp, at) // size for pp in {*ranks}) for dp, at in seats)
+    return {a != b for each in nodes for a, b in pairwise(each)}
 
 
 @functools.lru_cache(maxsize=64)

@@ -172,11 +172,15 @@ def _too_large(job: Job, state: State) -> ZbcError:
     return ZbcError("E301", text, where=job.where("hardware", "memory_gib"), hint=hint, details=details)
 
 
-def advise(document: toml.Document, done: Callable[[str, float], None] = lambda text, share: None) -> Advice:
+def advise(
+    document: toml.Document,
+    done: Callable[[str, float], None] = lambda text, share: None,
+    first: Callable[[Row], None] = lambda row: None,
+) -> Advice:
     """The best rows for a document with a world and a batch but no shapes, schedule and shards.
 
-    `done` is called with the current activity and its progress. Raises E1xx, and E301 if nothing fits, with the least
-    too large variant.
+    `done` is called with the current activity and its progress, `first` with the first row of a large step, before it
+    is compared. Raises E1xx, and E301 if nothing fits, with the least too large variant.
     """
     state = state_of(document)
     every = [*_shapes(document)]
@@ -195,6 +199,9 @@ def advise(document: toml.Document, done: Callable[[str, float], None] = lambda 
         if guess is not None:
             shapes.append(_Shape(guess, k, shape, own, policy))
     chosen, rows = _best(shapes), list[tuple[float, int, toml.Document, world.Shape]]()
+    if chosen and _is_large(chosen[0].shape):
+        for early in _whole(next(chosen[0].planned_as(BASELINE))):
+            first(early)
     for k, (candidate, kind) in enumerate((candidate, kind) for candidate in chosen for kind in KINDS):
         done(PLANNING, k / len(chosen) / len(KINDS))
         for own in candidate.planned_as(kind) if candidate.shape.pp > 1 or kind == BASELINE else ():
@@ -211,8 +218,8 @@ def advise(document: toml.Document, done: Callable[[str, float], None] = lambda 
         raise _nothing_fits(state, document, least)
     best.sort(key=lambda row: row.sample_ms)
     done(COMPARING, 0.0)
-    first = _mixed(_under_all(best[0]))
-    return Advice((first, *best[1:]), state, len(every), len(chosen))
+    fastest = _mixed(_under_all(best[0]))
+    return Advice((fastest, *best[1:]), state, len(every), len(chosen))
 
 
 LOOKING, PLANNING, FINISHING = "looking at shapes", "planning the best shapes", "planning whole steps"
