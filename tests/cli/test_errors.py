@@ -125,7 +125,7 @@ JOBS = {
     ),
     "capitals": (edit(optimizer={"kind": "adamW"}), 3, "E103", "zbc.toml:19:8", 'did you mean "adamw"?'),
     "copies for a planet": (edit(parallel={"dp": 10**6}), 3, "E114", "zbc.toml:11:6", "fewer replicas"),
-    "the microbatches of a year": (edit(m=10**8), 3, "E114", "zbc.toml:13:16", "fewer microbatches"),
+    "the microbatches of a year": (edit(m=10**8), 3, "E114", "zbc.toml:13:16", "15 minutes and 19 GiB"),
     "a stage too many": (edit(memory={"activations": {"4": "recompute"}}), 3, "E110", "zbc.toml:19", "from 0 to 3"),
     "bytes that do not fit a vocabulary": (edit(model={"vocab": 100}), 3, "E150", "zbc.toml:7:9", "256 or more"),
     "a missing base": ('extends = "base.toml"\n', 3, "E108", "zbc.toml:1:11", "base.toml"),
