@@ -91,7 +91,8 @@ def run_threads(
         hub.poison(0, "interrupted")
         raise
     if failures:
-        raise next((one for one in failures if not _told(one)), failures[0])
+        stopped = [isinstance(one, ZbcError) and one.code == "E702" for one in failures]  # since another one failed
+        raise failures[stopped.index(False) if False in stopped else 0]
     return workers
 
 
@@ -179,11 +180,6 @@ def last_of(worker: Worker, *kinds: Kind, stage: int | None = None) -> int:
     """The index of the last op of these kinds in a worker's script."""
     ops = [op for _, op, _ in worker.script]
     return max(i for i, op in enumerate(ops) if op.kind in kinds and stage in (None, op.stage))
-
-
-def _told(error: BaseException) -> bool:
-    """Whether a rank stopped because another one failed; it may end before that one does."""
-    return isinstance(error, ZbcError) and error.code == "E702"
 
 
 @dataclass(frozen=True)

@@ -291,11 +291,7 @@ ROWS = (
     Excludes(
         "dealt by tokens",
         "E118",
-        {
-            "asynchronous": UNWRITTEN,
-            "average": "replicas of unequal work would count alike",
-            "graph": UNWRITTEN,
-        },
+        {"asynchronous": UNWRITTEN, "average": "replicas of unequal work would count alike", "graph": UNWRITTEN},
         at_other=True,
     ),
     Excludes(

@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import time
 import tomllib
 
 import pytest
@@ -12,6 +10,7 @@ from tests.jobs import write_job
 from tests.refusals import refused
 from zbc.commands import advising
 from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.cost.machine import Machine
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.whatif import advise as core
 from zbc.compiler.whatif.compare import Asked, combinations, compare
@@ -173,11 +172,12 @@ def test_every_shape_is_looked_at_once_with_each_way_to_share_out(model):
     assert len(set(shards)) == len(shards)
 
 
-def test_bounds_of_many_gpus_take_a_moment_each(model):
+def test_exchanges_of_layers_that_are_alike_are_timed_once(model, monkeypatch):
+    timed, plain = [], Machine.shared_ms
+    monkeypatch.setattr(Machine, "shared_ms", lambda self, *how, **more: timed.append(how) or plain(self, *how, **more))
     found = core._shapes(document_of(model(LARGE), gpu="h100", gpus=4096, batch="4096"))
     own = next(own for shape, own in found if shape.why is None and shape.tp == 8)
-    took = [(core._bound(own), time.process_time())[1] for _ in range(2)]  # the first one makes cards
-    assert took[1] - took[0] < 0.5
+    assert core._bound(own) > 0 and 0 < len(timed) < 20  # for 80 layers with several each
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_is_said_fits_a_terminal_and_names_the_next_command(zbc, folder, mo
     write_job(folder)
     said = zbc("advise", "zbc.toml", "--gpus", "2", "--gpu", "l40s")
     assert said.code == 0 and max(map(len, said.out.split("\n"))) <= 80, said.out
-    assert re.search(r"^so far: pp \d.*, 1f1b, .* tokens/s", said.err)
+    assert said.err.startswith("so far: pp ") and "1f1b" in said.err and "tokens/s" in said.err
     assert "parameters" in said.out.split("\n")[0] and "next       zbc advise zbc.toml --gpus 2 --gpu l40s" in said.out
     assert not zbc("advise", "zbc.toml", "--gpus", "2", "--gpu", "l40s", "-q").out
 

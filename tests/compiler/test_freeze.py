@@ -47,16 +47,13 @@ def context(schedule, p=4, m=8, v=None, **costs):
     return Context(program, Costs.uniform(program.placement, **costs))
 
 
-def parts(program):
-    return sum(op.kind.makes_part for _, _, op in program)
-
-
 @pytest.mark.parametrize(("schedule", "v", "most", "ms", "share"), INSTANCES)
 def test_published_instances(schedule, v, most, ms, share):
     found = context(schedule, v=v)
     shares = frozen_shares(found.program, found.graph, found.costs, most)
     assert shares.ms == pytest.approx(ms, rel=1e-6)
-    assert sum(shares.of.values()) / parts(found.program) == pytest.approx(share, abs=1e-6)
+    parts = sum(op.kind.makes_part for _, _, op in found.program)
+    assert sum(shares.of.values()) / parts == pytest.approx(share, abs=1e-6)
 
 
 @pytest.mark.parametrize("m", [32, 128])

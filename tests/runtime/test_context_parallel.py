@@ -9,7 +9,7 @@ from torch.nn import functional
 from tests.jobs import tiny_tensors_move
 from tests.refusals import refused
 from tests.runtime.test_checkpoints import at
-from tests.runtime.test_tensor_parallel import GPT, evaluated_alike, hold_parts, near, numbers, plan_of
+from tests.runtime.test_tensor_parallel import GPT, evaluated_alike, hold_parts, in_float64, near, numbers, plan_of
 from tests.threads import run_threads, side_by_side
 from tests.tiers import few
 from zbc.ir import COPY, WHOLE
@@ -142,12 +142,7 @@ def test_float64_is_exact_to_its_own_rounding(family, ranks):
     sizes = {"family": "gpt", **GPT, "seq_len": 16, **FAMILIES[family]}
     plans = models.layers(Model.model_validate(sizes), 0)
     tokens, targets = torch.randint(0, 259, (2, 2, 16), generator=torch.Generator().manual_seed(3))
-    whole = [plan.build(3).double() for plan in plans]
-    x = tokens
-    for layer in whole:
-        x = layer(x)
-    expected = functional.cross_entropy(x.flatten(0, -2), targets.flatten())
-    expected.backward()
+    whole, expected = in_float64(plans, tokens, targets)
     every = tuple(range(ranks))
     hub = Hub(ranks, inside=[every])
 

@@ -36,7 +36,8 @@ def plan_of(counts, way=WAYS[0], loss="cross_entropy", *, slices=1, m=4, **optio
 def one_process(plan, loss, steps):
     """All samples in one batch: every step has all of them, so their order does not matter."""
     args = plan.manifest.training["data"]["args"]
-    data, made = Padded(**args), {f"layers.{i}": layer.build(7) for i, layer in enumerate(plans_of(plan))}
+    plans = model.layers(Settings.of(plan.manifest).model, 7)
+    data, made = Padded(**args), {f"layers.{i}": layer.build(7) for i, layer in enumerate(plans)}
     weights = {f"{name}.{local}": p for name, layer in made.items() for local, p in layer.named_parameters()}
 
     def told():
@@ -47,10 +48,6 @@ def one_process(plan, loss, steps):
 
     found = descend(weights, steps, told, delayed=plan.manifest.flushless)
     return [value for (value,) in found], weights
-
-
-def plans_of(plan):
-    return model.layers(Settings.of(plan.manifest).model, 7)
 
 
 def check(plan, loss="cross_entropy", steps=2):

@@ -145,7 +145,6 @@ SHARED = {
 
 @pytest.mark.parametrize("name", few(SHARED, ("bfloat16", "tp")))
 def test_what_shared_words_take_is_what_their_ops_take_that_compute(name):
-    """A rank's values are those of `Told`, and its tables are as many rows as its share has words."""
     how = {"model": GPT, **SHARED[name]}
     made = of(pp=3, **{**how, "parallel": {"vocabulary": "shared", **how.get("parallel", {})}})
     found = dry.profiles(made, "words")[0].shared

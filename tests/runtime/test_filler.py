@@ -119,14 +119,11 @@ def test_a_rank_that_fails_is_heard_while_others_fill():
 
     def fill(worker):
         task = SimpleNamespace(step=lambda: None, seconds=1e-9)
+        letters = {one for route in worker.routes.values() if (one := route.brought) is not None}
         worker.transport = Filling(worker.transport, task, CPU, print)
-        worker.transport._known = dict.fromkeys([*range(9), *_letters(worker)], 1e9)
+        worker.transport._known = dict.fromkeys([*range(9), *letters], 1e9)
         if worker.rank == 1:
             worker.optimizers[1].step = None
 
     with pytest.raises(TypeError):
         run_threads(plan, 2, setup=fill)
-
-
-def _letters(worker):
-    return {one for route in worker.routes.values() if (one := route.brought) is not None}

@@ -113,14 +113,20 @@ def test_a_frozen_weight_or_bias(make, frozen):
     assert torch.equal(grad_x, grad_x2) and all(equal(a, b) for a, b in zip(grads, grads2, strict=True))
 
 
-def test_an_input_without_gradient_still_leaves_its_weight_gradient():
-    layer = nn.Linear(3, 2)
-    split_backward(layer)
+def after_b(module, x):
+    """The slot of a module's W, after its F and B."""
+    split_backward(module)
     slot = Slot()
     with using(slot):
-        y = layer(torch.ones(4, 3))
+        y = module(x)
     slot.split = True
     y.sum().backward()
+    return slot
+
+
+def test_an_input_without_gradient_still_leaves_its_weight_gradient():
+    layer = nn.Linear(3, 2)
+    slot = after_b(layer, torch.ones(4, 3))
     assert layer.weight.grad is None and len(slot) == 1
     slot.run()
     assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))
@@ -260,12 +266,7 @@ def test_a_module_that_patching_could_change_is_left_alone_and_is_right(why):
 )
 def test_what_is_left_alone_gets_its_gradient_in_b(why):
     module = LEFT_ALONE[why]()
-    split_backward(module)
-    slot = Slot()
-    with using(slot):
-        y = module(torch.randn(2, 3))
-    slot.split = True
-    y.sum().backward()
+    slot = after_b(module, torch.randn(2, 3))
     assert len(slot) == 0 and all(p.grad is not None for p in module.parameters())
 
 

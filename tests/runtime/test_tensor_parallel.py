@@ -204,6 +204,14 @@ def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
     assert per_microbatch.get("B", 0) + per_microbatch.get("BW", 0) == 7 and backward in per_microbatch
 
 
+def in_float64(plans, tokens, targets):
+    """The layers of plans after a backward, and the loss."""
+    whole = [plan.build(3).double() for plan in plans]
+    loss = functional.cross_entropy(torch.nn.Sequential(*whole)(tokens).flatten(0, -2), targets.flatten())
+    loss.backward()
+    return whole, loss
+
+
 def test_float64_is_exact_to_its_own_rounding():
     """Loss and every gradient of one block and a head, two ranks against one."""
     torch.manual_seed(0)
@@ -211,12 +219,7 @@ def test_float64_is_exact_to_its_own_rounding():
     tokens = torch.randint(0, 259, (2, 8))
     targets = torch.randint(0, 259, (2, 8))
     targets[0, :3] = IGNORED
-    whole = [plan.build(3).double() for plan in plans]
-    x = tokens
-    for layer in whole:
-        x = layer(x)
-    expected = functional.cross_entropy(x.flatten(0, -2), targets.flatten())
-    expected.backward()
+    whole, expected = in_float64(plans, tokens, targets)
     hub = Hub(2, inside=[(0, 1)])
 
     def rank(number):

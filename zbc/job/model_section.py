@@ -253,8 +253,7 @@ class Model(Section):
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
     ties: dict[str, str] = Field(
-        {},
-        description='a factory: parameters of other layers, in quotes: "layers.7.weight" = "layers.0.weight"',
+        {}, description='a factory: parameters of other layers, in quotes: "layers.7.weight" = "layers.0.weight"'
     )
     graph: dict[Group, list[Group]] = Field(
         {}, description="a factory that returns a dict: its groups of layers, and the groups that each one reads"

@@ -24,21 +24,8 @@ from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.recorded.times import Times, median_ms, times_of
 from zbc.compiler.recorded.view import typical
 from zbc.ir import Kind
-from zbc.job.profile import (
-    FAMILY,
-    Host,
-    LayerProfile,
-    LinkProfile,
-    Measured,
-    Origin,
-    Point,
-    Profile,
-    WordTimes,
-    spread,
-)
-from zbc.job.profile import (
-    about as about_job,
-)
+from zbc.job.profile import FAMILY, Host, LayerProfile, LinkProfile, Measured, Origin, Point, Profile, WordTimes, spread
+from zbc.job.profile import about as about_job
 from zbc.job.spec import Job
 from zbc.job.tokens import shares_of
 from zbc.ops import round_trip
