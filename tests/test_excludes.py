@@ -35,7 +35,7 @@ VALUES = {
     "dp": 2,
     "cp": 2,
     "ep": 2,
-    "ep over replicas": Topology(1, 2, ep=2),
+    "ep over dp": Topology(1, 2, ep=2),
     "world": 8,
     "replicas": "auto",
     "average": {"every": 1},

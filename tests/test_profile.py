@@ -180,8 +180,8 @@ def test_copies_are_planned_with_as_fast_as_they_go_both_ways_beside_compute():
     busy = both.model_copy(update={"busy_to_device_gbps": 18.0, "busy_to_host_gbps": 10.0, "slower": 1.1})
     assert busy.gbps == (10.0, 12.0)
     offload = job(memory={"activations": "offload"}, model={"hidden": 512, "seq_len": 512})
-    jobs = (replace(offload, profile=profile_of(offload, copies=one)) for one in (busy, alone))
-    slow, fast = (compile_job(one).costs for one in jobs)
+    jobs = [replace(offload, profile=profile_of(offload, copies=one)) for one in (busy, alone)]
+    slow, fast = (one.costs for one in map(compile_job, jobs))
     assert slow.column("out")[0] == pytest.approx(2 * fast.column("out")[0]) and fast.alone == 1.0
     assert slow.column("back")[0] == pytest.approx(2 * fast.column("back")[0]) and slow.alone == busy.alone
     assert set(profile_of(offload, copies=alone).plain()["copies"]) == {"to_device_gbps", "to_host_gbps"}

@@ -99,7 +99,7 @@ TRAITS = {
     "cp": Trait("parallel.cp", _not(1)),
     "dp": Trait("parallel.dp", _not(1)),
     "ep": Trait("parallel.ep", _not(1)),
-    "ep over replicas": Trait("parallel.topology", lambda run: run.span > 1, "parallel.ep over replicas"),
+    "ep over dp": Trait("parallel.topology", lambda run: run.span > 1, "parallel.ep over dp"),
     "world": Trait("parallel.world", _given),
     "replicas": Trait("parallel.replicas", _given),
     "average": Trait("parallel.average", _given),
@@ -366,7 +366,7 @@ ROWS = (
         "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
     ),
     Excludes(
-        "ep over replicas",
+        "ep over dp",
         "E118",
         {"balance|dealt by tokens": "replicas of unequal work would wait for each other in every block"},
         at_other=True,

@@ -100,7 +100,10 @@ def test_where_nothing_can_be_written_it_is_made_each_time(place, makes):
 
 SAME = [
     (lambda: job(model=GPT), lambda: job(model={**GPT, "layers": 6}, pp=3, m=8)),
-    (lambda: job(model=GPT, kind="1f1b"), lambda: job(model=GPT, kind="zb-v", pp=2, m=8, parallel={"dp": 4})),
+    (
+        lambda: job(model={**GPT, "experts": 4}, kind="1f1b", parallel={"dp": 2, "ep": 2}),
+        lambda: job(model={**GPT, "experts": 4}, kind="zb-v", pp=2, parallel={"dp": 4, "ep": 2, "shard": "all"}),
+    ),
 ]
 OTHER = [
     {"model": {**GPT, "seq_len": 32}},

@@ -114,7 +114,6 @@ def test_a_frozen_weight_or_bias(make, frozen):
 
 
 def after_b(module, x):
-    """The slot of a module's W, after its F and B."""
     split_backward(module)
     slot = Slot()
     with using(slot):
@@ -266,8 +265,7 @@ def test_a_module_that_patching_could_change_is_left_alone_and_is_right(why):
 )
 def test_what_is_left_alone_gets_its_gradient_in_b(why):
     module = LEFT_ALONE[why]()
-    slot = after_b(module, torch.randn(2, 3))
-    assert len(slot) == 0 and all(p.grad is not None for p in module.parameters())
+    assert len(after_b(module, torch.randn(2, 3))) == 0 and all(p.grad is not None for p in module.parameters())
 
 
 def test_wrapped_layers_are_refused_with_the_reason():

@@ -205,7 +205,6 @@ def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
 
 
 def in_float64(plans, tokens, targets):
-    """The layers of plans after a backward, and the loss."""
     whole = [plan.build(3).double() for plan in plans]
     loss = functional.cross_entropy(torch.nn.Sequential(*whole)(tokens).flatten(0, -2), targets.flatten())
     loss.backward()

@@ -146,11 +146,7 @@ def _read(text: str) -> Sequence[Profile]:
 def _digest(job: Job, policy: str, cuts: Sequence[int]) -> str | None:
     """The name of a card; None if nobody knows which files make its layers."""
     said = {name: getattr(job, name).model_dump(mode="json") for name in ("model", "adapter", "optimizer", "data")}
-    parallel = job.parallel.model_dump(mode="json")
-    for key in ("world", "pp", "vocabulary", "vocabulary_sums", "node", "order"):
-        parallel.pop(key, None)
-    if job.parallel.ep == 1:
-        del parallel["dp"]
+    parallel = {key: getattr(job.parallel, key) for key in ("tp", "cp", "ep", "expert_tp", "tp_sequence")}
     how = (job.schedule.microbatch_size, job.train.fused_gradients, job.hardware.device, parallel)
     shared = (job.vocabulary, job.parallel.pp) if policy == _WORDS else bool(job.vocabulary)
     kept = (policy, job.memory.attention, list(cuts), shared)

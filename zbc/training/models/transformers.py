@@ -72,7 +72,7 @@ class _Stub(nn.Module):
 
 class _Left(_Stub):
     """In place of a module whose parameters another layer has, or whose product the loss makes: returns its input, or
-    what is not used."""
+    a tensor that is not used."""
 
     def __deepcopy__(self, memo: object) -> _Left:
         return _Left(self.__dict__["like"])
@@ -403,7 +403,7 @@ class Part(nn.Module):
 
 
 class Front(Part):
-    """(batch, tokens) -> (batch, tokens, hidden); of a model with the loss of its routers also what they told: none."""
+    """(batch, tokens) -> (batch, tokens, hidden); of a model with the loss of its routers also their choices, none."""
 
     def __init__(self, model: TakenApart) -> None:
         super().__init__(model)
@@ -482,7 +482,7 @@ def layers(config: Mapping[str, Any], chunk: int | None = None) -> list[Callable
 
 
 def called(config: Mapping[str, Any], name: str) -> str:
-    """transformers' name of what is called `layers.1.layer.mlp` here; "" if it is in no decoder layer."""
+    """transformers' name of a module, as of `layers.1.layer.mlp`; "" if it is in no decoder layer."""
     model, (_, place, inside, rest) = apart(config), name.split(".", 3)
     return f"{model.path}.{model.list}.{int(place) - 1}.{rest}" if inside == Decoder.inside else ""
 

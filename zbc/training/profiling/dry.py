@@ -45,7 +45,7 @@ def profile(job: Job) -> Profile:
 
 def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[Profile]:
     """The same under a `policy` for activations: "keep", or "selective" as memory.attention says; for each slice of a
-    microbatch that is cut at `cuts`. Where ranks share the vocabulary, of what else the first and the last layer do;
+    microbatch that is cut at `cuts`. Where ranks share the vocabulary, of the rest of the first and the last layer;
     with the policy "words" of a rank's share of it.
 
     Raises E110 for a graph of layers, E505 for layers that need numbers to run, E5xx as training.

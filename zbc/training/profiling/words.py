@@ -1,4 +1,4 @@
-"""Times of a rank's ops of a parallel vocabulary, or what they need, for planning jobs with one."""
+"""Times of a rank's ops of a parallel vocabulary, or their bytes and kernels, for planning jobs with one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
 
 
 def weighed(rig: Rig, kernels: Kernels) -> WordBytes:
-    """What a microbatch takes; `rig` has words apart, on fake tensors."""
+    """The bytes and kernels of these ops; `rig` has words apart, on fake tensors."""
     job, rig = rig.job, rig.plain()
     entry, result = (torch.zeros(spec.shape, dtype=spec.dtype) for spec in (rig.inputs[1], rig.inputs[-1]))
     share, ledger, needs, values = _Share(job, entry, result), Ledger(), dict[str, int](), dict[str, int]()
