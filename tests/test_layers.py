@@ -178,12 +178,12 @@ HF = tuple(f"zbc/training/models/{name}.py" for name in ("transformers", "regist
 COMPILER = ("zbc/compiler", "zbc/ir.py", "zbc/ops.py", "zbc/excludes.py", "zbc/topology.py", "zbc/plan")
 # Upper bounds of lines, which fall with each step and are never raised.
 BOUNDS = {
-    "the dry rig": (lambda: lines(*DRY), 420),
+    "the dry rig": (lambda: lines(*DRY), 418),
     "models of transformers": (lambda: lines(*HF), 893),
-    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27981),
+    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27980),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4295),
     "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24404),
-    "all of zbc": (lambda: lines("zbc"), 74690),
+    "all of zbc": (lambda: lines("zbc"), 74687),
     "tests": (lambda: lines("tests"), 56506),
 }
 

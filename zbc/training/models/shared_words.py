@@ -93,10 +93,10 @@ def _made(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
-class Beside(nn.Module):
-    """A layer beside `trunk` in a rank alone."""
+class TableLayer(nn.Module):
+    """A layer of `between_words`: `run` of its input and rows."""
 
-    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], *size: int, learns: bool) -> None:
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], *size: int, learns: bool = False) -> None:
         super().__init__()
         self.weight, self.run = nn.Parameter(torch.zeros(size), learns), run
 
@@ -107,13 +107,11 @@ class Beside(nn.Module):
         return {}
 
 
-BESIDE = ("look-up", "copy", "logits")  # in place of all ranks' words; what the first layer returns may be its input
-
-
 def between_words(plans: Iterable[LayerPlan], job: Job) -> list[LayerPlan]:
-    """`trunk` for a rank alone."""
-    size, learns, (first, *others) = (job.model.vocab or 0, job.model.hidden or 0), not job.adapter.rank, trunk(plans)
-    runs = (functional.embedding, lambda x, _: x.clone(), functional.linear)
-    made = [partial(Beside, run, *size, learns=learns and run is not runs[1]) for run in runs]
-    look_up, copy, logits = (LayerPlan(*one, whole=one[0] == BESIDE[-1]) for one in zip(BESIDE, made, strict=True))
+    """`trunk` for a rank alone: a look-up and logits are in place of all ranks' words."""
+    table = partial(TableLayer, learns=not job.adapter.rank)
+    size, (first, *others) = (job.model.vocab or 0, job.model.hidden or 0), trunk(plans)
+    look_up = LayerPlan("look-up", partial(table, functional.embedding, *size))
+    copy = LayerPlan("copy", partial(TableLayer, lambda x, _: x.clone(), 1))  # the first layer may return its input
+    logits = LayerPlan("logits", partial(table, functional.linear, *size), whole=True)
     return [look_up, first, copy, *others, logits]

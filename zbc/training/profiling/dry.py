@@ -55,9 +55,7 @@ def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[P
     made: dict[str, Any] = {"on": Origin(**on), **about(job)}
     if policy == "words":
         with fakes(job):
-            return [
-                Profile(**made, layers={}, order=[], shared=words.weighed(build_rig(job, CPU, apart=True), kernels))
-            ]
+            return [Profile(**made, layers={}, order=[], shared=words.weighed(_rig(job), kernels))]
     rig, found = weighed(job, kernels, policy, cuts)
     stages = rig.plain().kinds
 
@@ -66,7 +64,7 @@ def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[P
         done = {name: kernels.kernels((stage, part, name)) for name in ("f", "b", "w", "bw")}
         done["again"] = kernels.kernels((stage, part, "again"), less=(stage, part, "bw"))
         if job.model.matmul == "fp8" and kind not in ("embed", "head"):
-            done = {name: [(_narrow(k[0]), *k[1:]) for k in each] for name, each in done.items()}
+            done = {name: [(FP8 if k[0] == PRODUCT else k[0], *k[1:]) for k in each] for name, each in done.items()}
         joined = {name: kernels.collectives((stage, part, name)) for name in ("f", "b", "w", "bw")}
         both: dict[str, dict[str, list[Any]]] = {"kernels": done, "collectives": joined}
         more = {what: {name: each for name, each in of.items() if each} for what, of in both.items()}
@@ -74,10 +72,6 @@ def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[P
 
     kinds, made["order"] = [*dict.fromkeys(rig.order)], order_of(rig.order)
     return [Profile(**made, layers={kind: layer(kind, part) for kind in kinds}) for part in range(len(found))]
-
-
-def _narrow(what: str) -> str:
-    return FP8 if what == PRODUCT else what
 
 
 def _axes(run: Topology) -> dict[tuple[int, ...], str]:
@@ -90,9 +84,8 @@ def weighed(
 ) -> tuple[Rig, list[dict[str, LayerProfile]]]:
     """The rig of a job, and for each slice the bytes of each kind of layer. Raises as `profiles`."""
     try:
-        with fakes(job):  # nothing here multiplies in FP8: the kernels are renamed
-            model = job.model.model_copy(update={"matmul": "dtype"})
-            rig = build_rig(replace(job, model=model), CPU, policy, apart=bool(job.vocabulary))
+        with fakes(job):
+            rig = _rig(job, policy)
             return rig, parts(rig, CPU, kernels, cuts)
     except FAILURES as error:
         causes: list[BaseException] = [error]
@@ -105,6 +98,11 @@ def weighed(
         text = "profile: a layer, or the loss, cannot run without numbers"
         hint = "measure it on its device: `zbc profile JOB.toml -o FILE`, without --dry"
         raise ZbcError("E505", text, hint=hint, details=_told(causes)) from error
+
+
+def _rig(job: Job, policy: str = "keep") -> Rig:
+    model = job.model.model_copy(update={"matmul": "dtype"})  # nothing multiplies in FP8: the kernels are renamed
+    return build_rig(replace(job, model=model), CPU, policy, apart=bool(job.vocabulary))
 
 
 def _told(causes: Sequence[BaseException]) -> list[str]:

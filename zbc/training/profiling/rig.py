@@ -27,7 +27,7 @@ from zbc.runtime.transports.hub import Hub, HubTransport, Offer, Round, Started
 from zbc.runtime.transports.transport import Ranks
 from zbc.training.building.context import Settings, Site, layer_plans
 from zbc.training.models.model import LayerPlan
-from zbc.training.models.shared_words import BESIDE, between_words
+from zbc.training.models.shared_words import between_words
 from zbc.training.probing.shapes import Shapes, read_by
 from zbc.training.profiling.alike import chain, kinds
 from zbc.training.worker import build_worker
@@ -140,6 +140,7 @@ def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bo
     # It lacks most of the parameters that groups of the optimizer name.
     job = replace(job, optimizer=job.optimizer.model_copy(update={"groups": []}))
     plans = [replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [forward(0)], 1).manifest))]
+    names = {plan.name for plan in plans}
     plans = between_words(plans, job) if apart else plans
     shapes = _shapes(job, plans, device)
     inputs = shapes.inputs
@@ -155,7 +156,7 @@ def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bo
         kinds=tuple(order[i] for i in chosen),
         inputs=tuple(inputs[i] for i in chosen),
         outputs=tuple(shapes.outputs[i] for i in chosen),
-        order=tuple(kind for kind in order if not (apart and kind in BESIDE)),
+        order=tuple(kind for kind, plan in zip(order, plans, strict=True) if plan.name in names),
         policy=policy,
     )
     at = min(1, len(chosen) - 1)
