@@ -109,10 +109,14 @@ class Best:
             self._too_large = over, one
         return over, step
 
-    def ranked(self) -> list[tuple[Case, Choice]]:
-        """The best choice of each case that fits, the shortest step first."""
+    def ranked(self, below: float = INF) -> list[tuple[Case, Choice]]:
+        """The best choice of each case that fits and takes less than `below` ms, the shortest step first."""
         chosen = dict[Case, Choice]()
-        fits = ((step, k, *key[:2]) for k, (key, (over, step)) in enumerate(self._known.items()) if not over)
+        fits = (
+            (step, k, *key[:2])
+            for k, (key, (over, step)) in enumerate(self._known.items())
+            if not over and step < below
+        )
         for _, _, case, choice in sorted(fits, key=lambda entry: entry[:2]):
             chosen.setdefault(case, choice)
         return [*chosen.items()]

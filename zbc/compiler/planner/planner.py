@@ -104,8 +104,8 @@ def glance(
     return _looked(job, table, list(cards))[0].ordered
 
 
-def fastest_below(job: Job, table: Sequence[estimate.Layer], names: Container[str], step: float) -> str | None:
-    """The fastest of these schedules by looks only, if its step takes less than `step` ms."""
+def faster(job: Job, table: Sequence[estimate.Layer], names: Container[str], step: float) -> list[str]:
+    """Those of these schedules that take less than `step` ms by looks only, the fastest first."""
     best, cases = Best(job, table), list[Case]()
     best.step, best.compiled = step, True
     asked = job.schedule.chunks
@@ -115,7 +115,7 @@ def fastest_below(job: Job, table: Sequence[estimate.Layer], names: Container[st
                 cases += _cases(best, [(card, card.default_chunks if asked is None and card.searched else asked)])
     for case in sorted(cases, key=_promise):
         _look(best, case)
-    return None if best.ordered is None else best.ordered.name
+    return [*dict.fromkeys(case.card.name for case, _ in best.ranked(step))]
 
 
 def _looked(

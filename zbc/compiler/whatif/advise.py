@@ -23,7 +23,7 @@ from zbc.compiler.compile import ENOUGH, Compiled, compile_job, job_of, weighed
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition.setup import as_ordered
 from zbc.compiler.planner.case import Case
-from zbc.compiler.planner.planner import fastest_below
+from zbc.compiler.planner.planner import faster
 from zbc.compiler.schedules import AUTO, SCHEDULES, find
 from zbc.errors import ZbcError
 from zbc.job import gpu, toml, world
@@ -326,13 +326,14 @@ def _under_all(row: Row) -> Row:
         changes = {("schedule", "microbatches"): count} | ({} if more else {ACTIVATIONS: policy})
         document, wanted = _with(document, changes), FEW
         step = _weighed(document, row.shape._replace(microbatches=count)).step_ms or step
-    job, faster = _job(document).under(AUTO), list[Row]()
+    job, better = _job(document).under(AUTO), list[Row]()
     table = estimate.layers(job)
-    while len(faster) < wanted and (name := fastest_below(job, table, left, step * (1 - AHEAD))) is not None:
-        planned = _whole(_with(row.document, {("schedule", "kind"): name}))
-        faster += [one for one in planned if one.sample_ms < row.sample_ms]
-        left.remove(name)
-    return min([row, *faster], key=lambda one: one.sample_ms)
+    while len(better) < wanted and (names := faster(job, table, left, step * (1 - AHEAD))):
+        for name in names[: wanted - len(better)]:
+            planned = _whole(_with(row.document, {("schedule", "kind"): name}))
+            better += [one for one in planned if one.sample_ms < row.sample_ms]
+            left.remove(name)
+    return min([row, *better], key=lambda one: one.sample_ms)
 
 
 def _mixed(row: Row) -> Row:
