@@ -127,7 +127,7 @@ def test_what_was_measured_fits_eighty_columns(measured, monkeypatch, capsys):
 def test_a_plan_of_layers_that_nobody_measured_says_how_to_measure_them(zbc, job):
     job(model={"family": "somewhere:layers", "loss": "mse"}, data={"kind": "somewhere:Data"})
     assert "assumed equal for all layers" in (told := zbc("plan", "zbc.toml").out)
-    assert "`zbc profile JOB.toml` measures it" in told
+    assert "`zbc profile JOB.toml` measures them" in told
 
 
 def test_a_plan_says_which_times_not_to_trust_in_eighty_columns(measured, zbc, tmp_path, monkeypatch):
