@@ -24,6 +24,7 @@ from zbc.runtime.core.answers import primary
 from zbc.training.building.context import Settings
 from zbc.training.models.pretrained import INDEX, SINGLE
 from zbc.training.models.stacks import stacks_of, unstacked
+from zbc.training.probing import mixing
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
@@ -322,6 +323,13 @@ OTHERWISE = [("bloom", "slices", "E512"), ("mamba", "slices", "E512"), ("lfm2", 
 def test_layers_that_mix_tokens_otherwise_do_not_share_or_cut_them(kind, way, code, tmp_path):
     with refused(code, "layers.1" if code == "E512" else "attention of its own"):
         trained(tmp_path, kind, **WAYS[way])
+
+
+def test_trials_of_layers_with_several_tensors_make_one_of_each_kind_on_the_rank_of_the_last(tmp_path):
+    plan = plan_of(tmp_path, "qwen3_moe", slices=2)
+    with mock.patch.object(mixing, "with_values", wraps=mixing.with_values) as made:
+        run_threads(plan, 1)
+    assert [call.args[0].name for call in made.mock_calls] == ["layers.0", "layers.1", "layers.5"]
 
 
 @pytest.mark.parametrize("kind", few(("deepseek_v3", "gpt_oss"), 1))

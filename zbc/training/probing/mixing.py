@@ -2,16 +2,14 @@
 
 A layer can if it treats every token separately, or mixes tokens through `zbc.attention` only. So it runs on a short
 sequence as a whole and in slices; outputs and the gradients of inputs have to agree. Or it runs on a row of two
-samples, and once more with one of them replaced: the output for the other one has to stay the same. Layers with several
-tensors between them are tried together. Weights are initial ones plus noise, since weights that start at 0 would hide
-mixing.
+samples, and once more with one of them replaced: the output for the other one has to stay the same. Weights are initial
+ones plus noise, since weights that start at 0 would hide mixing.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
-from zbc.runtime.core.bundle import call, names_of, taken_apart
+from zbc.runtime.core.bundle import call, names_of
 from zbc.runtime.core.private import Dropouts
 from zbc.runtime.core.route import slice_loss, stage_loss
 from zbc.runtime.core.stage import Stage, StageLayer
@@ -31,9 +29,9 @@ from zbc.runtime.features.slices.slicing import Inside, Pasts, within
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
 from zbc.training.building.context import Site
-from zbc.training.models.model import LayerPlan
 from zbc.training.probing.shapes import with_values
-from zbc.training.probing.trials import Changed, alike, apart, unmoved
+from zbc.training.probing.trials import INPUT, OUTPUT, Changed, alike, apart, there_and_back, unmoved
+from zbc.training.profiling.alike import chain, kinds
 
 TOKENS = 48  # of the random sequence, if the layers accept one that short
 NOISE = 0.05
@@ -42,8 +40,21 @@ _ONLY = "mix tokens through zbc.attention(q, k, v) only, which is causal"
 _HINT = f"{_ONLY}, {ONE_SLICE}"
 _MEAN = "return the mean over all tokens whose target is not -100"
 _ROWS = f'{_ONLY}, or set data.balance = "none"'
-_Tensors = tuple[Tensor, ...]
-Modules = list[tuple[str, nn.Module]]  # by name
+
+
+class _Together(nn.ModuleList):
+    """Layers one after the other, as one."""
+
+    def __init__(self, names: Sequence[str], layers: Iterable[nn.Module]) -> None:
+        super().__init__(layers)
+        self.name = " to ".join(dict.fromkeys((names[0], names[-1])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Any = x
+        for index, layer in enumerate(self, 1):
+            given = call(layer, given, names_of(layer.forward), last=index == len(self))
+        made: Tensor = given
+        return made
 
 
 def try_layers(site: Site, stages: Iterable[Stage]) -> None:
@@ -81,34 +92,24 @@ def _layers(stages: Iterable[Stage]) -> list[StageLayer]:
 
 
 def _try_each(
-    site: Site, layers: Iterable[StageLayer], what: str, attempt: Callable[[Modules, TensorSpec], None]
+    site: Site, layers: Iterable[StageLayer], what: str, attempt: Callable[[_Together, TensorSpec], None]
 ) -> None:
-    """Tries these layers, each kind once, together with the layers that exchange several tensors with them."""
-    mine, known = {layer.name: layer for layer in layers}, set[object]()
-    group: list[LayerPlan] = []
-    for plan in site.layers:
-        group.append(plan)
-        if site.shapes.packed[plan.name][1] is not None:
-            continue
-        first, held = group[0].name, [mine[one.name] for one in group if one.name in mine]
-        takes = site.shapes.before[first]
-        kind = takes, tuple(map(_signature, held)) if len(held) == len(group) else first
-        if held and kind not in known:
-            known.add(kind)
-            # Auxiliary losses are per slice, as per microbatch; they need not equal those of the whole.
-            with seeded(seed_of(what)), adding_to(Adding(0.0)):
-                attempt([(one.name, _made_noisy(with_values(one, site.settings.lowered))) for one in group], takes.spec)
-        group = []
-
-
-def _signature(layer: StageLayer) -> str:
-    """A key; layers with the same key differ in their weights only."""
-    inner = [
-        (path, type(module), {key: repr(value) for key, value in vars(module).items() if not key.startswith("_")})
-        for path, module in layer.module.named_modules()
-    ]
-    sizes = [(name, tuple(p.shape), p.dtype) for name, p in layer.module.named_parameters()]
-    return repr((inner, sizes))
+    """Tries these layers, each kind once. Layers with several tensors between them are tried together, one of each kind
+    of them, on the ranks that have the last one."""
+    mine, plans, known = {layer.name for layer in layers}, site.layers, set[object]()
+    inputs = [(site.shapes.before[plan.name], site.shapes.packed[plan.name][0]) for plan in plans]
+    order, start = kinds(plans, inputs), 0
+    for stop, plan in enumerate(plans, 1):
+        if site.shapes.packed[plan.name][1] is None:
+            kept = [start + i for i in chain(order[start:stop], inputs[start:stop])]
+            same = tuple(order[i] for i in kept)
+            if plan.name in mine and same not in known:
+                known.add(same)
+                # Auxiliary losses are per slice, as per microbatch; they need not equal those of the whole.
+                with seeded(seed_of(what)), adding_to(Adding(0.0)):
+                    modules = [_made_noisy(with_values(plans[i], site.settings.lowered)) for i in kept]
+                    attempt(_Together([plans[i].name for i in kept], modules), inputs[start][0].spec)
+            start = stop
 
 
 def _made_noisy(module: nn.Module) -> nn.Module:
@@ -129,27 +130,27 @@ def _made_noisy(module: nn.Module) -> nn.Module:
 # ---- layers --------------------------------------------------------------------------------------------------
 
 
-def _try(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> None:
+def _try(layers: _Together, takes: TensorSpec, parts: Sequence[Part]) -> None:
     """Tries a short sequence, or one as long as in training if the layers accept no other."""
-    length, names = parts[-1].length, modules[-1][0]
+    length, name = parts[-1].length, layers.name
     for tried in (_cut(min(TOKENS, length)), parts):
         try:
-            found, wanted = _both(modules, takes, tried)
+            found = _both(layers, takes, tried)
             break
         except ZbcError:
             raise
         except FAILURES as error:
             if tried is parts:
-                text = f"model: layer {names} cannot run in slices of a sequence of {length} tokens"
+                text = f"model: layer {name} cannot run in slices of a sequence of {length} tokens"
                 raise ZbcError("E512", text, hint=_HINT, details=frames.raised(error)) from error
-    for (what, sliced), (_, other) in zip(found, wanted, strict=True):
+    for what, sliced, other in found:
         if sliced.shape != other.shape:
-            text = f"{what}: of shape {list(sliced.shape)} in slices, {list(other.shape)} as a whole"
+            text = f"{name} {what}: of shape {list(sliced.shape)} in slices, {list(other.shape)} as a whole"
             raise ZbcError("E512", f"model: layer {text}", hint=_HINT)
         if not alike(other, sliced):
             row = next((n for n, (a, b) in enumerate(zip(other, sliced, strict=True)) if not alike(a, b)), 0)
             far = f"{apart(other, sliced):.2g}"
-            text = f"model: layer {what} (they differ by {far} of the largest, from token {row} on)"
+            text = f"model: layer {name} {what} (they differ by {far} of the largest, from token {row} on)"
             raise ZbcError("E512", text, hint=_HINT)
 
 
@@ -159,39 +160,34 @@ def _cut(length: int) -> list[Part]:
     return [Part(number, start, stop, length) for number, (start, stop) in enumerate(pairwise(places))]
 
 
-Named = list[tuple[str, Tensor]]  # a description, and the tensor, whose first dimension is the tokens
-
-
-def _both(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> tuple[Named, Named]:
-    """Results in slices, and as a whole: outputs of all layers, then the gradient of the input."""
+def _both(layers: _Together, takes: TensorSpec, parts: Sequence[Part]) -> list[tuple[str, Tensor, Tensor]]:
+    """The output and the gradient of the input, in slices and as a whole, tokens first, each behind what it means if
+    they differ."""
     length, pasts = parts[-1].length, Pasts()
     x = takes._replace(shape=(takes.shape[0], length, *takes.shape[2:])).drawn(below=2)
-    leaf, other = (x.clone().requires_grad_(takes.numbers) for _ in range(2))
-    whole = _forward_of(modules, leaf)
-    if not torch.equal(whole[-1][-1], _forward_of(modules, leaf)[-1][-1]):
-        return [], []  # it draws random numbers: results cannot be compared
-    grad = TensorSpec.of(whole[-1][-1]).drawn(below=2)
-    cut = [_forward_of(modules, part.of(other).clone(), Inside(part, pasts)) for part in parts]
-    found, wanted = Named(), Named()
-    for index, (name, _) in enumerate(modules):
-        for place, output in enumerate(whole[index]):
-            along = 1 if output.dim() > 1 and output.shape[1] == length else 0
-            if output.shape[along : along + 1] != (length,):
-                if index == len(modules) - 1:
-                    raise _none_for_each(name, output, length, _HINT)
-                continue
-            what = f"{name} mixes tokens of different slices"
-            joined = torch.cat([outputs[index][place].detach() for outputs in cut], along)
-            found.append((what, joined.movedim(along, 0)))
-            wanted.append((what, output.detach().movedim(along, 0)))
-    if takes.numbers and whole[-1][-1].requires_grad:
-        whole[-1][-1].backward(grad)  # type: ignore[no-untyped-call]
-        for part, outputs in reversed([*zip(parts, cut, strict=True)]):
-            outputs[-1][-1].backward(part.of(grad))  # type: ignore[no-untyped-call]
-        what = f"{modules[-1][0]} mixes tokens of different slices in its backward"
-        for results, one in ((found, other), (wanted, leaf)):
-            results.append((what, (torch.zeros_like(x) if one.grad is None else one.grad).movedim(1, 0)))
-    return found, wanted
+    with torch.no_grad():
+        y, again = (layers(x.clone()) for _ in range(2))
+    if not torch.equal(y, again):
+        return []  # it draws random numbers: results cannot be compared
+    along = 1 if y.dim() > 1 and y.shape[1] == length else 0
+    if y.shape[along : along + 1] != (length,):
+        raise _none_for_each(layers.name, y, length, _HINT)
+
+    def in_slices(leaf: Tensor) -> Tensor:  # autograd runs the backward of the last slice first
+        cut = list[Tensor]()
+        for part in parts:
+            with within(Inside(part, pasts)):
+                cut.append(layers(part.of(leaf).clone()))
+        return torch.cat(cut, along)
+
+    x, grad = x.requires_grad_(takes.numbers), TensorSpec.of(y).drawn(below=2)
+    wanted = there_and_back(layers, lambda leaf: layers(leaf.clone()), x, lambda _: grad)
+    found = there_and_back(layers, in_slices, x, lambda _: grad)
+    nothing, mixes = torch.zeros_like(x), "mixes tokens of different slices"
+    return [
+        (what, found.get(key, nothing).movedim(at, 0), wanted.get(key, nothing).movedim(at, 0))
+        for what, key, at in ((mixes, OUTPUT, along), (f"{mixes} in its backward", INPUT, 1))
+    ]
 
 
 def _none_for_each(name: str, output: Tensor, length: int, hint: str) -> ZbcError:
@@ -199,32 +195,21 @@ def _none_for_each(name: str, output: Tensor, length: int, hint: str) -> ZbcErro
     return ZbcError("E512", text, hint=hint)
 
 
-def _forward_of(modules: Modules, x: Tensor, inside: Inside | None = None) -> list[_Tensors]:
-    """The output of each layer."""
-    given: Any = x
-    found = []
-    for index, (name, module) in enumerate(modules):
-        with nullcontext() if inside is None else within(Inside(inside.part, inside.pasts, name)):
-            given = call(module, given, names_of(module.forward), last=index == len(modules) - 1)
-        found.append(tuple(taken_apart(given)[0]))
-    return found
-
-
-def _try_rows(modules: Modules, takes: TensorSpec, *, behind: bool) -> None:
-    name, length = modules[-1][0], takes.shape[1]
+def _try_rows(layers: _Together, takes: TensorSpec, *, behind: bool) -> None:
+    name, length = layers.name, takes.shape[1]
     cut = max(1, length // 3)
     ends = ((cut, length - cut) if length > 1 else (1,),) * takes.shape[0]
 
-    def run(x: Tensor) -> _Tensors:
+    def run(x: Tensor) -> Tensor:
         try:
             with packed(None if behind else ends):
-                y = _forward_of(modules, x)[-1][-1]
+                y: Tensor = layers(x)
         except FAILURES as error:
             text = f"model: layer {name} cannot run on rows of several samples"
             raise ZbcError("E512", text, hint=_ROWS, details=frames.raised(error)) from error
         if length > 1 and (y.dim() < 2 or y.shape[1] != length):
             raise _none_for_each(name, y, length, _ROWS)
-        return (y,)
+        return y
 
     x, other = _two(takes)
     changed: list[Changed] = [(torch.cat([x[:, :cut], other[:, cut:]], 1), lambda y: y[:, :cut])]
@@ -235,14 +220,14 @@ def _try_rows(modules: Modules, takes: TensorSpec, *, behind: bool) -> None:
         raise ZbcError("E512", f"model: in layer {name} {text}", hint=_ROWS)
 
 
-def _try_padded(modules: Modules, takes: TensorSpec) -> None:
+def _try_padded(layers: _Together, takes: TensorSpec) -> None:
     x, other = _two(takes)
     changed: Changed = torch.cat([x[:-1], other[-1:]]), lambda y: y[:-1] if y.dim() and len(y) == len(x) else None
-    if not unmoved(lambda x: _forward_of(modules, x)[-1], x, [changed]):
-        raise _padded(modules[-1][0], "mixes the rows of a microbatch")
+    if not unmoved(layers, x, [changed]):
+        raise _padded(layers.name, "mixes the rows of a microbatch")
 
 
-def _two(takes: TensorSpec) -> _Tensors:
+def _two(takes: TensorSpec) -> tuple[Tensor, Tensor]:
     """Two inputs that differ everywhere."""
     x = takes.drawn(below=2)
     return x, takes.drawn() if takes.numbers else 1 - x
