@@ -56,18 +56,6 @@ class BatchSource(Protocol):
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor: ...
     def targets(self, step: int, mb: int) -> Tensor: ...
     def digest(self) -> int: ...  # of a few samples
-    def whole(self, step: int, mb: int) -> Tensor:
-        """The targets of a microbatch with the tokens of all context parallel ranks."""
-        return self.targets(step, mb)
-
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`."""
-        return whole
-
-    def counts(self, step: int, mb: int) -> tuple[float, float]:
-        """The weight of this rank's tokens of a microbatch, and of all of it, where the data say so."""
-        return 1.0, 1.0
-
     def weight(self, step: int, mb: int) -> float | None:
         """A microbatch's weight by its targets that count; None: equal weights, or `Work.weight`."""
         return None

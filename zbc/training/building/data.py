@@ -12,8 +12,8 @@ from zbc.runtime.core.state import BatchSource, PhaseRun, Work, run_of
 from zbc.runtime.core.tensors import Loss
 from zbc.topology import Topology
 from zbc.training.building.context import Settings, Site
-from zbc.training.data.counted import Count, Counted, count_of, no_mean
-from zbc.training.data.data import KINDS, Batches, Tokens
+from zbc.training.data.counted import Count, Weights, count_of, counting, no_mean
+from zbc.training.data.data import KINDS, Batches, RankBatches, Tokens
 from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.data.unequal import PackedBatches
@@ -26,10 +26,11 @@ def batches_of(site: Site, phases: Phases, runs: Sequence[PhaseRun], count: Coun
     weights, by the targets that count, or as steps of a dataset say."""
     source = _source(site, phases)
     weighs = count is not None or isinstance(source, SplitBatches)
-    if source is None or not weighs or not (site.last or site.manifest.vocabulary is not None):
+    if not weighs or not isinstance(source, RankBatches) or not (site.last or site.manifest.vocabulary is not None):
         return source
-    layout, groups = runs[0].layout, Groups(runs, site.work, site.topology, site.rank)
-    return Counted(source, count, groups.of, groups.own, parts=layout.weighted, tell=site.ranks)
+    groups = Groups(runs, site.work, site.topology, site.rank)
+    source.weigh(Weights(groups.of, parts=runs[0].layout.weighted, tell=site.ranks), count or counting, groups.own)
+    return source
 
 
 def _source(site: Site, phases: Phases) -> BatchSource | None:

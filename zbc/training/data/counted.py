@@ -2,7 +2,7 @@
 
 The loss of a step is the mean over all its targets that count. If microbatches have different numbers of them, their
 means are weighted by these numbers. For that a rank that computes losses reads the targets of the whole step, of all
-replicas; it caches its own until they are requested.
+replicas; its source keeps its own until they are requested (data.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.job.userobject import IN_A_RANK
-from zbc.plan.phases import Phases
 from zbc.runtime.core.bundle import taken_apart
-from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import IGNORED, Loss
 from zbc.runtime.seeding import seed_of, seeded
 
@@ -82,76 +80,27 @@ def no_mean(name: str, loss: Loss, output: Any, targets: Tensor) -> str | None:
     )
 
 
-class Counted(BatchSource):
-    """A source with weights of microbatches; `groups` are the microbatches of a step with a common mean."""
+class Weights:
+    """The weights of microbatches; `groups` are the microbatches of a step with a common mean."""
 
-    def __init__(
-        self,
-        source: BatchSource,
-        count: Count | None,
-        groups: Callable[[int], Sequence[Sequence[int]]],
-        own: Callable[[int, int], bool],
-        *,
-        parts: bool = False,
-        tell: int = 1,
-    ) -> None:
-        """`count`: of targets; None: the source's own `counts`. `own`: whether this rank's replica runs a microbatch of
-        a step. `parts`: weights are shares of the whole, not 1 on average. `tell`: number of ranks over which the
-        tokens of a microbatch are sharded."""
-        self._source, self._count, self._groups, self._own, self._parts = source, count, groups, own, parts
-        self._tell = tell
-        self._weights: dict[int, dict[int, float]] = {}
-        self._targets: dict[tuple[int, int], Tensor] = {}
+    def __init__(self, groups: Callable[[int], Sequence[Sequence[int]]], *, parts: bool = False, tell: int = 1) -> None:
+        """`parts`: weights are shares of the whole, not 1 on average. `tell`: number of ranks over which the tokens of
+        a microbatch are sharded."""
+        self._groups, self._parts, self._tell = groups, parts, tell
+        self._steps: dict[int, dict[int, float]] = {}
 
-    @property
-    def count(self) -> int:
-        return self._source.count
-
-    def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
-        return self._source.inputs(step, mb, group) if group else self._source.inputs(step, mb)
-
-    def targets(self, step: int, mb: int) -> Tensor:
-        self._of(step)
-        known = self._targets.pop((step, mb), None)
-        return self._source.targets(step, mb) if known is None else known
-
-    def weight(self, step: int, mb: int) -> float:
-        return self._of(step)[mb]
-
-    def digest(self) -> int:
-        return self._source.digest()
-
-    def follow(self, phases: Phases) -> None:
-        self._weights.clear()
-        self._targets.clear()
-        self._source.follow(phases)
-
-    def close(self) -> None:
-        self._source.close()
-
-    def open(self) -> None:
-        self._source.open()
-
-    def _of(self, step: int) -> dict[int, float]:
-        found = self._weights.get(step)
+    def of(self, step: int, counts: Callable[[int, int], tuple[float, float]]) -> dict[int, float]:
+        """By microbatch, from the counts of this rank's tokens and of all tokens of each."""
+        found = self._steps.get(step)
         if found is None:
-            while len(self._weights) >= _STEPS:
-                del self._weights[next(iter(self._weights))]
-            self._targets = {place: target for place, target in self._targets.items() if place[0] in self._weights}
-            found = self._weights[step] = {}
+            while len(self._steps) >= _STEPS:
+                del self._steps[next(iter(self._steps))]
+            found = self._steps[step] = {}
             for group in self._groups(step):
-                counts = [self._look(step, mb) for mb in group]
-                total, size = sum(every for _, every in counts), 1 if self._parts else len(group) * self._tell
-                found |= {mb: own * size / total if total else 0.0 for mb, (own, _) in zip(group, counts, strict=True)}
+                each = [counts(step, mb) for mb in group]
+                total, size = sum(every for _, every in each), 1 if self._parts else len(group) * self._tell
+                found |= {mb: own * size / total if total else 0.0 for mb, (own, _) in zip(group, each, strict=True)}
         return found
 
-    def _look(self, step: int, mb: int) -> tuple[float, float]:
-        """The numbers of targets that count: of this rank's tokens, and of all tokens of a microbatch."""
-        if self._count is None:
-            return self._source.counts(step, mb)
-        whole = self._source.whole(step, mb)
-        target = self._source.own(whole)
-        if self._own(step, mb):
-            self._targets[step, mb] = target
-        every = self._count(whole)
-        return every if target is whole else self._count(target), every
+    def forget(self) -> None:
+        self._steps.clear()

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from functools import partial
@@ -27,6 +28,7 @@ from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
+from zbc.training.data.counted import Count, Weights
 from zbc.training.data.pairs import ANY, UnfitError, Words, copied, pair_of
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.tokens import TokenWindows
@@ -275,6 +277,35 @@ class RankBatches(BatchSource):
 
     def __init__(self, lowered: torch.dtype | None, tokens: Tokens | None) -> None:
         self._lowered, self._tokens = lowered, tokens
+        self._weights: Weights | None = None
+        self._kept: dict[int, dict[int, Tensor]] = {}  # by step, targets that were counted, until they are requested
+
+    def weigh(self, weights: Weights, count: Count, own: Callable[[int, int], bool]) -> None:
+        """Gives microbatches `weights`, by the `count` of their targets. `own`: whether this rank's replica runs a
+        microbatch of a step."""
+        self._weights, self._counting, self._runs = weights, count, own
+
+    def follow(self, phases: Phases) -> None:
+        self._kept.clear()
+        if self._weights is not None:
+            self._weights.forget()
+
+    @abstractmethod
+    def whole(self, step: int, mb: int) -> Tensor:
+        """The targets of a microbatch with the tokens of all context parallel ranks."""
+
+    def counts(self, step: int, mb: int) -> tuple[float, float]:
+        """The numbers of targets that count: of this rank's tokens, and of all tokens of a microbatch."""
+        whole = self.whole(step, mb)
+        target, every = self.own(whole), self._counting(whole)
+        if self._runs(step, mb):
+            self._kept.setdefault(step, {})[mb] = target
+            while len(self._kept) > _STEPS:
+                del self._kept[next(iter(self._kept))]
+        return every if target is whole else self._counting(target), every
+
+    def weight(self, step: int, mb: int) -> float | None:
+        return None if self._weights is None else self._weights.of(step, self.counts)[mb]
 
     def given(self, x: Tensor) -> Tensor:
         """This rank's part of an input."""
@@ -282,9 +313,13 @@ class RankBatches(BatchSource):
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:
-        return self.own(self.whole(step, mb))
+        if self._weights is not None:
+            self._weights.of(step, self.counts)
+        known = self._kept.get(step, {}).pop(mb, None)
+        return self.own(self.whole(step, mb)) if known is None else known
 
     def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of `whole`."""
         return whole if self._tokens is None else self._tokens.of(whole)
 
 
@@ -330,6 +365,7 @@ class Batches(RankBatches):
         return self._count
 
     def follow(self, phases: Phases) -> None:
+        super().follow(phases)
         self.phases = phases
         self._steps.clear()
 

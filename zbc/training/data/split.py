@@ -201,9 +201,6 @@ class SplitBatches(RankBatches):
     def digest(self) -> int:
         return self._steps.digest()
 
-    def follow(self, phases: object) -> None:
-        """Does nothing: a step is an item, whatever its samples."""
-
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         return self.given(self._steps.input(self._number(step), mb, group))
 
@@ -212,6 +209,7 @@ class SplitBatches(RankBatches):
         return found[mb % len(found)].target  # a profile runs more of them
 
     def counts(self, step: int, mb: int) -> tuple[float, float]:
+        """As the dataset weighs a microbatch."""
         given = self._steps.step(self._number(step))
         weight = given[mb % len(given)].weight
         if self._tokens is None:

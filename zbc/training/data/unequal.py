@@ -325,9 +325,6 @@ class PackedBatches(RankBatches):
         """A digest of a few samples and all lengths."""
         return self._dealer.digest
 
-    def follow(self, phases: Phases) -> None:
-        """Does nothing: the dealer follows the phases."""
-
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
         return self.given(self._filled(step, mb, 0))

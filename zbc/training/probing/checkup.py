@@ -23,7 +23,7 @@ from zbc.ops import round_trip
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.core.bundle import call, names_of
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.core.state import BatchSource, Worker
+from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import AUTOCAST, lower_precision
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.scaling import Scale, Scaling
@@ -34,7 +34,7 @@ from zbc.training.building.context import Settings, group_of, layer_plans, sampl
 from zbc.training.building.data import split_batches
 from zbc.training.building.shares import loss_of
 from zbc.training.data.counted import count_of
-from zbc.training.data.data import Batches
+from zbc.training.data.data import Batches, RankBatches
 from zbc.training.probing.refusals import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
 from zbc.training.probing.trials import ROUNDING, apart, largest
@@ -193,7 +193,7 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
     criterion = loss_of(settings.model, None, modules.values())
     if settings.data.items == "steps":
         steps = steps_of(settings, manifest)
-        batches: BatchSource = split_batches(settings, steps)
+        batches: RankBatches = split_batches(settings, steps)
         weights, criterion = [batches.counts(0, mb)[1] for mb in range(count)], steps.cut(criterion)
     else:
         batches = Batches(
