@@ -3,7 +3,7 @@
     python bench/memory.py [--model NAME ...]
 
 Measured with training/recording/measure.py in two steps in which each op takes a fixed multiple of its time in the step
-before (pace.py): inspecting tensors slows small ops down more than large ones, which would shift the ranks against each
+before (`Pace`): inspecting tensors slows small ops down more than large ones, which would shift the ranks against each
 other. The error of a category is a share of its own measured bytes. The time of a tensor in flight depends on its
 receiver: `buffers` is predicted with op times of that step before, as a plan with a profile of its ranks would be, and
 `planned` is the same with the plan's times, which are estimated here. Both differ a little from run to run, more on a
@@ -13,9 +13,12 @@ busy machine. `all` is the peak of all categories together.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +31,19 @@ from tests.threads import run_threads
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory, peaks
-from zbc.ir import Kind
-from zbc.plan.directory import StoredPlan
+from zbc.ir import Kind, Op
+from zbc.plan.directory import Manifest, StoredPlan
 from zbc.runtime.core.execute import Step, StepResult, run_step
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Handler, Worker
 from zbc.runtime.transports.hub import Hub
-from zbc.training.recording.measure import CATEGORIES, Pace, RankBytes, Scale, pace_of, usual
+from zbc.trace.recording import Timing
+from zbc.training.recording.measure import CATEGORIES, RankBytes, Scale
 from zbc.training.recording.tracing import Recorder
+
+LOOKING_S = 0.005  # of measuring the kernels of a layer, on a CPU
+MOST = 8.0  # maximum factor
+
+Pace = Mapping[tuple[Kind, int], float]  # kind and stage -> seconds from when an op has its inputs
 
 JOB = """\
 zbc = 1
@@ -144,8 +153,43 @@ class Watched:
         result, stamped = Recorder(worker).record(step, stop)
         timing = stamped.timing()
         self.usual = usual(worker, timing)
-        self.scale = Scale(worker, pace_of(worker, timing, result))
+        if result is not None:
+            worker.script[:] = [(paced(handler, self._pace(result)), op, text) for handler, op, text in worker.script]
+        self.scale = Scale(worker)
         return result
+
+    def _pace(self, result: StepResult) -> Pace:
+        """The pace of the steps to come; all ranks compute the same factor."""
+        factor = slower(self.worker.phase_run.plan.manifest, result)
+        return {what: factor * seconds for what, seconds in self.usual.items()}
+
+
+def paced(handler: Handler, pace: Pace) -> Handler:
+    """A handler that takes as long as `pace` says, from when an op has its inputs, by the clock of a `Scale`."""
+
+    def run(worker: Worker, op: Op) -> None:
+        handler(worker, op)
+        began: int = worker.clock.began  # type: ignore[attr-defined]
+        time.sleep(max(0.0, pace.get((op.kind, op.stage), 0.0) - (time.perf_counter_ns() - began) / 1e9))
+
+    return run
+
+
+def usual(worker: Worker, timing: Timing) -> Pace:
+    """Seconds of the compute ops of a step, without their waits: the median over microbatches."""
+    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    computing = ((index, op) for index, (_, op, _) in enumerate(worker.script) if op.kind.computes)
+    for (index, op), lead in zip(computing, timing.lead_ns, strict=True):
+        found[op.kind, op.stage].append((timing.took_ns[index] - lead) / 1e9)
+    return {what: statistics.median(seconds) for what, seconds in found.items()}
+
+
+def slower(manifest: Manifest, result: StepResult) -> float:
+    """The factor that gives an op of mean length enough time for its measurement. The same on every rank."""
+    ops = 3 * manifest.microbatches * manifest.stages / manifest.ranks
+    mean = max(result.busy_seconds) / ops
+    layers = max(map(len, manifest.layers))
+    return MOST if mean <= 0 else min(MOST, 1 + LOOKING_S * layers / mean)
 
 
 def with_times(costs: Costs, ranks: Sequence[Pace]) -> Costs:

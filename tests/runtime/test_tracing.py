@@ -2,7 +2,6 @@
 
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from zbc.runtime.core.execute import run_step
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, Writer
 from zbc.training.launch.board import Board
-from zbc.training.recording.measure import CATEGORIES, MOST, slower
+from zbc.training.recording.measure import CATEGORIES
 from zbc.training.recording.stamps import compare_clocks
 from zbc.training.recording.tracing import Recorder, Tracer
 
@@ -180,33 +179,6 @@ def test_memory_is_looked_at_before_where_nothing_comes_behind(tmp_path, steps, 
     _, found = traced(tmp_path, plan_of_case("1f1b"), steps, total)
     for rank in found.ranks:
         assert (None if rank.memory is None else rank.memory.step) == weighed
-
-
-SLEEPERS = {"family": "tests.runtime.sleepers:layers", "layers": 2, "loss": "mse", "args": {"ms": [2.0, 2.0]}}
-
-
-@pytest.mark.parametrize(("steps", "weighed"), [({2}, 4), ({3, 4}, 3)])
-def test_the_step_that_is_looked_at_is_as_much_slower_for_all_ops_as_the_step_before_tells(tmp_path, steps, weighed):
-    """Sampling memory does not slow an op that sleeps, so the step shows the pace alone."""
-    data = {"kind": "tests.runtime.sleepers:Points"}
-    plan = make_plan(make_program("1f1b", 2, 4), model=SLEEPERS, data=data)
-    workers, found = traced(tmp_path, plan, steps, 5)
-    assert [rank.memory.step for rank in found.ranks] == [weighed] * 2
-    for worker in workers:
-        before, looked_at = worker.results[weighed - 2], worker.results[weighed - 1]
-        factor = slower(plan.manifest, before)
-        assert 1.5 < factor <= MOST and looked_at.seconds > 0.9 * factor * 4 * (0.002 + 0.002)
-
-
-def test_ops_are_slowed_down_by_the_same_factor_on_all_ranks_the_more_the_shorter_they_are():
-    manifest = make_plan(make_program("zb-v", 2, 4)).manifest
-
-    def factor(*busy):
-        return slower(manifest, SimpleNamespace(busy_seconds=busy))
-
-    assert factor(0.0, 0.0) == MOST == factor(1e-6, 1e-7)
-    assert 1 < factor(1000.0, 1.0) == factor(1.0, 1000.0) < 1.001
-    assert 1.1 < factor(2.0, 1.0) < factor(1.0, 1.0) < MOST
 
 
 def test_a_step_that_is_not_recorded_runs_on_the_rank_s_own_transport_and_clock(tmp_path):

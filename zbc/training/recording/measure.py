@@ -3,8 +3,7 @@
 `Scale(worker)` wraps the ops of a worker; run steps as usual and read it, and `close` it to go on without. The first
 step does not count, since the optimizer makes its state there. A dispatch mode registers every tensor that an op makes
 and counts its storage, once for all views, until it is freed: tensors saved by autograd are included. Temporary memory
-inside a kernel is not. Ops run about three times slower meanwhile, those of small kernels more; with a pace
-all are slowed by the same factor: ranks synchronise when they usually do, with the same tensors in flight.
+inside a kernel is not. Ops run about three times slower meanwhile, those of small kernels more.
 
     weights      parameters, buffers of modules, copies of weights in the autocast type, a rank's parts, and windows
     gradients    `.grad` of parameters
@@ -23,12 +22,10 @@ Each category has its own peak over all ops except transfers, between which no t
 from __future__ import annotations
 
 import functools
-import statistics
 import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
@@ -36,13 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbc.ir import Kind, Message, Op
+from zbc.ir import Message, Op
 from zbc.ops import Lane
-from zbc.plan.directory import Manifest
 from zbc.runtime.core.clock import Clock
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.private import TorchDispatchMode, shares_memory, tree_leaves
-from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.route import Edges, Here
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.stage import Stage
@@ -51,12 +46,7 @@ from zbc.runtime.features.groups.units import Braids
 from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.features.words.vocabulary_state import Vocabulary
-from zbc.trace.recording import Timing
 
-LOOKING_S = 0.005  # of measuring the kernels of a layer, on a CPU
-MOST = 8.0  # maximum factor
-
-Pace = Mapping[tuple[Kind, int], float]  # kind and stage -> seconds from when an op has its inputs
 CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "buffers")
 
 
@@ -208,7 +198,6 @@ class Scale:
     """Measures a worker's memory: `held` is the maximum of all steps but the first, `readings` are the last step's."""
 
     worker: Worker
-    pace: Pace | None = None
     held: RankBytes = field(default_factory=RankBytes)
     readings: list[Reading] = field(default_factory=list)
 
@@ -258,7 +247,6 @@ class Scale:
                 handler(worker, op)
             if worker.features.of(Gathers).freed:
                 ledger.resize()
-            time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
             if op.kind.row.lane is Lane.OUT:
                 ledger.forget(ledger.numbers(slab.memory for slab in worker.features.of(Offloads).pool.slabs))
             gone, came = self._left(), self._came(last)
@@ -379,36 +367,3 @@ class _Begins:
 
 def _id(tensor: Tensor) -> int:
     return id(tensor.untyped_storage())
-
-
-# ---- paces -----------------------------------------------------------------------------------------------------
-
-
-def pace_of(worker: Worker, timing: Timing, result: StepResult | None) -> Pace | None:
-    """The pace for a step with the times of `timing`; None without a `result`. All ranks compute the same factor."""
-    if result is None:
-        return None
-    factor = slower(worker.phase_run.plan.manifest, result)
-    return {what: factor * seconds for what, seconds in usual(worker, timing).items()}
-
-
-def usual(worker: Worker, timing: Timing) -> Pace:
-    """Seconds of the compute ops of a step, without their waits: the median over microbatches."""
-    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    computing = ((index, op) for index, (_, op, _) in enumerate(worker.script) if op.kind.computes)
-    for (index, op), lead in zip(computing, timing.lead_ns, strict=True):
-        found[op.kind, op.stage].append((timing.took_ns[index] - lead) / 1e9)
-    return {what: statistics.median(seconds) for what, seconds in found.items()}
-
-
-def slower(manifest: Manifest, result: StepResult) -> float:
-    """The factor that gives an op of mean length enough time for its measurement. The same on every rank."""
-    ops = 3 * manifest.microbatches * manifest.stages / manifest.ranks
-    mean = max(result.busy_seconds) / ops
-    layers = max(map(len, manifest.layers))
-    return MOST if mean <= 0 else min(MOST, 1 + LOOKING_S * layers / mean)
-
-
-def left(pace: Pace | None, op: Op, took: float) -> float:
-    """Seconds by which an op that took `took` is to be delayed."""
-    return 0.0 if pace is None else max(0.0, pace.get((op.kind, op.stage), 0.0) - took)

@@ -34,7 +34,7 @@ from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 from zbc.training.launch.board import Board
 from zbc.training.launch.options import RunOptions
-from zbc.training.recording.measure import CATEGORIES, Scale, pace_of
+from zbc.training.recording.measure import CATEGORIES, Scale
 from zbc.training.recording.scribe import Scribe
 from zbc.training.recording.stamps import Stamps, compare_clocks, stamps_for
 
@@ -48,7 +48,7 @@ class Tracer:
     `compare` compares this rank's clock with that of rank 0; all ranks call it together, before the first recorded step
     and after the last. Memory is measured in the step after the last recorded one, or in the one before the first,
     since that slows the step; never in the very first step, in which the optimizer makes its state, nor in the first
-    step of a phase, which switches to its plan. The step before the measured one is timed, for the pace of its ops.
+    step of a phase, which switches to its plan.
     """
 
     worker: Worker
@@ -59,7 +59,6 @@ class Tracer:
     number: int = -1
     _opened: bool = False
     _closed: bool = False
-    _timed: tuple[Stamped, StepResult | None] | None = None  # of the step before the measured one
 
     def __post_init__(self) -> None:
         self._recorder, self._scribe = Recorder(self.worker), Scribe()
@@ -67,23 +66,17 @@ class Tracer:
         begin = self.worker.phases.starts[self.number].first
         before = first - 1 if first - 1 > begin else None
         self._weighed = self._last + 1 if self._last + 1 < self.total else before
-        self._begin = begin
 
     def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
         """`run_step`, recorded or not."""
         if self.steps and step == self._weighed:
             return self._weigh(worker, step, stop)
-        timed = self.steps and self._weighed is not None and self._begin < step == self._weighed - 1
-        if step not in self.steps and not timed:
+        if step not in self.steps:
             return run_step(worker, step, stop=stop)
-        if step in self.steps and not self._opened:
+        if not self._opened:
             self._opened = True
             self._clock()
         result, stamped = self._recorder.record(step, stop)
-        if timed:
-            self._timed = stamped, result
-        if step not in self.steps:
-            return result
         lengths = [worker.length(mb) for mb in range(worker.phase_run.count)]
         tokens = [length.tokens for length in lengths if length is not None]
         self._scribe.add(lambda: self.writer.step(replace(stamped.timing(), tokens=tokens)))
@@ -113,8 +106,7 @@ class Tracer:
         self._scribe.add(lambda: self.writer.clock(compared))
 
     def _weigh(self, worker: Worker, step: int, stop: bool) -> StepResult | None:
-        pace = None if self._timed is None else pace_of(worker, self._timed[0].timing(), self._timed[1])
-        with closing(Scale(worker, pace)) as scale:
+        with closing(Scale(worker)) as scale:
             result = run_step(worker, step, stop=stop)
         names = (*CATEGORIES, *(["host"] if worker.features.of(Offloads).of(worker.phase_run) else []), "peak")
         rows = [[getattr(reading.held, name) for name in names] for reading in scale.readings]
