@@ -13,7 +13,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,26 +178,21 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
     worker.prepare(run)
     run.row, shape = row or run.row, list[int]()
     own = () if tokens is None else (slice(None), tokens.rows)
-    file = _Rows(out, name) if worker.rank == 0 else None
-    try:
-        with _collecting(worker, run):
-            for batch in forwards(worker, run, count, data and data.work):
-                rows = {n: torch.cat(parts, 1) if len(parts) > 1 else parts[0] for n, parts in run.rows.items()}
-                run.rows.clear()
-                if worker.share or (shared is not None and worker.rank != shared.last):
-                    rows.clear()
-                shape = shape or _shape(worker, rows, tokens)
-                found = torch.zeros(per_batch, size, *shape, device=worker.device)
-                for number, values in rows.items():
-                    found[(number, *own)] = values
-                worker.all_reduce(found, worker.everyone)
-                if file is not None and data is not None:
-                    file.write(*data.cut(batch, found.flatten(0, 1).cpu()))
+    with _collecting(worker, run), nullcontext() if worker.rank else closing(_Rows(out, name)) as file:
+        for batch in forwards(worker, run, count, data and data.work):
+            rows = {n: torch.cat(parts, 1) if len(parts) > 1 else parts[0] for n, parts in run.rows.items()}
+            run.rows.clear()
+            if worker.share or (shared is not None and worker.rank != shared.last):
+                rows.clear()
+            shape = shape or _shape(worker, rows, tokens)
+            found = torch.zeros(per_batch, size, *shape, device=worker.device)
+            for number, values in rows.items():
+                found[(number, *own)] = values
+            worker.all_reduce(found, worker.everyone)
+            if file is not None and data is not None:
+                file.write(*data.cut(batch, found.flatten(0, 1).cpu()))
         if file is not None:
             file.end()
-    finally:
-        if file is not None:
-            file.close()
     return name, 0 if file is None else file.count
 
 
@@ -236,20 +231,16 @@ class _Rows:
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name, self.count = path, name, 0
         self._part, self._shape, self._lengths = path.with_name(f"{path.name}.part"), list[int](), list[int]()
-        try:
+        with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._part.open("wb")
             self._file.write(bytes(_HEADER))
-        except OSError as error:
-            raise self._unwritten(error) from error
 
     def write(self, rows: Tensor, lengths: list[int] | None) -> None:
         self.count, self._shape = self.count + len(rows), list(rows.shape[1:])
         self._lengths += lengths or []
-        try:
+        with self._writing():
             self._file.write(rows.contiguous().numpy().tobytes())
-        except OSError as error:
-            raise self._unwritten(error) from error
 
     def end(self) -> None:
         every, about, at = [self.count, *self._shape], dict[str, Any](), 0
@@ -257,21 +248,23 @@ class _Rows:
         for name, kind, shape in parts[: 1 + bool(self._lengths)]:
             start, at = at, at + _SIZES[kind] * math.prod(shape)
             about[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, at]}
-        try:
+        with self._writing():
             self._file.write(struct.pack(f"<{len(self._lengths)}q", *self._lengths))
             self._file.seek(0)
             header = json.dumps(about).encode().ljust(_HEADER - 8)
             self._file.write(struct.pack("<Q", len(header)) + header)
             self._file.close()
             os.replace(self._part, self._path)
-        except OSError as error:
-            raise self._unwritten(error) from error
 
     def close(self) -> None:
         """Removes an incomplete file."""
         self._file.close()
         self._part.unlink(missing_ok=True)
 
-    def _unwritten(self, error: OSError) -> ZbcError:
-        text = f"run: cannot write {self._path}: {unwritten(self._path, error)}"
-        return ZbcError("E606", text, hint="name another file with --forward")
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            text = f"run: cannot write {self._path}: {unwritten(self._path, error)}"
+            raise ZbcError("E606", text, hint="name another file with --forward") from error
