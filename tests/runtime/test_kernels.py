@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from tests.jobs import job
 from zbc.job.flops import keys_seen
-from zbc.runtime.transports.hub import Offer
+from zbc.runtime.transports.transport import Offer
 from zbc.training.profiling import dry
 from zbc.training.profiling.kernels import Kernels
 

@@ -13,7 +13,8 @@ from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.graph import Graph, build
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.state import Worker
-from zbc.runtime.transports.hub import Hub, Offer, Round
+from zbc.runtime.transports.hub import Hub, Round
+from zbc.runtime.transports.transport import Offer
 
 SMALL = {"parallel__pp": 2, "model__layers": 4}
 JOBS: list[tuple[tuple[str, ...], str]] = [

@@ -19,8 +19,8 @@ from zbc.errors import ZbcError
 from zbc.runtime.core.clock import Busy
 from zbc.runtime.core.progress import Progress
 from zbc.runtime.features.offload.copying import Piece, Slab, Ticket, bytes_of
-from zbc.runtime.transports.hub import Hub, Offer, Round
-from zbc.runtime.transports.transport import Letter
+from zbc.runtime.transports.hub import Hub, Round
+from zbc.runtime.transports.transport import Letter, Offer
 
 # ---- the clock -----------------------------------------------------------------------------------------------
 

@@ -8,14 +8,14 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.runtime.transports.transport import Letter, Pending, Ranks, Shared, Then, Transport
+from zbc.runtime.transports.transport import Letter, Offer, Pending, Ranks, Shared, Then, Transport
 
 
 class Through(NamedTuple):
@@ -31,7 +31,7 @@ class Through(NamedTuple):
         return self.inner.ready()
 
 
-class Around:
+class Around(Transport):
     """A `Transport` that delegates to its `inner` one: subclasses override some methods."""
 
     def __init__(self, inner: Transport) -> None:
@@ -53,29 +53,11 @@ class Around:
     def ready(self, message: Letter) -> bool:
         return self.inner.ready(message)
 
-    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return self.started(self.inner.start_sum(tensor, ranks), gather=False)
-
-    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return self.started(self.inner.start_scatter(parts, mine, ranks), gather=False)
-
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
-        return self.started(self.inner.start_gather(mine, parts, ranks, then), gather=True)
-
-    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
-        return self.started(self.inner.start_swap(mine, out, parts, into, ranks), gather=False)
-
-    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        return self.started(self.inner.start_broadcast(tensor, root, ranks), gather=False)
-
-    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        return self.started(self.inner.start_reduce(tensor, root, ranks), gather=False)
+    def start(self, offer: Offer, ranks: Ranks) -> Pending:
+        return self.started(self.inner.start(offer, ranks), gather=offer.what == "gather")
 
     def watch(self, pending: Pending, *, gather: bool) -> Pending:
         return self.started(self.inner.watch(pending, gather=gather), gather=gather)
-
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        self.start_sum(tensor, ranks).wait()
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
         return self.inner.share(size, ranks, device)
@@ -109,39 +91,21 @@ class Staged(Around):
         arrived = self.inner.wait(message)
         return self._buffers.pop(message).copy_(arrived, non_blocking=True)
 
-    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
-        host = self._down(tensor)
-        return _Landing(self.inner.start_sum(host, ranks), [(host, tensor)])
+    def start(self, offer: Offer, ranks: Ranks) -> Pending:
+        source, after = self._down(offer.source), offer.then
+        target = source if offer.target is offer.source else self._room(offer.target)
+        staged, pairs = offer._replace(source=source, target=target), [(target, offer.target)]
+        if after is not None:
+            pairs.clear()
 
-    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
-        host = self._room(mine)
-        return _Landing(self.inner.start_scatter(self._down(parts), host, ranks), [(host, mine)])
+            def make() -> Tensor:
+                offer.target.copy_(target)
+                result = after.make()
+                pairs.append((self._down(result), result))
+                return pairs[0][0]
 
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
-        host = self._room(parts)
-        if then is None:
-            return _Landing(self.inner.start_gather(self._down(mine), host, ranks), [(host, parts)])
-        made: list[tuple[Tensor, Tensor]] = []
-
-        def make() -> Tensor:
-            parts.copy_(host)
-            result = then.make()
-            made.append((self._down(result), result))
-            return made[0][0]
-
-        return _Landing(self.inner.start_gather(self._down(mine), host, ranks, Then(make, then.root)), made)
-
-    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
-        host = self._room(parts)
-        return _Landing(self.inner.start_swap(self._down(mine), out, host, into, ranks), [(host, parts)])
-
-    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        host = self._down(tensor)
-        return _Landing(self.inner.start_broadcast(host, root, ranks), [(host, tensor)])
-
-    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        host = self._down(tensor)
-        return _Landing(self.inner.start_reduce(host, root, ranks), [(host, tensor)])
+            staged = staged._replace(then=Then(make, after.root))
+        return _Landing(self.inner.start(staged, ranks), pairs)
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
         if device.type != "cpu":

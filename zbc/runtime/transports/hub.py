@@ -12,26 +12,13 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.runtime.seeding import let_go
-from zbc.runtime.transports.transport import Letter, Pending, Ranks, Shared, Then
-
-
-class Offer(NamedTuple):
-    """A rank's arguments to a collective: its tensor, and the tensor for the result."""
-
-    what: Literal["sum", "scatter", "gather", "broadcast", "reduce", "swap"]
-    source: Tensor
-    target: Tensor
-    ready: torch.cuda.Event | None = None  # when both may be used, if ranks have streams
-    root: int = -1  # the rank whose tensor is sent, or that gets the sum
-    then: Then | None = None  # the reduce after a gather
-    rows: tuple[int, ...] = ()  # of a swap, for each rank
+from zbc.runtime.transports.transport import Letter, Offer, Ranks, Shared, Transport
 
 
 @dataclass
@@ -295,7 +282,7 @@ class Started:
         return self.meeting.over or self.hub.failed
 
 
-class HubTransport:
+class HubTransport(Transport):
     """A `Transport`: one rank's end of a hub."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
@@ -330,41 +317,16 @@ class HubTransport:
     def ready(self, message: Letter) -> bool:
         return message not in self._posted or self._hub.there(self.rank, message)
 
-    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Started:
-        return self._start(Offer("sum", tensor, tensor), ranks)
-
-    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Started:
-        return self._start(Offer("scatter", parts, mine), ranks)
-
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Started:
-        return self._start(Offer("gather", mine, parts, then=then), ranks)
-
-    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Started:
-        if parts.is_floating_point():
-            parts.fill_(torch.nan)
-        return self._start(Offer("swap", mine, parts, rows=tuple(out)), ranks)
-
-    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Started:
-        if self.rank != root and tensor.is_floating_point():
-            tensor.fill_(torch.nan)
-        return self._start(Offer("broadcast", tensor, tensor, root=root), ranks)
-
-    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Started:
-        return self._start(Offer("reduce", tensor, tensor, root=root), ranks)
-
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        self.start_sum(tensor, ranks).wait()
+    def start(self, offer: Offer, ranks: Ranks) -> Started:
+        arrives = offer.what == "swap" or (offer.what == "broadcast" and self.rank != offer.root)
+        if arrives and offer.target.is_floating_point():
+            offer.target.fill_(torch.nan)
+        return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks), (offer.source, offer.target))
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
         memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self._shares[ranks] += 1
         return Shared(self._hub.share(self.rank, memory, ranks, self._shares[ranks]), self._hub.alive)
-
-    def watch(self, pending: Pending, *, gather: bool) -> Pending:
-        return pending
-
-    def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
-        return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks), (offer.source, offer.target))
 
     def finish_step(self, *, drain: bool = True) -> None:
         if self._posted:

@@ -21,7 +21,7 @@ import itertools
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from zbc.runtime.features.shards import shared_memory
 from zbc.runtime.transports.background import Background
 from zbc.runtime.transports.chains import Chain, Chains, StreamChains, ThreadChains, Threaded
 from zbc.runtime.transports.sends import EventSends, Sends, ThreadSends
-from zbc.runtime.transports.transport import Again, Letter, Pending, Ranks, Shared, Signal, Then
+from zbc.runtime.transports.transport import Again, Letter, Offer, Pending, Ranks, Shared, Signal, Then, Transport
 
 _MAX_TAG = 2**31
 
@@ -88,7 +88,7 @@ def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return groups
 
 
-class Network:
+class Network(Transport):
     """The `Transport` of one rank. `dist.init_process_group` has run; all ranks construct theirs together."""
 
     def __init__(self, manifest: Manifest, device: torch.device, timeout: timedelta) -> None:
@@ -178,39 +178,29 @@ class Network:
             raise lost(error) from error
         return _Collective(work, lost)
 
-    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return self._collective(ranks, partial(_reduce_scatter, mine, parts.view(-1)))
-
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
-        into, flat = parts.view(-1), mine.reshape(-1)
+    def start(self, offer: Offer, ranks: Ranks) -> Pending:
+        if offer.what == "sum":
+            return self.start_sum(offer.target, ranks)
         if ranks == (self.rank,):
-            into.copy_(flat)
-            if then is not None:
-                then.make()
+            if offer.target is not offer.source:
+                offer.target.view(-1).copy_(offer.source.reshape(-1))
+            if offer.then is not None:
+                offer.then.make()
             return _Done()
-        if then is None:
-            return self._collective(ranks, partial(_all_gather, into, flat))
-        gather = partial(_all_gather, into, flat, group=self._circle(ranks), async_op=True)
-        reduce = partial(dist.reduce, dst=then.root, group=self._after[ranks], async_op=True)
-        chain = self._chains.start(lambda: _started(gather()), then.make, lambda made: _started(reduce(made)))
-        return _Collective(chain, partial(self._lost_sum, ranks))
-
-    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
-        group, lost = self._swaps[ranks], partial(self._lost_sum, ranks)
+        if offer.then is not None:
+            return self._chained(offer, offer.then, ranks)
+        group = self._swaps[ranks] if offer.what == "swap" else self._circle(ranks)
+        lost = partial(self._lost_sum, ranks)
         try:
-            work = dist.all_to_all_single(parts, mine.contiguous(), [*into], [*out], group=group, async_op=True)
-            return _Collective(_started(work), lost)
+            return _Collective(_started(_STARTS[offer.what](offer, group)), lost)
         except RuntimeError as error:
             raise lost(error) from error
 
-    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        return _Done() if ranks == (self.rank,) else self._collective(ranks, partial(dist.broadcast, tensor, root))
-
-    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        return _Done() if ranks == (self.rank,) else self._collective(ranks, partial(dist.reduce, tensor, root))
-
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        self.start_sum(tensor, ranks).wait()
+    def _chained(self, offer: Offer, then: Then, ranks: Ranks) -> Pending:
+        gather = partial(_STARTS[offer.what], offer, self._circle(ranks))
+        reduce = partial(dist.reduce, dst=then.root, group=self._after[ranks], async_op=True)
+        chain = self._chains.start(lambda: _started(gather()), then.make, lambda made: _started(reduce(made)))
+        return _Collective(chain, partial(self._lost_sum, ranks))
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
         # The failure of a rank is detected by its peers in messages, and by the launcher.
@@ -230,17 +220,6 @@ class Network:
         parts = torch.empty(len(ranks), shared_memory.NAME, dtype=torch.uint8, device=self._device)
         self.start_gather(mine.to(self._device), parts, ranks).wait()
         return [bytes(row).rstrip(b"\0") for row in parts.tolist()]
-
-    def watch(self, pending: Pending, *, gather: bool) -> Pending:
-        return pending
-
-    def _collective(self, ranks: tuple[int, ...], start: Callable[..., dist.Work | None]) -> Pending:
-        """Starts a collective in the group of `ranks`."""
-        group, lost = self._circle(ranks), partial(self._lost_sum, ranks)
-        try:
-            return _Collective(_started(start(group=group, async_op=True)), lost)
-        except RuntimeError as error:
-            raise lost(error) from error
 
     def _groups(
         self, sets: Iterable[Ranks], timeout: timedelta, make_options: Callable[[], Any] | None = None
@@ -397,6 +376,18 @@ _SUM.asyncOp = True
 # torch renames these; the old names warn where the new ones exist.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# By the kind of a collective, the function that starts it in a group; sums have a shorter way.
+_STARTS: dict[str, Callable[[Offer, Any], dist.Work | None]] = {
+    "scatter": lambda one, of: _reduce_scatter(one.target, one.source.view(-1), group=of, async_op=True),
+    "gather": lambda one, of: _all_gather(one.target.view(-1), one.source.reshape(-1), group=of, async_op=True),
+    "broadcast": lambda one, of: dist.broadcast(one.target, one.root, group=of, async_op=True),
+    "reduce": lambda one, of: dist.reduce(one.target, one.root, group=of, async_op=True),
+    "swap": lambda one, of: dist.all_to_all_single(
+        one.target, one.source.contiguous(), [*one.into], [*one.rows], group=of, async_op=True
+    ),
+}
 
 
 class _Done:

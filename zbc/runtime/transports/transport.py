@@ -7,7 +7,7 @@ order. Shapes and dtypes are fixed by the plan: the receiver has the buffer befo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,19 @@ class Then(NamedTuple):
     root: int
 
 
+class Offer(NamedTuple):
+    """A rank's part of a collective: its tensor, and the tensor for the result."""
+
+    what: Literal["sum", "scatter", "gather", "broadcast", "reduce", "swap"]
+    source: Tensor
+    target: Tensor
+    root: int = -1  # the rank of the run whose tensor is sent, or that gets the sum
+    then: Then | None = None  # the reduce after a gather
+    rows: tuple[int, ...] = ()  # of a swap, to each rank
+    into: tuple[int, ...] = ()  # of a swap, from each rank
+    ready: torch.cuda.Event | None = None  # when both tensors may be used, if ranks have streams
+
+
 class Pending(Protocol):
     """A collective that was started. A rank's collectives run in the order in which it starts them.
 
@@ -93,33 +106,44 @@ class Transport(Protocol):
     def ready(self, message: Letter) -> bool:
         """Whether a posted message has arrived; True also if `wait` would raise."""
 
-    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
-        """Starts an all-reduce (sum) of `tensor` in place over `ranks`, which all call this."""
+    def start(self, offer: Offer, ranks: Ranks) -> Pending:
+        """Starts a collective of `ranks`, which all call this."""
 
-    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
+    def start_sum(self, tensor: Tensor, ranks: Ranks) -> Pending:
+        """Starts an all-reduce (sum) of `tensor` in place over `ranks`."""
+        return self.start(Offer("sum", tensor, tensor), ranks)
+
+    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: Ranks) -> Pending:
         """Starts a reduce-scatter (sum) of `parts`, one row per rank, over `ranks`; each gets its row in `mine`."""
+        return self.start(Offer("scatter", parts, mine), ranks)
 
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: Ranks, then: Then | None = None) -> Pending:
         """Starts an all-gather of every rank's `mine` into the rows of `parts`; `then` is part of the collective."""
+        return self.start(Offer("gather", mine, parts, then=then), ranks)
 
     def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
         """Starts an all-to-all: sends `out[i]` rows of `mine` to the i-th of `ranks` and receives `into[i]` rows from
         it into `parts`; inside an op, so that it does not queue after sums that were started before."""
+        return self.start(Offer("swap", mine, parts, rows=tuple(out), into=tuple(into)), ranks)
 
-    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: Ranks) -> Pending:
         """Starts a broadcast of the `tensor` of rank `root` of the run into that of all `ranks`."""
+        return self.start(Offer("broadcast", tensor, tensor, root), ranks)
 
-    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+    def start_reduce(self, tensor: Tensor, root: int, ranks: Ranks) -> Pending:
         """Starts a reduce (sum) of `tensor` over `ranks` to rank `root`; the other ranks' tensors are lost."""
+        return self.start(Offer("reduce", tensor, tensor, root), ranks)
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        """Sums `tensor` in place over `ranks`, which all call this; blocks."""
+    def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
+        """Sums `tensor` in place over `ranks`; blocks."""
+        self.start_sum(tensor, ranks).wait()
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
         """`size` zero bytes of each of `ranks` as shared memory; all call this; blocks. Raises E620 if impossible."""
 
     def watch(self, pending: Pending, *, gather: bool) -> Pending:
         """Wraps a gather, or a sum, through shared memory, for wrappers that observe waits."""
+        return pending
 
     def finish_step(self, *, drain: bool = True) -> None:
         """Blocks until every started send is delivered, unless `drain` is False.

@@ -20,7 +20,7 @@ from zbc.job.flops import TILE, keys_seen
 from zbc.job.profile import Collective, Kernel
 from zbc.runtime.core.private import TorchDispatchMode, flop_rules, tree_leaves
 from zbc.runtime.core.state import Worker
-from zbc.runtime.transports.hub import Offer
+from zbc.runtime.transports.transport import Offer
 
 aten = torch.ops.aten
 PRODUCT, ATTENTION, FP8, MOVED = "product", "attention", "fp8", "moved"

@@ -23,8 +23,8 @@ from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.tensor_parallel import Group
-from zbc.runtime.transports.hub import Hub, HubTransport, Offer, Round, Started
-from zbc.runtime.transports.transport import Ranks
+from zbc.runtime.transports.hub import Hub, HubTransport, Round, Started
+from zbc.runtime.transports.transport import Offer, Ranks
 from zbc.training.building.context import Settings, Site, layer_plans
 from zbc.training.models.model import LayerPlan
 from zbc.training.models.shared_words import between_words
@@ -107,10 +107,7 @@ class Apart(HubTransport):
         super().__init__(hub, rank)
         self._joined = joined
 
-    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Started:
-        return self._start(Offer("swap", mine, parts, rows=tuple(out)), ranks)
-
-    def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
+    def start(self, offer: Offer, ranks: Ranks) -> Started:
         with nullcontext() if self._joined is None else self._joined(offer, ranks):
             self._run(offer, ranks)
         return Started(self._hub, self.rank, Round(ranks, over=True), (offer.source, offer.target))

@@ -24,7 +24,7 @@ from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.slices.stage_slice import StageSlice
-from zbc.runtime.transports.hub import Offer
+from zbc.runtime.transports.transport import Offer
 from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import Rig
 from zbc.training.recording.measure import Ledger, Reading, Scale, categories
