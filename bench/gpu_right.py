@@ -36,14 +36,16 @@ TWO_PIPES = ("dualpipe",)  # gradients are sums over two copies: the last bit di
 
 
 def installed(bench: Bench) -> None:
-    """Versions, `zbc doctor`, every module, one matrix product per type."""
+    """Versions, `zbc explain machine`, every module, one matrix product per type."""
     for module in pkgutil.walk_packages(zbc.__path__, "zbc."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    said = subprocess.run([sys.executable, "-m", "zbc", "doctor"], capture_output=True, text=True, check=False)
+    said = subprocess.run(
+        [sys.executable, "-m", "zbc", "explain", "machine"], capture_output=True, text=True, check=False
+    )
     for line in said.stdout.splitlines():
         bench.say(f"  {line}")
-    bench.wants(said.returncode == 0, f"zbc doctor ends with {said.returncode}: {said.stderr.strip()}")
+    bench.wants(said.returncode == 0, f"zbc explain machine ends with {said.returncode}: {said.stderr.strip()}")
     left, right = torch.randn(256, 256, dtype=torch.float64), torch.randn(256, 256, dtype=torch.float64)
     exact = left @ right
     for dtype, most in ((torch.float64, 1e-13), (torch.float32, 1e-2), (torch.bfloat16, 2e-2), (torch.float16, 2e-2)):

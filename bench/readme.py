@@ -30,7 +30,7 @@ def picture() -> str:
 def comparison() -> str:
     """The schedules at the published times of the 1.5B model."""
     job, cards = str(ROOT / "plans" / "paper-1.5b.toml"), ("--set", "hardware.memory_gib=80")
-    return _printed("compare", job, *cards, "--md").rstrip()
+    return _printed("compare", job, *cards, "--format", "md").rstrip()
 
 
 def fidelity() -> str:
@@ -54,7 +54,7 @@ def two_pipes(p: int, m: int) -> str:
     settings += ["costs.comm=0", "costs.act_w=1", "costs.reduce=0"]
     wanted = [part for setting in settings for part in ("--set", setting)]
     schedules = ("--schedules", f"{ONE_PIPE},{TWO_PIPES}")
-    table = _printed("compare", str(ROOT / "plans" / "paper-1.5b.toml"), *schedules, *wanted, "--md", "-v")
+    table = _printed("compare", str(ROOT / "plans" / "paper-1.5b.toml"), *schedules, *wanted, "--format", "md", "-v")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
     kept = [rows[0].index(name) for name in COLUMNS]
     return "\n".join("| " + " | ".join(row[k] for k in kept) + " |" for row in rows)

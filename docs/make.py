@@ -24,7 +24,7 @@ import zbc  # noqa: E402
 from tests.recorded_runs import World, record  # noqa: E402
 from tests.viz import browser  # noqa: E402
 from zbc.api import Plan  # noqa: E402
-from zbc.commands.drawing import card_text  # noqa: E402
+from zbc.commands.cards import card_text  # noqa: E402
 from zbc.compiler.check import survival  # noqa: E402
 from zbc.compiler.compile import compile_job, load_job  # noqa: E402
 from zbc.compiler.cost.cost import Costs  # noqa: E402
@@ -177,7 +177,7 @@ def schedules() -> None:
         write(PAGES / "pictures" / f"{card.name}.svg", svg.draw([one], svg.SvgView(width=WIDTH)))
         write(PAGES / f"{card.name}.md", page(card, one))
     lines = [f"| [{card.name}]({card.name}.md) | {card.summary} | {card.source} |" for card in SCHEDULES.values()]
-    head = "# Schedules\n\nOne page each, made by `make docs` from the cards that `zbc schedules` shows.\n\n"
+    head = "# Schedules\n\nOne page each, made by `make docs` from the cards that `zbc explain schedules` shows.\n\n"
     write(
         PAGES / "README.md",
         head + "| schedule | what it does | source |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n",
@@ -269,7 +269,7 @@ def page(card: ScheduleCard, one: Drawn) -> str:
         f"![{card.name} on four ranks with {many} microbatches](pictures/{card.name}.svg)\n\n"
         f"On four ranks with {many} microbatches, one rank's F, B and W of a microbatch taking 1 each, {found}:\n\n"
         f"| | |\n| --- | --- |\n{rows}\n\n"
-        f"`zbc schedules {card.name}` shows this card:\n\n```\n{card_text(card, width=88)}\n```\n\n"
+        f"`zbc explain {card.name}` shows this card:\n\n```\n{card_text(card, width=88)}\n```\n\n"
         "[All schedules](README.md); [how to read the bubble rates](../reading.md).\n"
     )
 

@@ -103,7 +103,7 @@ jobs = st.fixed_dictionaries(
 @few
 @given(jobs)
 def test_jobs_survive_being_listed_as_a_job_file(values):
-    """`zbc config show` prints an equivalent job file."""
+    """`zbc explain` prints an equivalent job file."""
     fixed = {"model": {"heads": 4, "vocab": 256, "seq_len": 16}, "parallel": {"pp": 4}}
     lines = ["zbc = 1"]
     for name in dict.fromkeys([*fixed, *values]):

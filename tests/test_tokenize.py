@@ -175,7 +175,7 @@ def test_a_bad_line_is_named_by_its_number_in_the_file_also_behind_the_first_pie
 
 def test_the_command_says_what_it_made_and_what_to_write_next(texts, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["data", "tokenize", str(texts), "-o", str(tmp_path / "out.bin")])
+        main(["tokenize", str(texts), "-o", str(tmp_path / "out.bin")])
     out = capsys.readouterr().out
     assert ended.value.code == 0 and "of 18 documents, uint16" in out and "model.vocab = 256" in out
 

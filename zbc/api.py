@@ -149,7 +149,7 @@ class Plan:
         return self.timeline
 
     def bubbles(self) -> Bubbles:
-        """Idle windows of each rank with their cause and the memory free in them, as `zbc bubbles` lists them."""
+        """Idle windows of each rank with their cause and the memory free in them, as `zbc report` lists them."""
         return Bubbles.of(self.name, self.timeline, self.program, self.costs, self._room)
 
     @property
@@ -160,7 +160,7 @@ class Plan:
         return None if self.manifest is None else recall.job_of(self.manifest).room
 
     def noisy(self, noise: Noise) -> Spread:
-        """Steps with op times that jitter or a rank that is slow, as `zbc simulate` prints them. Raises E201, E411."""
+        """Steps with op times that jitter or a rank that is slow, as `zbc report` prints them. Raises E201, E411."""
         if self.sheet is not None:
             check_sheet(self.sheet)
         return spread(self.program, self.costs, noise, barrier=self.barrier)

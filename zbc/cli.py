@@ -20,18 +20,16 @@ from zbc.commands import (
     advice,
     checking,
     comparing,
-    data,
-    differing,
-    doctor,
     drawing,
     exchanging,
-    idling,
+    explaining,
     jobs,
     planning,
     profiling,
     reporting,
+    retired,
     running,
-    simulating,
+    tokenizing,
     tuning,
 )
 from zbc.commands.console import show_error, tell
@@ -41,10 +39,9 @@ from zbc.host.closed_pipe import EXIT_PIPE, open_missing, silence_stdout, to_std
 # How `zbc --help` groups the commands.
 GROUPS = {
     "Plan": ("init", "advise", "plan", "compare", "profile"),
-    "Look": ("visualize", "check", "simulate", "bubbles", "diff", "report"),
-    "Train": ("run", "tune", "data"),
-    "Exchange": ("export", "import"),
-    "Help": ("schedules", "explain", "config", "doctor"),
+    "Look": ("report", "visualize", "check", "explain"),
+    "Train": ("run", "tune", "tokenize"),
+    "Exchange": ("export",),
 }
 
 
@@ -102,23 +99,16 @@ for _name, _command in (
     ("plan", planning.plan),
     ("compare", comparing.compare),
     ("profile", profiling.profile),
-    ("simulate", simulating.simulate),
-    ("bubbles", idling.bubbles),
     ("visualize", drawing.visualize),
     ("check", checking.check),
-    ("diff", differing.diff),
     ("report", reporting.report),
-    ("schedules", drawing.schedules),
     ("run", running.run),
     ("tune", tuning.tune),
+    ("tokenize", tokenizing.tokenize),
     ("export", exchanging.export),
-    ("import", exchanging.import_order),
-    ("explain", jobs.explain),
-    ("doctor", doctor.doctor),
+    ("explain", explaining.explain),
 ):
     app.command(_name)(_command)
-app.add_typer(jobs.config, name="config")
-app.add_typer(data.data, name="data")
 
 
 _PLANS = {"advise", "compare", "plan"}  # commands that run no layers, whose memory collections may free
@@ -127,7 +117,7 @@ _PLANS = {"advise", "compare", "plan"}  # commands that run no layers, whose mem
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 ok, 1 bug, 2 usage, 3 config, 4 plan, 5 infeasible, 6 environment, 7 run failed.
 
-    A command whose reader goes away (`zbc schedules | head -1`) ends quietly, with the code of a closed pipe. The exit
+    A command whose reader goes away (`zbc explain | head -1`) ends quietly, with the code of a closed pipe. The exit
     code is also right if stderr cannot be written.
     """
     open_missing()
@@ -149,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _code(argv: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if (line := retired.now(arguments)) is not None:
+        tell(line)
+        return 2
     try:
         app(arguments, prog_name="zbc")
     except ZbcError as error:

@@ -86,6 +86,13 @@ def _list(numbers: Sequence[int]) -> str:
     return " and ".join(map(str, numbers))
 
 
+def __getattr__(name: str) -> Callable[[Request], Program]:
+    """The schedule classes of torch as plugins: `--schedule torch:ScheduleZBVZeroBubble`."""
+    if name not in NAMES:
+        raise AttributeError(f"{name} is not one of {', '.join(NAMES)}")
+    return lambda request: torch_csv.loads(own_order(name, request.p, request.m, max(2, request.v))).program
+
+
 def own_order(name: str, ranks: int, microbatches: int, chunks: int = 2) -> str:
     """The order of torch's schedule class of this name as CSV, with `chunks` stages per rank if it takes several.
 

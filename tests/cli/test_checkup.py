@@ -1,4 +1,4 @@
-"""`zbc doctor --model`: gradients of a job's stages compared with plain autograd, as text and as JSON."""
+"""`zbc check --gradients`: gradients of a job's stages compared with plain autograd, as text and as JSON."""
 
 import pytest
 
@@ -69,7 +69,7 @@ JOBS = {
     "name", few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers", "shared weights", "dicts"))
 )
 def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
-    ran = zbc("doctor", "--model", job(**JOBS[name]))
+    ran = zbc("check", "--gradients", job(**JOBS[name]))
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
     assert len(lines) <= 10 and all(len(line) <= 80 for line in lines), ran.out
@@ -77,13 +77,13 @@ def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
 
 
 def test_what_ran_is_said(zbc, job):
-    out = zbc("doctor", "--model", job(**{**JOBS["recompute"], "memory": {"activations": {"1": "recompute"}}})).out
+    out = zbc("check", "--gradients", job(**{**JOBS["recompute"], "memory": {"activations": {"1": "recompute"}}})).out
     assert "zb-h1, 4 stages" in out
     assert "1: B and W apart, recomputed" in out and "bit by bit the same" in out
 
 
 def test_the_same_as_json(zbc, job):
-    found = zbc("doctor", "--model", job(**JOBS["split"]), "--json").json()
+    found = zbc("check", "--gradients", job(**JOBS["split"]), "--json").json()
     assert (found["format"], found["version"], found["fine"]) == ("zbc-checkup", 1, True)
     assert found["loss"]["plan"] == found["loss"]["plain"]
     assert len(found["parameters"]) == 8 * 12 + 5 and {p["error"] for p in found["parameters"]} == {0.0}
@@ -92,31 +92,33 @@ def test_the_same_as_json(zbc, job):
 @pytest.mark.parametrize(("loss", "found"), [("leaving:loss", "SystemExit: loss"), ("zoo:no_loss", "ValueError")])
 def test_a_loss_that_fails_is_no_bug_of_zbc(zbc, job, loss, found):
     changes = zoo("averages", kind="zb-h1")
-    ran = zbc("doctor", "--model", job(**{**changes, "model": {**changes["model"], "loss": f"tests.runtime.{loss}"}}))
+    ran = zbc(
+        "check", "--gradients", job(**{**changes, "model": {**changes["model"], "loss": f"tests.runtime.{loss}"}})
+    )
     assert (ran.code, ran.out) == (7, "") and f"error[E703] model: it fails in training: {found}" in ran.err
     assert "in model.loss, for an output float32 [2, 8] and a target float32 [2, 8]\n" in ran.err
     assert "F s1 m0" in ran.err and "Traceback" not in ran.err and "bug in zbc" not in ran.err
 
 
 def test_a_layer_that_does_something_else_is_found_with_every_parameter_it_spoils(zbc, job):
-    ran = zbc("doctor", "--model", job(**zoo("sneaky", kind="zb-h1")))
+    ran = zbc("check", "--gradients", job(**zoo("sneaky", kind="zb-h1")))
     assert ran.code == 6 and ran.out == ""
     assert "error[E510]" in ran.err and "of 8 parameters get another gradient" in ran.err
     assert "layers.1.linear.weight: off by" in ran.err and "docs/models.md" in ran.err
     assert all(len(line) <= 90 for line in ran.err.splitlines())
-    assert zbc("doctor", "--model", "zbc.toml", "--json").json()["errors"][0]["code"] == "E510"
+    assert zbc("check", "--gradients", "zbc.toml", "--json").json()["errors"][0]["code"] == "E510"
 
 
 def test_a_layer_that_mixes_microbatches_only_in_training_is_found_where_the_plan_has_several_in_flight(zbc, job):
-    ran = zbc("doctor", "--model", job(**zoo("reuses_in_secret", kind="zb-h1")))
+    ran = zbc("check", "--gradients", job(**zoo("reuses_in_secret", kind="zb-h1")))
     assert ran.code == 6 and "error[E510]" in ran.err and "layers.0.weight: off by" in ran.err
-    assert zbc("doctor", "--model", job(**zoo("reuses_in_secret", kind="1f1b", pp=1))).code == 0
+    assert zbc("check", "--gradients", job(**zoo("reuses_in_secret", kind="1f1b", pp=1))).code == 0
 
 
 def test_what_cannot_run_is_refused_as_in_training(zbc, job):
-    ran = zbc("doctor", "--model", job(**zoo("lazy")))
+    ran = zbc("check", "--gradients", job(**zoo("lazy")))
     assert ran.code == 6 and "error[E509]" in ran.err
-    ran = zbc("doctor", "--model", "nowhere.toml")
+    ran = zbc("check", "--gradients", "nowhere.toml")
     assert ran.code == 3 and "error[E101]" in ran.err
 
 
@@ -136,12 +138,12 @@ RUN_ONLY = {
 @pytest.mark.parametrize("name", RUN_ONLY)
 def test_what_only_the_ranks_of_a_run_would_refuse_is_refused_too(zbc, job, name):
     which, changes, text = RUN_ONLY[name]
-    ran = zbc("doctor", "--model", job(**zoo(which, **changes)))
+    ran = zbc("check", "--gradients", job(**zoo(which, **changes)))
     assert (ran.code, ran.out) == (6, "") and "error[E509]" in ran.err and text in ran.err
 
 
 def test_gradients_that_are_not_finite_in_plain_autograd_either_are_told_apart(zbc, job):
-    ran = zbc("doctor", "--model", job(**zoo("roots", kind="zb-h1")))
+    ran = zbc("check", "--gradients", job(**zoo("roots", kind="zb-h1")))
     assert (ran.code, ran.out) == (7, "")
     assert "error[E704] model: the gradients of 6 of 8 parameters are not finite, by plain autograd as" in ran.err
     assert "\n   layers.0.weight\n" in ran.err and "set_detect_anomaly" in ran.err
@@ -150,17 +152,12 @@ def test_gradients_that_are_not_finite_in_plain_autograd_either_are_told_apart(z
 def test_a_loss_that_is_no_number_is_not_all_right(zbc, job):
     chosen = zoo("inline")
     ran = zbc(
-        "doctor", "--model", job(**{**chosen, "model": {**chosen["model"], "loss": "tests.runtime.losses:unknown"}})
+        "check", "--gradients", job(**{**chosen, "model": {**chosen["model"], "loss": "tests.runtime.losses:unknown"}})
     )
     assert (ran.code, ran.out) == (7, "") and "error[E704] model: the loss is nan" in ran.err
 
 
 def test_a_setting_on_the_command_line(zbc, job):
     job(data={"kind": "synthetic"})
-    out = zbc("doctor", "--model", "zbc.toml", "--set", 'schedule.kind="zb-v"').out
+    out = zbc("check", "--gradients", "zbc.toml", "--set", 'schedule.kind="zb-v"').out
     assert "zb-v, 8 stages" in out
-
-
-def test_the_machine_as_json(zbc):
-    found = zbc("doctor", "--json").json()
-    assert found["format"] == "zbc-doctor" and found["torch"]

@@ -141,10 +141,6 @@ def test_commands_to_go_on_with_quote_names_of_folders(zbc, job):
     assert "zbc visualize 'a b'" in out
     assert "zbc run 'a b' --local 4" in out
     assert "zbc plan 'c d/zbc.toml'" in zbc("init", "c d").out
-    zbc("export", "zbc.toml", "--to", "torch-csv", "-o", "e f.csv")
-    out = zbc("import", "e f.csv", "-o", "g h.toml").out
-    assert "zbc plan 'g h.toml'" in out
-    assert "zbc visualize 'e f.csv'" in out
 
 
 def test_set_and_schedule_win_over_the_file(zbc, job):
@@ -347,7 +343,7 @@ def test_compare_counts_the_messages_a_rank_sends(zbc, job):
 
 def test_compare_shows_what_two_replicas_cost_in_parameters_and_traffic(zbc, job):
     """Chimera holds every stage twice and sums every gradient over both: in a ring of two, each sends all of it."""
-    text = zbc("compare", job(layers=10), "--schedules", "1f1b,chimera,bitpipe,hanayo", "--csv").out
+    text = zbc("compare", job(layers=10), "--schedules", "1f1b,chimera,bitpipe,hanayo", "--format", "csv").out
     rows = {row["schedule"]: row for row in csv.DictReader(io.StringIO(text))}
     params = {name: float(row["parameter_gib"]) for name, row in rows.items()}
     sums = {name: float(row["gradient_traffic_gib"]) for name, row in rows.items()}
@@ -391,7 +387,7 @@ def test_chunks_of_the_file_are_for_schedules_that_leave_them_open(zbc, job):
 
 
 def test_compare_as_csv_is_numbers_with_the_reason_at_the_end(zbc, job):
-    text = zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND, "--csv").out
+    text = zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND, "--format", "csv").out
     rows = list(csv.DictReader(io.StringIO(text)))
     assert {row["schedule"] for row in rows} == set(FIXED)
     for row in rows:
@@ -407,7 +403,7 @@ def test_compare_as_csv_is_numbers_with_the_reason_at_the_end(zbc, job):
 def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
     """The layers of a factory are unknown before it is called."""
     job(model={"family": "somewhere:layers"}, data={"kind": "somewhere:data"})
-    (row,) = csv.DictReader(io.StringIO(zbc("compare", "zbc.toml", "--schedules", "1f1b", "--csv").out))
+    (row,) = csv.DictReader(io.StringIO(zbc("compare", "zbc.toml", "--schedules", "1f1b", "--format", "csv").out))
     assert (row["peak_gib"], float(row["peak_activation_units"]), row["sends_per_rank"]) == ("", 4.0, "12.0")
     assert re.search(r" 4\.00 +\? +\? +\? +12 +\? ", zbc("compare", "zbc.toml", "--schedules", "1f1b", "-v").out)
     assert "GiB" not in zbc("compare", "zbc.toml", "--schedules", "1f1b").out.splitlines()[0]
@@ -419,7 +415,9 @@ def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
 
 
 def test_compare_as_markdown_is_one_table_that_names_both_bubbles(zbc, job):
-    lines = zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND, "--md", "-v").out.strip().split("\n")
+    lines = (
+        zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND, "--format", "md", "-v").out.strip().split("\n")
+    )
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 2 + len(FIXED)
     assert "of makespan" in lines[0]
@@ -501,10 +499,10 @@ def test_a_picture_can_be_written_to_a_file(zbc, job):
 
 
 def test_schedules_lists_all_within_a_terminal_and_each_has_a_card_with_a_picture(zbc):
-    out = zbc("schedules").out
+    out = zbc("explain", "schedules").out
     for name, card in SCHEDULES.items():
         assert name in out
-        shown = zbc("schedules", card.aliases[0] if card.aliases else name.upper()).out
+        shown = zbc("explain", "schedules", card.aliases[0] if card.aliases else name.upper()).out
         assert " ".join(shown.split()).startswith(f"{name}: {card.summary}")
         for text in (card.source, card.makespan, card.span, card.memory, f"{name}: 4 ranks"):
             assert text in " ".join(shown.split())
@@ -535,10 +533,10 @@ def test_init_writes_into_the_current_directory(zbc):
     assert Path("zbc.toml").is_file()
 
 
-def test_config_show_is_a_job_file_of_the_same_job_with_the_origin_of_each_value(zbc, job):
+def test_explain_of_a_job_is_a_job_file_of_the_same_job_with_the_origin_of_each_value(zbc, job):
     changes = ["--set", "train.steps=7", "--schedule", "zb-h1"]
     tables = {"optimizer": {"schedule": {"kind": "cosine"}}, "schedule": {"ramp": [{"microbatches": 1, "steps": 1}]}}
-    out = zbc("config", "show", job(data={"args": {"a-b": [1, "x"], "c": True}, "kind": "m:f"}, **tables), *changes).out
+    out = zbc("explain", job(data={"args": {"a-b": [1, "x"], "c": True}, "kind": "m:f"}, **tables), *changes).out
     for line, origin in [
         ("hidden = 32", "zbc.toml:5:10"),
         ("steps = 7", "--set train.steps=7"),
@@ -553,53 +551,39 @@ def test_config_show_is_a_job_file_of_the_same_job_with_the_origin_of_each_value
     assert first.training() == second.training()
 
 
-def test_config_schema_is_a_json_schema(zbc):
-    schema = zbc("config", "schema").json()
+def test_keys_are_a_json_schema_and_a_list_with_their_meaning(zbc):
+    schema = zbc("explain", "keys", "--json").json()
     assert schema["properties"]["schedule"]
     assert schema["$schema"].startswith("https://json-schema.org/")
+    assert "\nschedule.microbatches\n    " in zbc("explain", "keys").out
 
 
-def test_doctor_says_what_this_machine_can_do(zbc):
-    ran = zbc("doctor")
-    assert ran.code == 0
+def test_explain_says_what_this_machine_can_do(zbc):
+    ran, found = zbc("explain", "machine"), zbc("explain", "machine", "--json").json()
+    assert ran.code == 0 and found["format"] == "zbc-doctor" and found["torch"]
     for label in ("zbc", "python", "torch", "cpu", "devices", "transports", "folder", "can"):
         assert re.search(rf"^{label} ", ran.out, re.MULTILINE)
 
 
-def test_doctor_works_without_torch(zbc, monkeypatch):
+def test_explain_machine_works_without_torch(zbc, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    ran = zbc("doctor")
+    ran = zbc("explain", "machine")
     assert ran.code == 0
     assert "cannot be imported" in ran.out
     assert "not run plans: install torch first" in ran.out
-
-
-def test_every_command_has_one_line_that_is_not_cut_and_arguments_in_one_pair_of_brackets(zbc, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    before, _, rest = zbc("--help").out.partition("\nPlan:")
-    lines = rest.split("\n")
-    assert "--install-completion" in before + rest
-    commands = [line.split()[0] for line in lines if line.startswith("  ")]
-    assert len(commands) >= 17 and all(
-        line.endswith(".") and not line.endswith("...") for line in lines if line.startswith("  ")
-    )
-    for command in [[name] for name in commands] + [["config", "show"], ["config", "schema"], ["data", "tokenize"]]:
-        shown = zbc(*command, "--help").out
-        assert not re.search(r"\[\[|\]\]|\.\.\.\}|<int", shown), shown
-        assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_the_list_of_schedules_fits_eighty_columns_and_has_more_where_there_is_room(zbc, monkeypatch):
     heads = {}
     for width in (80, 95, 160):
         monkeypatch.setenv("COLUMNS", str(width))
-        lines = zbc("schedules").out.splitlines()
+        lines = zbc("explain", "schedules").out.splitlines()
         heads[width] = lines[0].split()
         assert max(len(line.rstrip()) for line in lines) <= width
         assert sum(line.startswith((*SCHEDULES, "auto")) for line in lines) == len(SCHEDULES) + 1
         assert ("No room for" in lines[-1]) is (width < 160)
     assert len(heads[80]) < len(heads[95]) < len(heads[160])
-    assert "best of all schedules" in zbc("schedules", "auto").out
+    assert "best of all schedules" in zbc("explain", "auto").out
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_bytes_of_messages_are_boundaries_times_sends(zbc, job):
     (entry,) = zbc("compare", job(), "--schedules", "1f1b", "--json").json()["schedules"]
     tensor = 2 * 16 * 32 * 4
     assert [rank["sent_bytes"] for rank in entry["per_rank"]] == [8 * tensor, 16 * tensor, 16 * tensor, 8 * tensor]
-    (row,) = csv.DictReader(io.StringIO(zbc("compare", "zbc.toml", "--schedules", "1f1b", "--csv").out))
+    (row,) = csv.DictReader(io.StringIO(zbc("compare", "zbc.toml", "--schedules", "1f1b", "--format", "csv").out))
     assert float(row["sent_gib"]) == pytest.approx(16 * tensor / 2**30, abs=1e-9)
 
 
@@ -126,7 +126,17 @@ def test_crossings_are_named_in_the_table_and_in_json(zbc, job):
 
 def test_values_that_were_swept_in_quotes_are_shown_without_them(zbc, job):
     sweep = ("--schedules", "1f1b,gpipe", "--sweep", """schedule.memory_limit="1x",'3x'""")
-    for form in ((), ("--csv",), ("--md",)):
+    for form in (
+        (),
+        (
+            "--format",
+            "csv",
+        ),
+        (
+            "--format",
+            "md",
+        ),
+    ):
         out = zbc("compare", job(**UNIT), *sweep, *form).out.partition("\nnext:")[0]
         assert "1x" in out and "3x" in out and '"1x' not in out and "'3x" not in out
 
@@ -190,16 +200,18 @@ def plans(planned, folder):
 
 
 def test_a_plan_does_not_differ_from_itself(zbc, plans):
-    ran = zbc("diff", "1f1b", "1f1b")
+    ran = zbc("compare", "1f1b", "1f1b")
     assert ran.code == 0
     assert "the same ops in the same order on every rank" in ran.out
     changes = [line.split()[-1] for line in ran.out.split("\n") if line.startswith(("makespan", "peak", "span"))]
     assert set(changes) == {"="}
-    assert zbc("diff", "1f1b", "1f1b", "--all", "--json").json()["same_order"] is True
+    assert zbc("compare", "1f1b", "1f1b", "--format", "json").json()["same_order"] is True
+    ran = zbc("compare", "1f1b", "zb-v", "--sweep", "costs.comm=0,1")
+    assert ran.code == 2 and "--sweep: works with one job" in " ".join(ran.err.split())
 
 
 def test_two_orders_are_aligned_op_by_op(zbc, plans):
-    out = zbc("diff", "1f1b", "eager-1f1b").out
+    out = zbc("compare", "1f1b", "eager-1f1b").out
     assert "15 ops moved" in out
     assert "only in" not in out
     lines = out.split("\n")
@@ -212,7 +224,7 @@ def test_two_orders_are_aligned_op_by_op(zbc, plans):
 
 
 def test_the_numbers_of_both_plans_and_their_change_are_there(zbc, plans):
-    document = zbc("diff", "1f1b", "zb-v", "--json").json()
+    document = zbc("compare", "1f1b", "zb-v", "--json").json()
     assert (document["format"], document["version"]) == ("zbc-diff", 1)
     for side, name in (("first", "1f1b"), ("second", "zb-v")):
         report = zbc("check", name, "--json").json()
@@ -227,11 +239,11 @@ def test_the_numbers_of_both_plans_and_their_change_are_there(zbc, plans):
     order = [op for op in StoredPlan.read(Path("zb-v")).program.ranks[0] if op.kind.computes]
     step = order.index(Op(Kind.F, 7, 0))
     assert {"op": "F s7 m0", "first_step": None, "second_step": step} in changed["changes"]
-    assert "placement  4 stages -> 8" in zbc("diff", "1f1b", "zb-v").out
+    assert "placement  4 stages -> 8" in zbc("compare", "1f1b", "zb-v").out
 
 
 def test_long_listings_are_cut_unless_asked_for(zbc, plans):
-    short, long = (zbc("diff", "1f1b", "zb-v", *more).out for more in ((), ("-v",)))
+    short, long = (zbc("compare", "1f1b", "zb-v", *more).out for more in ((), ("-v",)))
     assert "more lines: -v" in short
     assert "more lines" not in long
     assert len(long) > len(short) + 1000
@@ -239,15 +251,15 @@ def test_long_listings_are_cut_unless_asked_for(zbc, plans):
 
 def test_a_csv_and_a_job_are_compared_too(zbc, plans):
     assert zbc("export", "1f1b", "--to", "torch-csv", "-o", "order.csv").code == 0
-    assert "the same ops" in zbc("diff", "1f1b", "order.csv").out
-    assert "the same ops" in zbc("diff", "order.csv", "zbc.toml").out
-    assert "error[E401]" in zbc("diff", "order.csv", "nothing").err
+    assert "the same ops" in zbc("compare", "1f1b", "order.csv").out
+    assert "the same ops" in zbc("compare", "order.csv", "zbc.toml").out
+    assert "error[E401]" in zbc("compare", "order.csv", "nothing").err
     assert Path("order.csv").exists()
 
 
 @pytest.mark.parametrize("more", [(), ("-v",)], ids=["brief", "all"])
 def test_a_latex_table_has_as_many_cells_in_every_line(zbc, job, more):
-    ran = zbc("compare", job(**UNIT), "--schedules", "1f1b,zb-v", "--sweep", "costs.comm=0,1", "--tex", *more)
+    ran = zbc("compare", job(**UNIT), "--schedules", "1f1b,zb-v", "--sweep", "costs.comm=0,1", "--format", "tex", *more)
     begin, top, *lines, bottom, end = ran.out.strip().splitlines()
     assert (top, bottom, end) == ("\\toprule", "\\bottomrule", "\\end{tabular}")
     spec = begin.removeprefix("\\begin{tabular}{").removesuffix("}")
@@ -258,19 +270,21 @@ def test_a_latex_table_has_as_many_cells_in_every_line(zbc, job, more):
 
 def test_a_latex_table_has_a_dash_for_what_is_not_known(zbc, job):
     limit = ("--set", "schedule.memory_limit=0.3x", "--schedules", "1f1b,v-min")
-    lines = zbc("compare", job(pp=8, layers=16, m=8), *limit, "--tex").out.splitlines()
+    lines = zbc("compare", job(pp=8, layers=16, m=8), *limit, "--format", "tex").out.splitlines()
     assert any(" & -- & " in line for line in lines) and not any("?" in line for line in lines if line[0] != "%")
 
 
 def test_what_cannot_be_planned_is_a_comment_of_a_latex_table(zbc, job):
-    ran = zbc("compare", job(), "--schedules", "1f1b,chimera", "--set", "optimizer.sync=two-versions", "--tex", "-v")
+    ran = zbc(
+        "compare", job(), "--schedules", "1f1b,chimera", "--set", "optimizer.sync=two-versions", "--format", "tex", "-v"
+    )
     (line,) = [line for line in ran.out.splitlines() if line.startswith("% ")]
     assert line.startswith("% chimera: [E1")
 
 
 def test_steps_are_drawn_against_the_numbers_of_any_key(zbc, job):
     sweep = ("--sweep", "hardware.link_gbps=1,10,100", "--sweep", "schedule.microbatches=8,16")
-    zbc("compare", job(), "--schedules", "1f1b,zb-v", *sweep, "--svg", "a.svg", "--csv")
+    zbc("compare", job(), "--schedules", "1f1b,zb-v", *sweep, "-o", "a.svg")
     picture = Path("a.svg").read_text()
     assert "<title>Steps by hardware.link_gbps</title>" in picture
     assert picture.count("<polyline") == 4 and picture.count("<circle") == 12  # a curve for each number of microbatches
@@ -278,7 +292,7 @@ def test_steps_are_drawn_against_the_numbers_of_any_key(zbc, job):
 
 
 def test_nothing_is_drawn_where_no_numbers_are_swept(zbc, job):
-    ran = zbc("compare", job(), "--schedules", "1f1b,zb-v", "--svg", "a.svg")
+    ran = zbc("compare", job(), "--schedules", "1f1b,zb-v", "-o", "a.svg")
     assert ran.code == 3 and "E109" in ran.err and "two or more values of a key" in ran.err
     assert not Path("a.svg").exists()
 

@@ -207,17 +207,17 @@ ANYWHERE = [
         "check {}",
         "check {}.csv",
         "compare {}",
-        "simulate {}",
+        "report {}.csv",
         "visualize {}",
-        "diff {} plan",
+        "compare {} plan",
     ),
-    *("report {}", "config show {}", "doctor --model {}", "profile --from-trace {}", "profile zbc.toml -o {}"),
+    *("report {}", "explain {}.toml", "check {} --gradients", "profile --from-trace {}", "profile zbc.toml -o {}"),
     *("run {} --local 2", "run plan --local 2 --save-hf {}", "run plan --local 2 --resume {}", "run text --local 2"),
     *(
         "advise {} --gpus 8",
         "init {}",
         "init new --from-hf {}",
-        "import {}.csv",
+        "init new --schedule {}.csv",
         "plan zbc.toml -o {}",
         "plan zbc.toml --dump-ir {}",
     ),
@@ -228,9 +228,9 @@ ANYWHERE = [
         "visualize plan -o {}/a.svg",
     ),
     *(
-        "data tokenize {} -o o.bin",
-        "data tokenize zbc.toml -o {}.bin",
-        "data tokenize zbc.toml -o o.bin --tokenizer {}",
+        "tokenize {} -o o.bin",
+        "tokenize zbc.toml -o {}.bin",
+        "tokenize zbc.toml -o o.bin --tokenizer {}",
     ),
     *("export plan --to torch-csv -o {}", "run tokens --local 2", "plan zbc.toml -q --set=model.pretrained={}"),
 ]
@@ -277,9 +277,9 @@ def test_what_a_set_or_a_sweep_misspells_is_named_where_it_was_given(zbc, job):
 
 def test_a_folder_in_place_of_a_job_and_five_in_place_of_five_percent_are_refused_with_what_was_meant(zbc, job):
     fails(zbc("plan", "."), 3, "E101", hint="a job file, or the directory of a plan")
-    ran = zbc("simulate", job(), "--jitter", "5")
+    ran = zbc("report", job(), "--jitter", "5")
     assert ran.code == 2 and "write 5% or 0.05" in ran.err
-    assert zbc("simulate", "zbc.toml", "--jitter", "0.05", "--straggler", "200%", "--trials", "2").code == 0
+    assert zbc("report", "zbc.toml", "--jitter", "0.05", "--straggler", "200%").code == 0
 
 
 def test_an_unknown_schedule_on_the_command_line_is_named_as_the_place(zbc, job):
@@ -356,8 +356,11 @@ def test_a_limit_in_bytes_of_a_model_that_nobody_has_weighed_is_refused_without_
         (["visualize", "zbc.toml", "--by", "slot", "--as", "html"], "--by slot: works with --as term"),
         (["visualize", "zbc.toml", "--zoom", "0-1", "--as", "html"], "--zoom: works with --as term and --as svg"),
         (["visualize", "zbc.toml", "--from", "3"], "--from: works with a recorded run"),
-        (["doctor", "--set", "model.layers=3"], "--set: works with --model"),
-        (["compare", "zbc.toml", "--csv", "--md"], "choose one"),
+        (["explain", "machine", "--set", "model.layers=3"], "--set change a job"),
+        (["compare", "zbc.toml", "-o", "a.gif"], "ends in none of csv, md"),
+        (["report", "zbc.toml", "--plan", "zbc.toml"], "--plan: works with a log"),
+        *((["report", "zbc.toml", f"--jitter={share}"], "5% or 0.05") for share in ("five", "-5%", "5%%", "nan")),
+        (["check", "zbc.toml", "--fix"], "works on torch CSV"),
         (["visualize", "zbc.toml", "--own-axis", "--as", "html"], "--own-axis: works with --as term"),
         (["visualize", "zbc.toml", "--own-axis", "--zoom", "0-1"], "--zoom shows the same times of all plans"),
         (["visualize", "zbc.toml", "zbc.toml", "--caption", "one"], "1 given for 2 pictures"),
@@ -561,7 +564,7 @@ def test_no_long_work_begins_for_an_output_that_cannot_be_written(zbc, job, fold
             (("export", "gone", "--to", "json", "-o", "new/a/order.json"), 4, "E401"),
             (("visualize", "zbc.toml", "--as", "svg", "-o", f"new/{LONG}"), 6, "E608"),
             (("init", f"new/{LONG}"), 6, "E608"),
-            (("data", "tokenize", "zbc.toml", "-o", f"new/{LONG}"), 6, "E608"),
+            (("tokenize", "zbc.toml", "-o", f"new/{LONG}"), 6, "E608"),
         ],
         lambda case: case[2] != "E301",
     ),
@@ -662,7 +665,7 @@ def test_an_interrupt_ends_with_130(zbc, job, monkeypatch):
     assert (ran.code, "Traceback" in ran.err) == (130, False)
 
 
-@pytest.mark.parametrize("arguments", few([["schedules"], ["explain"], ["config", "schema"]], 1))
+@pytest.mark.parametrize("arguments", few([["explain", "schedules"], ["explain"], ["explain", "keys"]], 1))
 def test_a_reader_that_goes_away_ends_the_command_quietly(arguments, folder):
     command = [sys.executable, "-m", "zbc", *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""`export`, `import`, `check` on torch CSV files, and jobs whose order comes from one."""
+"""`export`, `check` on torch CSV files, and jobs whose order comes from one."""
 
 from pathlib import Path
 
@@ -32,54 +32,33 @@ def test_a_csv_is_checked_like_a_plan(zbc, csv):
 
 
 def test_a_deadlocking_csv_is_refused_and_a_repaired_order_written(zbc, csv):
-    ran = zbc("check", csv(STUCK), "--suggest", "-o", "fixed.csv")
+    ran = zbc("check", csv(STUCK), "--fix", "-o", "fixed.csv")
     assert ran.code == 4
     assert ran.out == ""
     assert "error[E201]" in ran.err
     assert "order.csv: row 1, column 2" in ran.err
     assert "suggested: fixed.csv" in ran.err
-    assert zbc("check", "fixed.csv").code == 0
-
-
-def test_without_a_file_the_suggestion_is_printed(zbc, csv):
-    ran = zbc("check", csv(STUCK), "--suggest")
-    assert ran.code == 4
-    Path("printed.csv").write_text(ran.out)
-    assert zbc("check", "printed.csv").code == 0
-
-
-def test_an_order_that_works_needs_no_suggestion(zbc, csv):
-    assert zbc("check", csv(GOOD), "--suggest", "-o", "fixed.csv").code == 0
-    assert not Path("fixed.csv").exists()
-
-
-def test_suggestions_are_for_csv_files(zbc, job):
-    ran = zbc("check", job(), "--suggest")
-    assert ran.code == 2
-    assert "CSV" in ran.err
+    Path("printed.csv").write_text(zbc("check", "order.csv", "--fix").out)
+    assert zbc("check", "printed.csv").code == zbc("check", "fixed.csv", "--fix", "-o", "again.csv").code == 0
+    assert not Path("again.csv").exists(), "an order that works needs no other"
 
 
 def test_cells_that_are_no_actions_stop_a_suggestion(zbc, csv):
-    ran = zbc("check", csv(STUCK + "2F0garbage\n"), "--suggest", "-o", "fixed.csv")
+    ran = zbc("check", csv(STUCK + "2F0garbage\n"), "--fix", "-o", "fixed.csv")
     assert ran.code == 4
     assert "row 3, column 1   write 2F0" in ran.err
     assert not Path("fixed.csv").exists()
 
 
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-v", "interleaved-1f1b"], ("zb-v",)))
-def test_export_import_and_plan_give_the_same_order(zbc, job, kind):
+def test_an_exported_order_is_planned_the_same(zbc, job, kind):
     """With a given partition: a CSV has none, and an automatic one is searched for a schedule only."""
     job(kind=kind, partition={"mode": "uniform"})
     assert zbc("plan", "zbc.toml", "-o", "first").code == 0
     ran = zbc("export", "first", "--to", "torch-csv", "-o", "order.csv")
     assert (ran.code, ran.out) == (0, "")
     assert zbc("export", "first", "--to", "torch-csv").out == Path("order.csv").read_text()
-    ran = zbc("import", "order.csv", "--job", "zbc.toml", "-o", "again/zbc.toml")
-    assert ran.code == 0, ran.err
-    assert zbc("plan", "again/zbc.toml", "-o", "second").code == 0
-    first, second = (tomli.loads(Path(name).read_text()) for name in ("zbc.toml", "again/zbc.toml"))
-    assert second["schedule"]["file"] == "../order.csv"
-    assert second["model"]["hidden"] == first["model"]["hidden"]
+    assert zbc("plan", "zbc.toml", "--schedule", "order.csv", "-o", "second").code == 0
     for rank in range(4):
         lines = [Path(name, f"rank-000{rank}.json").read_text().split('"ops"')[1] for name in ("first", "second")]
         assert lines[0] == lines[1]
@@ -87,21 +66,16 @@ def test_export_import_and_plan_give_the_same_order(zbc, job, kind):
     assert after["makespan_ms"] == before["makespan_ms"]
 
 
-def test_import_alone_writes_a_small_job_that_plans(zbc, csv):
-    assert zbc("import", csv(GOOD)).code == 0
+def test_init_writes_a_small_job_for_an_order_that_plans(zbc, csv, job):
+    assert zbc("init", "--schedule", csv(GOOD)).code == 0
     report = zbc("plan", "zbc.toml", "--json").json()
     assert (report["schedule"], report["ranks"], report["microbatches"]) == ("order.csv", 2, 2)
-
-
-def test_import_keeps_its_hands_off_a_job_that_is_there(zbc, csv, job):
-    job()
-    ran = zbc("import", csv(GOOD))
-    assert (ran.code, "error[E111]" in ran.err) == (3, True)
+    assert "error[E111]" in zbc("init", "--schedule", "order.csv").err
 
 
 @pytest.mark.parametrize("text", [STUCK, GOOD + "\n"])
-def test_import_writes_nothing_for_an_order_that_does_not_work(zbc, csv, text):
-    assert zbc("import", csv(text)).code == 4
+def test_init_writes_nothing_for_an_order_that_does_not_work(zbc, csv, text):
+    assert zbc("init", "--schedule", csv(text)).code == 4
     assert not Path("zbc.toml").exists()
 
 
@@ -172,38 +146,22 @@ def test_a_csv_is_drawn(zbc, csv):
     assert "error[E201]" in zbc("visualize", csv(STUCK, "stuck.csv")).err
 
 
-def test_the_order_of_a_torch_class_is_imported(zbc, folder):
-    ran = zbc("import", "ScheduleZBVZeroBubble", "--ranks", "2", "--microbatches", "4", "-o", "mine.toml")
-    assert ran.code == 0 and "2 ranks, 4 stages, 4 microbatches" in ran.out, ran.err
-    assert Path("mine.csv").read_text().startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
-    assert zbc("check", "mine.toml").code == 0
-    again = zbc("import", "ScheduleGPipe", "--ranks", "2", "--microbatches", "4", "-o", "mine.toml")
-    assert "error[E111] import: mine.toml exists" in again.err
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [("Schedule1F1B", 2), ("ScheduleInterleaved1F1B", 4), ("ScheduleZBVZeroBubble", 4), ("ScheduleDualPipeV", 4)],
+)
+def test_the_order_of_a_torch_class_is_proven_and_planned(zbc, job, name, stages):
+    checked = zbc("check", job(pp=2, m=4, layers=4), "--schedule", f"torch:{name}", "--json").json()
+    assert (checked["ranks"], checked["stages"], checked["microbatches"]) == (2, stages, 4)
+    exported = zbc("export", "zbc.toml", "--schedule", f"torch:{name}", "--to", "torch-csv").out
+    if name == "ScheduleZBVZeroBubble":
+        assert exported.startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["ScheduleGPipe"], "ScheduleGPipe needs both"),
-        (["ScheduleMine", "--ranks", "2", "--microbatches", "4"], "is not one of Schedule1F1B, ScheduleGPipe, "),
-        (["ScheduleDualPipeV", "--ranks", "4", "--microbatches", "7"], "at least as many microbatches as stages"),
-        (["ScheduleGPipe", "--ranks", "2", "--microbatches", "4", "--job", "none.toml"], "none.toml"),
-    ],
+    ("name", "said"),
+    [("ScheduleMine", "is not one of Schedule1F1B"), ("ScheduleDualPipeV", "at least as many microbatches as stages")],
 )
-def test_a_torch_class_that_gives_no_order_leaves_no_file(zbc, folder, arguments, said):
-    ran = zbc("import", *arguments, "-o", "mine.toml")
-    assert ran.code in (2, 3) and said in " ".join(ran.err.split()), ran.err
-    assert not Path("mine.toml").exists() and not Path("mine.csv").exists()
-
-
-@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleDualPipeV"])
-def test_what_torch_classes_run_is_proven(zbc, folder, name):
-    assert zbc("import", name, "--ranks", "3", "--microbatches", "6", "-o", "mine.toml").code == 0
-    assert zbc("check", "mine.csv").code == 0
-
-
-def test_a_file_by_another_name_is_not_read_as_an_order(zbc, folder):
-    (folder / "picture.svg").write_text("<svg>\n<title>1f1b, 4 ranks</title>\n")
-    ran = zbc("import", "picture.svg")
-    assert (ran.code, ran.out) == (2, "") and "does not end in .csv" in ran.err.replace("\n", " ")
-    assert "E411" not in ran.err and not (folder / "zbc.toml").exists()
+def test_a_torch_class_that_gives_no_order_is_refused(zbc, job, name, said):
+    ran = zbc("plan", job(pp=4, m=7), "--schedule", f"torch:{name}")
+    assert ran.code == 3 and "error[E121]" in ran.err and said in " ".join(ran.err.split())

@@ -75,7 +75,7 @@ def test_weights_that_are_nowhere_are_missed_before_the_run(zbc, job):
 
 def test_tokenizing_what_is_no_text_leaves_nothing(zbc, folder):
     (folder / "data.txt").write_bytes(b"\xff\xfe\x00" * 1000)
-    ran = zbc("data", "tokenize", "data.txt", "-o", "out.bin")
+    ran = zbc("tokenize", "data.txt", "-o", "out.bin")
     assert ran.code == 6 and "E503" in ran.err
     assert [path.name for path in folder.iterdir()] == ["data.txt"]
 
@@ -108,4 +108,4 @@ def test_a_first_search_says_that_it_compiles(zbc, job, tmp_path, monkeypatch):
 
 def test_layers_that_nobody_has_seen_are_said_to_be_tried_by_doctor(zbc, job):
     out = zbc("plan", job(model={"family": "somewhere:layers"}, data={"kind": "somewhere:data"})).out
-    assert "could not be run without numbers" in out and "`zbc doctor --model JOB.toml`" in out and "E502" in out
+    assert "could not be run without numbers" in out and "`zbc check JOB.toml --gradients`" in out and "E502" in out

@@ -236,13 +236,16 @@ def test_the_log_of_a_run_tells_idle_time_too(unrecorded, zbc):
 
 
 def test_bubbles_of_a_run_are_the_measured_ones_and_tile_its_step(run, zbc):
-    found = zbc("bubbles", run, "--json").json()
-    assert found["format"] == "zbc-bubbles" and found["of"].startswith("measured, step")
-    for rank in found["ranks"]:
+    found = zbc("report", run, "--json").json()
+    slow, step = found["bubbles"][2]["busy_ms"], found["makespan"]["measured"]
+    for rank in found["bubbles"]:
         idle = sum(one["length_ms"] for one in rank["windows"])
-        assert idle + rank["busy_ms"] == pytest.approx(found["makespan_ms"])
+        assert idle + rank["busy_ms"] == pytest.approx(step, rel=1e-5)
         assert all(set(one) == {"start_ms", "length_ms", "cause", "before", "free_bytes"} for one in rank["windows"])
-    slow = found["ranks"][2]["busy_ms"]
-    assert slow == max(rank["busy_ms"] for rank in found["ranks"]), "rank 2 is slow"
-    shown = zbc("bubbles", f"{run}/trace/plan").out
-    assert "longest" in shown and zbc("bubbles", run, "-v").out.count("of rank") == 4
+    assert slow == max(rank["busy_ms"] for rank in found["bubbles"]), "rank 2 is slow"
+    shown, planned = zbc("report", f"{run}/trace/plan").out, zbc("report", f"{run}/trace/plan", "--json").json()
+    assert "longest" in shown and zbc("report", run, "-v").out.count("of rank") == 4
+    for rank in planned["ranks"]:
+        assert sum(one["length_ms"] for one in rank["windows"]) + rank["busy_ms"] == pytest.approx(
+            planned["makespan_ms"]
+        )

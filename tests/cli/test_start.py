@@ -15,18 +15,18 @@ from tests.tiers import few
 HEAVY = {"torch", "networkx", "numpy"}
 COMMANDS = [
     "init new",
-    "schedules",
-    "schedules zb-v",
+    "explain schedules",
+    "explain zb-v",
     "plan zbc.toml -o other",
     "check plan",
     "check zbc.toml",
     "compare zbc.toml --schedules 1f1b,zb-h1",
     "export plan --to json",
     "visualize plan",
-    "bubbles plan",
+    "report plan",
     "visualize zbc.toml --by slot",
-    "config show zbc.toml",
-    "config schema",
+    "explain zbc.toml",
+    "explain keys",
     "explain E201",
 ]
 # Runs commands one after the other in one process and prints the loaded modules after each.
@@ -124,7 +124,7 @@ def test_progress_is_seen_on_a_terminal_only_and_not_in_quiet(workplace):
 
 
 def test_completion_of_a_shell_knows_the_schedules(workplace):
-    environment = {**os.environ, "_ZBC_COMPLETE": "complete_bash", "COMP_WORDS": "zbc schedules zb-", "COMP_CWORD": "2"}
+    environment = {**os.environ, "_ZBC_COMPLETE": "complete_bash", "COMP_WORDS": "zbc explain zb-", "COMP_CWORD": "2"}
     command = [sys.executable, "-c", "from zbc.cli import main; main()"]
     found = subprocess.run(
         command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=60, check=False
@@ -132,7 +132,7 @@ def test_completion_of_a_shell_knows_the_schedules(workplace):
     assert {"zb-h1", "zb-h2", "zb-v"} <= set(found.stdout.split())
 
 
-ANSWERS = ["schedules", "--version", "plan zbc.toml", "compare zbc.toml --schedules 1f1b", "explain E110"]
+ANSWERS = ["explain schedules", "--version", "plan zbc.toml", "compare zbc.toml --schedules 1f1b", "explain E110"]
 TALKING = ["--help", *ANSWERS]
 
 

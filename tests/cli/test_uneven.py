@@ -31,7 +31,7 @@ def test_such_a_placement_is_planned_proven_and_drawn(name, zbc, folder, planned
     manifest = json.loads((folder / "plan" / "plan.json").read_text())
     assert manifest["parameters"] == {"chunks": CHUNKS[name]}
     assert zbc("check", "plan").code == 0
-    assert zbc("simulate", "plan").code == 0
+    assert zbc("report", "plan").code == 0
     drawn = zbc("visualize", "plan").out
     assert [f" {rank} |" in drawn for rank in range(RANKS[name] + 1)] == [True] * RANKS[name] + [False]
     for picture in ("order.svg", "order.html", "order.json"):
@@ -39,7 +39,7 @@ def test_such_a_placement_is_planned_proven_and_drawn(name, zbc, folder, planned
     for target in ("json", "dot", "graphml", "perfetto"):
         assert zbc("export", "plan", "--to", target, "-o", f"plan.{target}").code == 0
     assert zbc("plan", "plan", "-o", "again").code == 0
-    assert zbc("diff", "plan", "again").code == 0
+    assert zbc("compare", "plan", "again").code == 0
 
 
 @pytest.mark.parametrize("name", ["fork", "fold"])

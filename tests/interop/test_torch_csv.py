@@ -1,4 +1,4 @@
-"""Torch's CSV files: read back the same, wrong ones named by row and column, deadlocks repaired by `--suggest`."""
+"""Torch's CSV files: read back the same, wrong ones named by row and column, deadlocks repaired by `--fix`."""
 
 import re
 from dataclasses import replace

@@ -93,15 +93,6 @@ def _so_far(row: Row) -> None:
     tell(f"so far: {row.shape}, {row.compiled.schedule}, {'; '.join(throughput_lines(row.compiled.report.rates))}")
 
 
-def best_job(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) -> str:
-    """The text of the job of the first row. Raises as `advise`."""
-    from zbc.compiler.whatif import advise as core
-
-    source = _document(folder, gpus, gpu, None, None, None, ())
-    with progress("planning", 100, quiet=quiet) as advance:
-        return job_text(core.advise(source, _counter(advance)), 1, folder)
-
-
 def parameters_of(folder: Path) -> int:
     """The number of parameters of a Hugging Face model. Raises E520, E521."""
     from zbc.compiler.whatif.advise import state_of

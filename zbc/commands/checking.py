@@ -46,11 +46,14 @@ def check(
     strict: Annotated[
         bool, typer.Option("--strict", help="Also fail if the plan would deadlock with blocking sends.")
     ] = False,
-    suggest: Annotated[
-        bool, typer.Option("--suggest", help="For a CSV that fails: print a working order of its actions.")
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Of a job: compare the gradients of its stages with plain autograd's.")
+    ] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="For a CSV that fails: print a working order of its actions.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write the order of --suggest to a file.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write the order of --fix to a file.")
     ] = None,
     schedule: ScheduleName = None,
     settings: Settings = None,
@@ -65,13 +68,20 @@ def check(
     Proves that the order is complete, paired and free of deadlock, and that a plan fits the memory its job allows. The
     plan of a job is not written.
 
-    With --suggest the exit code is still that of the file as it is.
+    With --fix the exit code is still that of the file as it is. With --gradients two microbatches run on the CPU
+    through the stages of the job's plan and through plain autograd; E510 if a gradient differs.
     """
-    wanted = suggest or output is not None
+    changes = Changes(settings, schedule, profile, budget)
+    if gradients:
+        from zbc.commands.gradients import examine
+
+        examine(target, changes, json=json, quiet=quiet)
+        return
+    wanted = fix or output is not None
     if wanted and target.suffix != ".csv":
-        raise typer.BadParameter("--suggest works on torch CSV files; plans and jobs are made again with `zbc plan`")
+        raise typer.BadParameter("--fix works on torch CSV files; plans and jobs are made again with `zbc plan`")
     try:
-        checked = proven(target, Changes(settings, schedule, profile, budget))
+        checked = proven(target, changes)
     except ZbcError as error:
         if wanted and error.code.startswith("E2"):
             show_order(target, output)

@@ -1,22 +1,24 @@
-"""`compare`: a job under several schedules, ranked, in every printed form."""
+"""`compare`: a job under several schedules, ranked, in every printed form; or two plans."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json as jsonlib
 from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from zbc.commands.console import progress, refuse_unwritable, show, show_json, table
-from zbc.commands.opening import say_if_compiling
+from zbc.commands.console import progress, refuse_unwritable, show, show_json, table, tell, write_text
+from zbc.commands.opening import Changes, say_if_compiling
 from zbc.commands.options import (
     AsJson,
     Budget,
-    JobFile,
     ProfileFile,
     Quiet,
     Settings,
@@ -116,8 +118,24 @@ COLUMNS = (
 )
 
 
+class Format(StrEnum):
+    """The forms of a comparison."""
+
+    CSV = "csv"
+    MD = "md"
+    TEX = "tex"
+    JSON = "json"
+    SVG = "svg"
+
+
 def compare(
-    job: JobFile,
+    target: Annotated[
+        Path, typer.Argument(metavar="JOB.toml", help="A job file, or a plan directory for the job it was made from.")
+    ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(metavar="OTHER", help="Compare these two plans, jobs, CSV files or runs.", show_default=False),
+    ] = None,
     schedules: Annotated[
         str,
         typer.Option(
@@ -135,26 +153,40 @@ def compare(
     settings: Settings = None,
     profile: ProfileFile = None,
     budget: Budget = None,
-    json: AsJson = False,
     jitter: Annotated[
         float | None,
         typer.Option(metavar="10%", parser=share, help="Say how much longer steps get if op times vary by this."),
     ] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
-    md: Annotated[bool, typer.Option("--md", help="Print a Markdown table.")] = False,
-    tex: Annotated[bool, typer.Option("--tex", help="Print a LaTeX table (booktabs).")] = False,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw steps against the numbers of a swept key as SVG.")
+    form: Annotated[
+        Format | None,
+        typer.Option("--format", help="Print this; svg draws steps against the numbers of a swept key."),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write a file too, in the format of its name's ending."),
+    ] = None,
+    json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Plan a job under several schedules and rank them.
+    """Rank a job's schedules, or compare two plans.
 
     The fastest comes first. Rows that do not fit or cannot be planned stay in the table with the reason. If you sweep a
-    number of [hardware], [costs] or [model], each value gets its own ranking, and the table shows at which value the
-    fastest schedule changes; with -v and --json also where any two change places.
+    number of [hardware], [costs] or [model], each value gets its own ranking, and the table shows where the fastest
+    schedule changes; with -v and --json also where any two change places.
+
+    Of two plans: their numbers and, rank by rank, how the order of ops differs.
     """
+    json = json or form is Format.JSON
+    if other is not None:
+        from zbc.commands.differing import differ
+
+        given = {"--sweep": sweep, "--jitter": jitter, "--output": output, "--format": None if json else form}
+        for name in (name for name, value in given.items() if value is not None):
+            raise typer.BadParameter(f"works with one job, not with {target} and {other}", param_hint=name)
+        asked_for = Changes(settings, None if schedules == "all" else schedules, profile, budget)
+        differ(target, other, asked_for, json=json, quiet=quiet, verbose=verbose)
+        return
     from zbc.commands import frontier
     from zbc.compiler.schedules import SCHEDULES
     from zbc.compiler.whatif.compare import Asked, beside_baseline, combinations
@@ -162,49 +194,74 @@ def compare(
     from zbc.compiler.whatif.crossings import changed, crossings
     from zbc.compiler.whatif.noise import Noise
 
-    if json + csv + md + tex > 1:
-        raise typer.BadParameter("choose one of --json, --csv, --md and --tex")
-    if svg is not None:
-        refuse_unwritable(svg)
+    printed = None if output is not None or json else form
+    written = None if output is None else form or _form_of(output)
+    if output is not None:
+        refuse_unwritable(output)
     named = [name.strip() for name in schedules.split(",") if name.strip()]
     if not named:
         raise typer.BadParameter("--schedules names none; write them as zb-h1,zb-v, or all")
     names = [schedule for name in named for schedule in (SCHEDULES if name == "all" else [name])]
     noise = Noise(jitter, trials=_TRIALS) if jitter else None
-    asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget, noise)
+    asked = Asked(target, tuple(settings or ()), profile, 0.0 if budget is None else budget, noise)
     wanted = asked.both_ways(combinations(names, sweep or ()))
     asked, weighed = asked.settled(wanted)
-    say_if_compiling(None, quiet=quiet or json or csv or md or tex)
+    say_if_compiling(None, quiet=quiet or json or printed is not None)
     with progress("planning", len(wanted), quiet=quiet) as done:
         rows = [*beside_baseline(rows_of(asked, wanted, done), asked)]
-    if svg is not None:
-        frontier.write(svg, rows, _without)
     named_all = all(name != "all" for name in named)
-    if csv or md or tex:
-        printed = as_markdown if md else as_tex
-        show(as_csv(rows) if csv else printed(rows, verbose=verbose, everything=named_all))
+    changes_of = partial(crossings, asked, rows)
+
+    def text_of(form: Format) -> str:
+        if form is Format.CSV:
+            return as_csv(rows)
+        if form is Format.SVG:
+            return frontier.svg(rows, _without)
+        if form is Format.JSON:
+            return jsonlib.dumps(document(), indent=1, ensure_ascii=False)
+        return (as_markdown if form is Format.MD else as_tex)(rows, verbose=verbose, everything=named_all)
+
+    def document() -> dict[str, Any]:
+        return {
+            **as_json(rows, changes_of(every=True)),
+            **({"world": [row.as_json() for row in weighed]} if weighed else {}),
+        }
+
+    if output is not None and written is not None:
+        write_text(output, text_of(written) + "\n")
+    if printed is not None:
+        show(text_of(printed))
+    elif json:
+        show_json(document())
     else:
         with progress("where the fastest changes", None, quiet=quiet):
-            changes = crossings(asked, rows, every=verbose or json)
-        if json:
-            show_json({**as_json(rows, changes), **({"world": [row.as_json() for row in weighed]} if weighed else {})})
+            changes = changes_of(every=verbose)
+        pairs = set() if verbose else changed(rows) - {change.pair for change in changes if change.leading}
+        if verbose:
+            show(*as_table(rows, changes))
         else:
-            pairs = set() if verbose else changed(rows) - {change.pair for change in changes if change.leading}
-            if verbose:
-                show(*as_table(rows, changes))
-            else:
-                show(*as_shortlist(rows, changes, more=len(pairs), everything=named_all))
-            show(*frontier.drawn(rows, _without))
-            if (remark := asked.remark()) is not None and not quiet:
-                show("", remark)
-            if weighed and not quiet:
-                show("", f"all at {chosen_of(weighed)}; --sweep parallel.pp=1,2,4 plans others")
-            if rows[0].report is not None and not quiet:
-                first = rows[0]
-                chosen = [*(settings or ()), *(f"{key}={value}" for key, value in first.settings)]
-                show("", f"next: {again('plan', job, first.schedule, chosen, profile)}")
+            show(*as_shortlist(rows, changes, more=len(pairs), everything=named_all))
+        show(*frontier.drawn(rows, _without))
+        if (remark := asked.remark()) is not None and not quiet:
+            show("", remark)
+        if weighed and not quiet:
+            show("", f"all at {chosen_of(weighed)}; --sweep parallel.pp=1,2,4 plans others")
+        if rows[0].report is not None and not quiet:
+            first = rows[0]
+            chosen = [*(settings or ()), *(f"{key}={value}" for key, value in first.settings)]
+            show("", f"next: {again('plan', target, first.schedule, chosen, profile)}")
+    if output is not None and not quiet and not json:
+        tell(f"wrote {output}")
     if all(row.error is not None for row in rows):
         raise typer.Exit(min(row.error.exit_code for row in rows if row.error is not None))
+
+
+def _form_of(output: Path) -> Format:
+    """The format of a file by its ending."""
+    ending = output.suffix.lower()[1:]
+    if ending not in [*Format]:
+        raise typer.BadParameter(f"{output} ends in none of {', '.join(Format)}; add --format", param_hint="-o")
+    return Format(ending)
 
 
 def as_shortlist(

@@ -44,7 +44,7 @@ def _visible() -> type[Console]:
 
 
 def stdout() -> Console:
-    """The console of answers. A reader that goes away (`zbc schedules | head -1`) ends the command quietly."""
+    """The console of answers. A reader that goes away (`zbc explain | head -1`) ends the command quietly."""
 
     class Answers(_visible()):  # type: ignore[misc]
         def on_broken_pipe(self) -> NoReturn:

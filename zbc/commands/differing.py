@@ -1,17 +1,14 @@
-"""`diff`: compares two plans, in numbers and op by op."""
+"""`compare A B`: two plans, in numbers and op by op."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-import typer
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zbc.commands.console import labelled, show, show_json, table
 from zbc.commands.opening import Changes, opened_both
-from zbc.commands.options import AsJson, Budget, PlanJobOrCsv, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.text import aligned, percent, size
 
 if TYPE_CHECKING:
@@ -34,31 +31,12 @@ class Metric(NamedTuple):
     kind: str  # count | ms | rate | units | bytes
 
 
-def diff(
-    left: PlanJobOrCsv,
-    right: Annotated[Path, typer.Argument(metavar="OTHER", help="The second plan, job or CSV file.")],
-    everything: Annotated[
-        bool, typer.Option("--all", help="Compare transfers and step-level ops too, not only compute.")
-    ] = False,
-    schedule: ScheduleName = None,
-    settings: Settings = None,
-    profile: ProfileFile = None,
-    budget: Budget = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
-    """Compare two plans, jobs or CSV files.
-
-    Shows their numbers and, rank by rank, how the order of ops differs.
-    """
+def differ(left: Path, right: Path, changes: Changes, *, json: bool, quiet: bool, verbose: bool) -> None:
+    """Prints the numbers of two plans, jobs, CSV files or runs and, rank by rank, how the order of ops differs."""
     from zbc.api import as_plan
-    from zbc.compiler.report.difference import difference
 
-    changes = Changes(settings, schedule, profile, budget)
     first, second = map(as_plan, opened_both((left, right), changes))
-    pair = (first.complete, second.complete) if everything else (first.program, second.program)
-    ranks = difference(*pair, compute_only=not everything)
+    ranks = first.diff(second)
     numbers = list(metrics(first, second))
     if json:
         show_json(_document(first, second, numbers, ranks))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from zbc.commands.jobs import template_text
 from zbc.errors import ZbcError
@@ -20,22 +17,17 @@ _SMALL = 2e9  # most parameters of a model that is tried on a CPU
 _LONGEST = 2048  # tokens per sequence to begin with; the longest of a model can be far more than fits
 
 
-def job_text(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) -> str:
-    """The text of a zbc.toml that starts from the weights of `folder`, on `gpus` GPUs or on this machine's CPU.
+def job_text(folder: Path) -> str:
+    """The text of a zbc.toml that starts from the weights of `folder`, on this machine's CPU.
 
-    For a model too large for a CPU it asks for GPUs. Raises E520, E521, and E105 without a terminal to ask.
+    Raises E520, E521, and E105 for a model too large for a CPU.
     """
     from zbc.commands import advising
 
     count = advising.parameters_of(folder)
-    if count > _SMALL and gpus is None and gpu is None and sys.stdin.isatty() and sys.stderr.isatty():
-        gpus = typer.prompt(f"{count / 1e9:.3g}B parameters: on how many GPUs", type=int, err=True)
-        gpu = typer.prompt("which (`zbc explain gpu` lists them)", default="h100-sxm", err=True)
-    if count > _SMALL and (gpus is None or gpu is None):
-        text = f"init: a model of {count / 1e9:.3g}B parameters is for GPUs, and --gpus or --gpu is missing"
-        raise ZbcError("E105", text, hint=f"zbc init DIR --from-hf {folder} --gpus 64 --gpu h100-sxm")
-    if gpus is not None or gpu is not None:
-        return advising.best_job(folder, gpus, gpu, quiet=quiet)
+    if count > _SMALL:
+        text = f"init: a model of {count / 1e9:.3g}B parameters is for GPUs, and init writes jobs for this machine"
+        raise ZbcError("E105", text, hint=f"zbc advise {folder} --gpus 64 --gpu h100-sxm -o zbc.toml")
     source = folder / hfconfig.CONFIG
     model, differences = hfplanned.model_of(hfconfig.read_config(folder), str(source))
     lines = [

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zbc.commands.console import table, write_text
+from zbc.commands.console import table
 from zbc.errors import ZbcError
 from zbc.text import GIB, short
 from zbc.viz.frontier import LETTERS, Axis, Curve, numbers, of_svg, of_text, values_of
@@ -45,18 +44,20 @@ def drawn(rows: Sequence[ComparedPlan], name: Name) -> Iterator[RenderableType]:
         yield table(["", "", *heads], numbers(chart.curves), left=2)
 
 
-def write(path: Path, rows: Sequence[ComparedPlan], name: Name) -> None:
-    """Writes the chart of the first world as SVG, against the limit or else the key with most numbers. Raises E109 if
-    no key is swept over numbers."""
+def svg(rows: Sequence[ComparedPlan], name: Name) -> str:
+    """The chart of the first world as SVG, against the limit or else the key with most numbers.
+
+    Raises E109 if no key is swept over numbers.
+    """
     keys = dict.fromkeys(key for row in rows for key, _ in row.settings)
     charts = [chart for key in keys for chart in _charts(rows, key, name)[:1]]
     if not charts:
         hint = """write --sweep schedule.memory_limit='"0.25x","0.5x","1x"', or --sweep hardware.link_gbps=50,100,400"""
-        raise ZbcError("E109", f"config: --svg {path} draws steps against two or more values of a key", hint=hint)
+        raise ZbcError("E109", "config: svg draws steps against two or more values of a key", hint=hint)
     best = max(charts, key=lambda chart: (chart.axis in _UNITS.values(), len(values_of(chart.curves))))
     title = "What less memory costs" if best.axis in _UNITS.values() else f"Steps by {best.axis.words}"
     worlds = f", {_told(best.world)}" if best.world else ""
-    write_text(path, of_svg(best.curves, best.axis, title + worlds))
+    return of_svg(best.curves, best.axis, title + worlds)
 
 
 def _told(world: Sequence[Setting]) -> str:

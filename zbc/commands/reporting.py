@@ -1,4 +1,4 @@
-"""`report`: compares a run with its prediction."""
+"""`report`: the numbers of a plan, or of a run beside its prediction."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zbc.commands import foreign
+from zbc.commands import foreign, predicting
 from zbc.commands.console import indented, labelled, show, show_json, table
-from zbc.commands.options import AsJson, Quiet, Verbose
+from zbc.commands.opening import Changes
+from zbc.commands.options import (
+    AsJson,
+    Budget,
+    ProfileFile,
+    Quiet,
+    ScheduleName,
+    Settings,
+    Verbose,
+    share,
+)
 from zbc.commands.quantities import QUANTITY, rates, throughput, times
 from zbc.commands.summary import layer_ranges, ranges
 from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap
@@ -33,32 +43,70 @@ _HEADS = {"sums": "sync"}
 
 
 def report(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN|LOG", help="A run directory, or a log of Megatron-LM or torchtitan.")
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PLAN|JOB.toml|FILE.csv|RUN|LOG",
+            help="A plan, a job, a torch CSV, a run directory, or a log of Megatron-LM or torchtitan.",
+        ),
     ],
+    jitter: Annotated[
+        float | None,
+        typer.Option(
+            metavar="5%", parser=share, help="Vary the time of each op and transfer by this standard deviation."
+        ),
+    ] = None,
+    straggler: Annotated[
+        float | None,
+        typer.Option(metavar="10%", parser=share, help="Make one rank slower by this much, each rank in turn."),
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="PLAN|JOB.toml", help="Of a log: what the same job was planned to do.")
     ] = None,
     phase: Annotated[
         str | None, typer.Option(metavar="NAME", help="The recorded phase of a ramp, such as m4; default: the last.")
     ] = None,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Compare a run with its prediction, and plan it again.
+    """Report the numbers of a plan, or of a run beside its prediction.
 
-    Shows step times, bubble rates, idle time by cause, ops and memory, and the gain of a plan from the measured times.
-    Record some steps first: `zbc run PLAN --trace 10-19`. For a log of Megatron-LM or torchtitan: step times, tokens/s,
-    MFU and memory, compared with a plan.
+    Of a plan or job: the time of a step, how noise spreads it, and when ranks idle, why, and how much memory is free
+    then. Of a run: step times, idle time by cause, ops and memory as measured, and the gain of a plan from the measured
+    times (record some steps first: `zbc run PLAN --trace 10-19`). Of a log: step times, tokens/s, MFU and memory.
     """
-    if isfile(run):  # not run.is_file(), which raises for what cannot be looked at
-        if phase is not None:
-            raise typer.BadParameter("works with a run directory, not with a log", param_hint="--phase")
-        foreign.report(run, plan, json=json, quiet=quiet)
+    changes = Changes(settings, schedule, profile, budget)
+    for option, given, of, kind in (
+        ("--plan", plan, isfile(target) and not _planned(target), "a log"),
+        ("--phase", phase, not isfile(target) and not _planned(target), "a run directory"),
+        ("--jitter", jitter, _planned(target), "a plan, a job or a CSV"),
+        ("--straggler", straggler, _planned(target), "a plan, a job or a CSV"),
+    ):
+        if given is not None and not of:
+            raise typer.BadParameter(f"works with {kind}; {target} is none", param_hint=option)
+    if _planned(target):
+        predicting.report(target, changes, jitter, straggler, json=json, quiet=quiet, verbose=verbose)
         return
-    if plan is not None:
-        raise typer.BadParameter(f"works with a log; {run} is no file, and a run knows its plan", param_hint="--plan")
+    changes.refuse(target)
+    if isfile(target):  # not target.is_file(), which raises for what cannot be looked at
+        foreign.report(target, plan, json=json, quiet=quiet)
+    else:
+        _of_run(target, phase, json=json, quiet=quiet, verbose=verbose)
+
+
+def _planned(target: Path) -> bool:
+    """Whether a path is of a plan, a job or an order."""
+    return target.suffix in (".toml", ".csv") or target.name == "plan.json" or isfile(target / "plan.json")
+
+
+def _of_run(run: Path, phase: str | None, *, json: bool, quiet: bool, verbose: bool) -> None:
+    """Prints the report of a run directory. Raises E430 if it is none, E431 for a damaged file."""
+    from zbc.api import Run
     from zbc.compiler.recorded import log
     from zbc.compiler.recorded.report import FORMAT, VERSION, build
     from zbc.trace import recording as trace
@@ -76,7 +124,8 @@ def report(
     hidden, loads = log.hidden_of(run), log.loads_of(run)
     if json:
         experts = {} if loads is None else loads.as_json()
-        show_json({**made.as_json(), **log.as_numbers(hidden), **experts, "replan_command": command})
+        idle = {"bubbles": predicting.idle_json(Run(run, recorded).bubbles())}
+        show_json({**made.as_json(), **log.as_numbers(hidden), **experts, **idle, "replan_command": command})
     if json or quiet:
         return
     show(*_summary(run, made, trace.phases(run), hidden, verbose=verbose))
@@ -85,6 +134,9 @@ def report(
     show("", *_findings(made, verbose=verbose))
     show(*_slices(made))
     show(*_memory(made))
+    if verbose:
+        idle_time = Run(run, recorded).bubbles()
+        show("", labelled("idle", idle_time.name), *predicting.idle_parts(idle_time, verbose=True))
     show("", labelled("new plan", *_again(made, command)))
 
 

@@ -436,7 +436,7 @@ _COSTS = {
     "given": ("given in [costs]",),
     "assumed equal": (
         "assumed equal for all layers, which could not be run without numbers:",
-        "`zbc profile JOB.toml` measures them, and `zbc doctor --model JOB.toml`",
+        "`zbc profile JOB.toml` measures them, and `zbc check JOB.toml --gradients`",
         "says whether they can be built and trained",
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +93,7 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     """A user's own generator, `module:function`, Request -> Program."""
     name = job.schedule.plugin or ""
     where = job.where("schedule", "plugin")
-    make = userobject.load(name, "schedule.plugin", code="E121", where=where)
+    make = userobject.load(re.sub("^torch:", "zbc.pipelining:", name), "schedule.plugin", code="E121", where=where)
     program = userobject.call(_asking(make, job), {}, name, "schedule.plugin", code="E121", where=where)
     if not isinstance(program, Program):
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
@@ -143,8 +144,7 @@ def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:
 
 def _refuse_what_is_no_pipeline(placement: Placement, name: str, where: str) -> None:
     """Raises E121 for pipes of different lengths, for stages that are not in a row, and for a rank without any."""
-    homes = {rank for pipe in placement.pipes for rank in pipe}
-    idle = next((rank for rank in range(placement.ranks) if rank not in homes), None)
+    idle = next((rank for rank in range(placement.ranks) if not placement.stages_of(rank)), None)
     problems = [
         (len(set(map(len, placement.pipes))) > 1, "pipes of different lengths", "every pipe holds all stages"),
         (placement.branches, "stages that are not in a row", "leave out the placement's edges"),

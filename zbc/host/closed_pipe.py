@@ -1,4 +1,4 @@
-"""Handles failing standard streams: a reader that goes away (`zbc schedules | head -1`), a full disk, a closed
+"""Handles failing standard streams: a reader that goes away (`zbc explain | head -1`), a full disk, a closed
 terminal, and streams that are closed from the start."""
 
 from __future__ import annotations

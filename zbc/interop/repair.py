@@ -93,7 +93,7 @@ def _missing(program: Program) -> Iterator[ZbcError]:
             done = {kind for way in ways for kind in way if Op(kind, stage, mb) in ops}
             if done not in ways:
                 text = f"csv: stage {stage} does not run F and one backward of microbatch {mb}"
-                hint = "add or drop actions first: --suggest changes the order only"
+                hint = "add or drop actions first: --fix changes the order only"
                 yield ZbcError("E414", text, where=f"row {program.placement.rank_of(stage) + 1}", hint=hint)
 
 

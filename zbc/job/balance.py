@@ -27,7 +27,7 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
         return
     if data.kind == "text":
         text = "config: data.balance needs the length of each sample, and text is one long sample"
-        hint = 'make documents of it with `zbc data tokenize`, and use kind = "tokens"'
+        hint = 'make documents of it with `zbc tokenize`, and use kind = "tokens"'
         yield ZbcError("E117", text, where=where(("data", "balance")), hint=hint)
     if data.balance == "tokens":
         return

@@ -102,7 +102,7 @@ def _writing_rules(draft: Draft) -> Iterator[ZbcError]:
 def _path_rules(data: Data, document: toml.Document) -> Iterator[ZbcError]:
     if data.kind == "tokens" and not data.path:
         text = "config: data.path is missing (token files)"
-        hint = 'add path = "train.bin"; `zbc data tokenize` makes such files'
+        hint = 'add path = "train.bin"; `zbc tokenize` makes such files'
         yield ZbcError("E105", text, where=document.where(("data",), key=True), hint=hint)
     if data.dtype is not None and data.kind != "tokens":
         text = f'config: data.dtype is for kind = "tokens", kind is "{data.kind}"'
@@ -189,7 +189,7 @@ def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
         given = " and ".join(chosen) or "none"
         text = f"config: [schedule] needs one of kind, file and plugin, found {given}"
         key = ("schedule", chosen[-1]) if chosen else ("schedule",)
-        hint = "keep one of them" if chosen else 'add kind = "zb-v"; `zbc schedules` lists them'
+        hint = "keep one of them" if chosen else 'add kind = "zb-v"; `zbc explain schedules` lists them'
         yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key), hint=hint)
 
 

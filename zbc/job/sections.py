@@ -182,7 +182,7 @@ class Parallel(Section):
 class Schedule(Section):
     """`[schedule]`: the order of ops."""
 
-    kind: str | None = Field(None, description="a name from `zbc schedules`")
+    kind: str | None = Field(None, description="a name from `zbc explain schedules`")
     microbatches: Count = Field(description="microbatches per step and pipeline")
     batch: Count | None = Field(
         None, description="samples per step, instead of microbatches; needed with parallel.world"

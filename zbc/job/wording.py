@@ -148,7 +148,7 @@ def _fix(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
     field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
     if field is not None and field.description is not None:
         return f"{path[1]}: {field.description}"
-    return "`zbc config schema` has the type of every key"
+    return "`zbc explain keys --json` has the type of every key"
 
 
 def _number(found: Any) -> float | int | None:

@@ -1,4 +1,4 @@
-"""Pipelines whose stages are no layers: `[pipeline]` of a file for `zbc simulate`, and nothing else.
+"""Pipelines whose stages are no layers: `[pipeline]` of a file for `zbc report`, and nothing else.
 
     [pipeline]
     tokens = 20

@@ -49,10 +49,10 @@ def describe(path: Path, dtype: str | None = None) -> Tokens:
             raise IsADirectoryError(21, "Is a directory")
         text = sidecar(path).read_bytes() if os.path.exists(sidecar(path)) else None
     except OSError as error:
-        hint = "`zbc data tokenize TEXT... -o FILE` makes one"
+        hint = "`zbc tokenize TEXT... -o FILE` makes one"
         raise ZbcError("E530", f"data: cannot read {path}: {error.strerror}", hint=hint) from None
     if text is None and dtype is None:
-        hint = 'set data.dtype = "uint16" if it holds plain numbers of that type, or make it with `zbc data tokenize`'
+        hint = 'set data.dtype = "uint16" if it holds plain numbers of that type, or make it with `zbc tokenize`'
         raise ZbcError("E530", f"data: {sidecar(path)} is missing, which says what {path.name} holds", hint=hint)
     if text is None:
         width = WIDTHS[dtype or "uint16"]

@@ -1,4 +1,4 @@
-"""`zbc data tokenize`: text files to one token file, in pieces; `out.bin.part` until it is whole.
+"""`zbc tokenize`: text files to one token file, in pieces; `out.bin.part` until it is whole.
 
 A piece is some bytes of one file, up to the end of a line. A document is a file, or a line of a .jsonl file (its
 "text"); each ends with the end token.

@@ -1,4 +1,4 @@
-"""`zbc doctor --model`: two microbatches through the stages of a plan and through plain autograd; are gradients equal?
+"""`zbc check --gradients`: two microbatches through the stages of a plan and through plain autograd, compared.
 
 All stages run here, on the CPU, one after the other: with separate B and W, recompute, compilation, and types of
 boundary tensors as in the plan. The reference runs the same layers, unpatched and unpartitioned, with the same data and

@@ -1,4 +1,4 @@
-"""`zbc data`: training data from text."""
+"""`tokenize`: training data from text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from zbc.commands.console import labelled, progress, show, show_json, tell
 from zbc.commands.options import AsJson, Quiet, Verbose
 from zbc.text import size
 
-data = typer.Typer(no_args_is_help=True, help="Make token files.")
 
-
-@data.command("tokenize")
 def tokenize(
     texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="Text or .jsonl files, or folders of them.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.bin", help="The token file.")],

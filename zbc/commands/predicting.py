@@ -1,26 +1,17 @@
-"""`simulate`: the cost of a step, and its spread if op times differ from the given ones."""
+"""`report` of a plan, a job or a CSV: the predicted cost of a step, its spread under noise, and when ranks idle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from zbc.commands.console import indented, labelled, progress, show, show_json, table
 from zbc.commands.opening import Changes, is_job, opened_plan
-from zbc.commands.options import (
-    AsJson,
-    Budget,
-    PlanJobOrCsv,
-    ProfileFile,
-    Quiet,
-    ScheduleName,
-    Settings,
-    Verbose,
-    share,
-)
-from zbc.text import aligned, percent, short, wrap
+from zbc.text import aligned, percent, short, size, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,54 +19,39 @@ if TYPE_CHECKING:
     from zbc.api import Plan
     from zbc.compiler.whatif.noise import Noise, Spread
     from zbc.compiler.whatif.serial import Serial
+    from zbc.compiler.whatif.windows import Bubbles, Window
 
 
-def simulate(
-    target: PlanJobOrCsv,
-    jitter: Annotated[
-        float | None,
-        typer.Option(
-            metavar="5%", parser=share, help="Vary the time of each op and transfer by this standard deviation."
-        ),
-    ] = None,
-    straggler: Annotated[
-        float | None,
-        typer.Option(metavar="10%", parser=share, help="Make one rank slower by this much, each rank in turn."),
-    ] = None,
-    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to simulate.")] = 200,
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed draws the same times.")] = 0,
-    schedule: ScheduleName = None,
-    settings: Settings = None,
-    profile: ProfileFile = None,
-    budget: Budget = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+def report(
+    target: Path,
+    changes: Changes,
+    jitter: float | None,
+    straggler: float | None,
+    *,
+    json: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
-    """Predict the time of a step, and how noise spreads it.
-
-    The order stays as planned; only op times change. Steps follow one another with or without the optimizer's barrier,
-    as in the job.
-    """
+    """Prints the report. The order stays as planned under noise; only op times change."""
     from zbc.compiler.whatif import serial
     from zbc.compiler.whatif.noise import Noise
 
-    if is_job(target) and not settings and (found_serial := serial.read(target)) is not None:
-        if jitter or straggler or schedule or profile or budget is not None:
+    if is_job(target) and not changes.settings and (found_serial := serial.read(target)) is not None:
+        if jitter or straggler or changes != Changes():
             raise typer.BadParameter("a file with [pipeline] has neither noise nor schedules: leave out the options")
         if json:
             show_json(_serial_json(found_serial))
         elif not quiet:
             show(*_serial(found_serial))
         return
-    plan = opened_plan(target, Changes(settings, schedule, profile, budget))
-    noise = Noise(jitter or 0.0, straggler or 0.0, trials, seed)
+    plan = opened_plan(target, changes)
+    noise = Noise(jitter or 0.0, straggler or 0.0)
     spread = None
     if noise.jitter or noise.straggler:
         with progress("simulating", None, quiet=quiet):
             spread = plan.noisy(noise)
     if json:
-        show_json(_as_json(plan, noise, spread))
+        show_json({**_as_json(plan, noise, spread), "ranks": idle_json(plan.bubbles())})
     elif not quiet:
         from zbc.compiler.steps import settled
         from zbc.viz.words import title, verdict
@@ -88,6 +64,7 @@ def simulate(
             show(labelled("noise", "none; --jitter 5% or --straggler 10% says how far it spreads the step"))
         else:
             show(*_spread(plan, noise, spread))
+        show(*idle_parts(plan.bubbles(), verbose=verbose))
 
 
 def _serial(found: Serial) -> Iterator[RenderableType]:
@@ -185,3 +162,58 @@ def _as_json(plan: Plan, noise: Noise, found: Spread | None) -> dict[str, Any]:
         "slow_rank_ms": [None if ms != ms else round(ms, 9) for ms in found.slow],
         "steps_ms": [round(ms, 9) for ms in found.steps],
     }
+
+
+# ---- windows in which ranks idle ----------------------------------------------------------------------------
+
+
+def idle_json(found: Bubbles) -> list[dict[str, Any]]:
+    """Busy time and idle windows of each rank, which add up to the makespan."""
+    return [
+        {
+            "rank": rank,
+            "busy_ms": round(busy, 9),
+            "windows": [
+                {**window._asdict(), "start_ms": round(window.start_ms, 9), "length_ms": round(window.length_ms, 9)}
+                for window in windows
+            ],
+        }
+        for rank, (busy, windows) in enumerate(zip(found.busy_ms, found.windows, strict=True))
+    ]
+
+
+def idle_parts(found: Bubbles, *, verbose: bool) -> Iterator[RenderableType]:
+    """Idle time of each rank by cause; with `verbose` its windows."""
+    from zbc.compiler.sim.simulate import Idle
+
+    heads = ("rank", "idle ms", "of it", "windows", "longest", *(cause.replace("_", "-") for cause in Idle._fields))
+    idle = [sum(window.length_ms for window in windows) for windows in found.windows]
+    longest = [max((window.length_ms for window in windows), default=0.0) for windows in found.windows]
+    causes = [_by_cause(windows) for windows in found.windows]
+    columns = [aligned(idle), [percent(ms / found.makespan_ms if found.makespan_ms else 0.0) for ms in idle]]
+    columns += [[str(len(windows)) for windows in found.windows], aligned(longest)]
+    columns += [aligned([ms[cause] for ms in causes]) for cause in Idle._fields]
+    yield labelled("ranks", "ms of idle time, and by cause" + ("" if verbose else "; -v lists the windows"))
+    yield indented(table(heads, zip(map(str, range(len(idle))), *columns, strict=True)))
+    if verbose:
+        for rank, windows in enumerate(found.windows):
+            yield labelled("windows", f"of rank {rank}")
+            yield indented(_listed(windows))
+
+
+def _by_cause(each: Sequence[Window]) -> dict[str, float]:
+    by_cause: dict[str, float] = defaultdict(float)
+    for window in each:
+        by_cause[window.cause] += window.length_ms
+    return by_cause
+
+
+def _listed(each: Sequence[Window]) -> RenderableType:
+    starts, lengths = aligned([window.start_ms for window in each]), aligned([window.length_ms for window in each])
+    free = ["" if window.free_bytes is None else size(window.free_bytes) for window in each]
+    causes = [window.cause.replace("_", "-") for window in each]
+    return table(
+        ("before", "cause", "from ms", "ms", "free"),
+        zip([window.before or "the end" for window in each], causes, starts, lengths, free, strict=True),
+        left=2,
+    )

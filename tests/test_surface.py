@@ -1,0 +1,65 @@
+"""The surface is a budget: commands, options, keys of a job file and codes of errors are counted, and may only fall."""
+
+import shlex
+
+import pytest
+import typer
+
+from zbc.cli import app, main
+from zbc.commands import retired
+from zbc.explain import CATALOGUE
+from zbc.job.spec import json_schema
+
+GLOBAL = {"--json", "--quiet", "--verbose"}  # of every command
+
+
+def leaves(command, *names):
+    """(words to type, command) of all commands below one."""
+    below = getattr(command, "commands", None)
+    return [(names, command)] if below is None else [one for name in below for one in leaves(below[name], *names, name)]
+
+
+COMMANDS = dict(leaves(typer.main.get_command(app)))
+OPTIONS = [
+    max(option.opts, key=len) for command in COMMANDS.values() for option in command.params if option.opts[0][0] == "-"
+]
+
+
+def keys(schema, whole):
+    """The number of keys a schema has, those of its tables among them."""
+    schema = whole["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    below = [keys(part, whole) for part in schema.get("properties", {}).values()]
+    return sum(below) or max([keys(part, whole) for part in schema.get("anyOf", [])], default=1)
+
+
+COUNTED = {
+    "commands": (len(COMMANDS), 13),
+    "options": (len({*OPTIONS}), 59),
+    "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 105),
+    "keys": (keys(json_schema(), json_schema()), 222),
+    "codes": (len(CATALOGUE), 120),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_surface_never_grows(name):
+    """Who adds one takes one away, and lowers the bound to what is counted."""
+    assert COUNTED[name][0] <= COUNTED[name][1]
+
+
+GONE = [*retired.COMMANDS, *((name, option) for option, (names, _) in retired.OPTIONS.items() for name in names)]
+
+
+@pytest.mark.parametrize("words", GONE, ids=" ".join)
+def test_what_is_gone_says_in_one_line_what_to_type(words, capsys):
+    """That is a command of today with options that it has."""
+    with pytest.raises(SystemExit) as left:
+        main([*words, "a b.toml"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.count("\n") == 1 and "is gone; type: " in said
+    typed = shlex.split(said.partition("type: ")[2].partition(":")[0].partition(",")[0])
+    command = (typed[1],) if typed[0] == "zbc" else words[:1]
+    known = {option for param in COMMANDS[command].params for option in param.opts}
+    assert {word for word in typed if word.startswith("-")} <= known
+    assert words not in COMMANDS and (typed[0] == "zbc" or not {*words[1:]} & known)
+    assert "{}" not in str(retired.COMMANDS.get(words)) or "'a b.toml'" in said

@@ -1,0 +1,260 @@
+"""`explain`: errors, words of the field, keys, schedules, jobs, limits, GPUs, and this machine."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import groupby
+from os.path import isfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zbc import excludes
+from zbc.commands.cards import schedules
+from zbc.commands.console import labelled, show, show_json, table
+from zbc.commands.jobs import toml_value
+from zbc.commands.opening import Changes
+from zbc.commands.options import AsJson, ProfileFile, Quiet, ScheduleName, Settings, Verbose
+from zbc.errors import ZbcError
+from zbc.text import wrap
+
+if TYPE_CHECKING:
+    from zbc.explain import Explanation
+    from zbc.explain.glossary import Word
+    from zbc.job.gpu import Gpu
+    from zbc.job.spec import Job
+
+
+def _complete(incomplete: str) -> list[tuple[str, str]]:
+    from zbc.explain import CATALOGUE
+
+    return [(code, entry.title) for code, entry in CATALOGUE.items() if code.startswith(incomplete.upper())]
+
+
+def explain(
+    topic: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TOPIC",
+            help='An error code, a word of the field, a key, a schedule, a JOB.toml, or one of "schedules", "keys", '
+            '"limits", "gpu" and "machine".',
+            autocompletion=_complete,
+        ),
+    ] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="...", help="More of the word; of limits, only those about this.", show_default=False),
+    ] = None,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Explain an error, a word, a key, a schedule, or a job.
+
+    Without a topic, list all codes and words. Of a job, or the plan directory it went into: every value with its
+    origin, as a job file. "machine" is what zbc can do here; "keys" with --json is the JSON Schema of job files.
+    """
+    if topic is not None and (topic.endswith(".toml") or isfile(Path(topic, "plan.json"))):
+        _job(Changes(settings, schedule, profile).job(Path(topic)), json=json, quiet=quiet)
+        return
+    Changes(settings, schedule, profile).refuse(Path(topic or "nothing"))
+    rest = " ".join(more or ())
+    if topic is None:
+        _everything(json=json, quiet=quiet)
+    elif (known := _TOPICS.get(topic.lower())) is not None:
+        known(rest, json=json, quiet=quiet)
+    elif re.fullmatch(r"\[?[eE]\d+\]?", topic.strip()):
+        _code(topic, json=json, quiet=quiet)
+    else:
+        _word(f"{topic} {rest}".strip(), json=json, quiet=quiet)
+
+
+def _everything(*, json: bool, quiet: bool) -> None:
+    from zbc.explain import CATALOGUE, glossary
+
+    if json:
+        show_json(_explained(CATALOGUE))
+    elif not quiet:
+        show(table(("code", "meaning"), ((key, entry.title) for key, entry in CATALOGUE.items()), left=2))
+        names = ", ".join(entry.names[0] for entry in glossary.WORDS).split(" ")
+        show("", *wrap(["and words of the field:", *names], 78, between=" "))
+
+
+def _code(text: str, *, json: bool, quiet: bool) -> None:
+    """Explains a code of errors. Raises E112 for an unknown one."""
+    from zbc.explain import CATALOGUE, FAMILIES
+
+    wanted = text.strip().strip("[]").upper()
+    if wanted not in CATALOGUE:
+        family = [key for key in CATALOGUE if key[:2] == wanted[:2]]
+        hint = f"known: {', '.join(family)}" if family else "`zbc explain` lists all codes"
+        raise ZbcError("E112", f"explain: no error has the code {text!r}", hint=hint)
+    entry = CATALOGUE[wanted]
+    if json:
+        show_json(_explained({wanted: entry}))
+    elif not quiet:
+        show(f"{wanted}: {entry.title}", f"{FAMILIES[wanted[1]]}", "", entry.text)
+
+
+def _word(text: str, *, json: bool, quiet: bool) -> None:
+    """Explains a word of the field, a key or a schedule. Raises E112 for an unknown one."""
+    from zbc.explain import glossary
+
+    entry = glossary.find(text) or _described(text)
+    if entry is None:
+        with suppress(ZbcError):
+            schedules(text, json=json, quiet=quiet)
+            return
+        near = glossary.near(text)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`zbc explain` lists all codes and words"
+        raise ZbcError("E112", f"explain: neither an error nor a word is called {text!r}", hint=hint)
+    if json:
+        show_json({"format": "zbc-word", "version": 1, **entry._asdict()})
+    elif not quiet:
+        own, *aliases = entry.names
+        show(own, *wrap(f"{entry.text}".split(" "), 78, between=" "))
+        show(*([labelled("also", *wrap([*aliases], 67, between=", "))] if aliases else []))
+        show(labelled("more", f"docs/{entry.page}" if entry.page else "`zbc explain keys` has all keys"))
+
+
+def _keys(_: str, *, json: bool, quiet: bool) -> None:
+    """Prints all keys of a job with their meaning, or the JSON Schema of job files."""
+    from zbc.job.spec import SECTIONS, json_schema
+
+    if json:
+        show_json(json_schema())
+    elif not quiet:
+        for name, kind in SECTIONS.items():
+            for key, field in kind.model_fields.items():
+                about = wrap((field.description or "").split(" "), 76, between=" ")
+                show(f"{name}.{key}", *(f"    {line}" for line in about))
+
+
+def _machine(_: str, *, json: bool, quiet: bool) -> None:
+    from zbc.commands.machine import inspect
+
+    report = inspect()
+    if json:
+        show_json({"format": "zbc-doctor", "version": 1, **report})
+    elif not quiet:
+        show(*(labelled(label, *lines) for label, lines in report.items()))
+
+
+def _job(job: Job, *, json: bool, quiet: bool) -> None:
+    if json:
+        show_json({"format": "zbc-config", "version": 1, "sections": _values(job)})
+    elif not quiet:
+        show("\n".join(listing(job)))
+
+
+def _described(text: str) -> Word | None:
+    """The description of a job's key from its schema; of all keys of a name without its table."""
+    from zbc.explain.glossary import Word
+    from zbc.job.spec import SECTIONS
+
+    table, _, key = text.strip("[]").rpartition(".")
+    keys = {}
+    for section, kind in SECTIONS.items():
+        field = kind.model_fields.get(key) if table in ("", section) else None
+        if field is not None and field.description:
+            plain = field.is_required() or field.default is None
+            default = "" if plain else f" Default: {jsonlib.dumps(field.default, default=str)}."
+            keys[f"{section}.{key}"] = f"{field.description.rstrip('.')}.{default}"
+    if len(keys) > 1:
+        return Word((*keys,), " ".join(f"{name}: {about}" for name, about in keys.items()), "")
+    return next((Word((name,), about, "") for name, about in keys.items()), None)
+
+
+def _limits(word: str, *, json: bool, quiet: bool) -> None:
+    pairs = [*excludes.table(word)]
+    if not pairs:
+        raise ZbcError("E112", f"explain: no limit is about {word!r}", hint="`zbc explain limits` lists all")
+    if json:
+        limits = [{"one": trait, "other": excluded, "why": why} for trait, excluded, why in pairs]
+        show_json({"format": "zbc-limits", "version": 1, "limits": limits})
+    elif not quiet:
+        for trait, rows in groupby(pairs, lambda row: row[0]):
+            show(f"{trait} does not go with")
+            show(*(f"  {excluded}: {why}" for _, excluded, why in rows))
+
+
+def _gpus(_: str, *, json: bool, quiet: bool) -> None:
+    """Prints the values of `hardware.gpu` with their data sheets."""
+    from zbc.job import gpu
+
+    if json:
+        rows = [{"name": name, **sheet._asdict(), "planned": _planned(sheet)} for name, sheet in gpu.GPUS.items()]
+        show_json({"format": "zbc-gpus", "version": 1, "gpus": rows})
+    elif not quiet:
+        heads = ("gpu", "TFLOPS", "GiB", "GB/s", "link", "between nodes")
+        show(
+            table(heads, ((name, *(f"{value:g}" for value in sheet[:5])) for name, sheet in gpu.GPUS.items())),
+            "",
+            "Peaks: bfloat16 without sparsity; links in Gbit/s, one way, between nodes per",
+            f"GPU. Planned with {gpu.SUSTAINED}, links too,",
+            "until `zbc profile` measures. Keys beside hardware.gpu count before it.",
+        )
+        show("", *(f"{name}: {sheet.link}; {sheet.source}" for name, sheet in gpu.GPUS.items()))
+
+
+def _planned(sheet: Gpu) -> dict[str, float | str]:
+    from zbc.job.gpu import values
+
+    return {".".join(map(str, path)): value for path, value in values(sheet).items()}
+
+
+def _explained(entries: Mapping[str, Explanation]) -> dict[str, Any]:
+    errors = [{"code": code, "title": entry.title, "text": entry.text} for code, entry in entries.items()]
+    return {"format": "zbc-explain", "version": 1, "errors": errors}
+
+
+_TOPICS: dict[str, Callable[..., None]] = {
+    "schedules": schedules,
+    "keys": _keys,
+    "limits": _limits,
+    **dict.fromkeys(("gpu", "gpus", "hardware.gpu"), _gpus),
+    "machine": _machine,
+}
+
+
+def _values(job: Job) -> dict[str, dict[str, dict[str, Any]]]:
+    """Section -> key -> its value and its origin."""
+    from zbc.job.spec import SECTIONS
+
+    shown: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in SECTIONS:
+        values = getattr(job, name).model_dump(mode="json")
+        shown[name] = {key: {"value": value, "origin": _origin(job, name, key)} for key, value in values.items()}
+    return shown
+
+
+def _origin(job: Job, section: str, key: str) -> str:
+    path = (section, key)
+    return job.document.where(path) if job.document.has(path) else "default"
+
+
+def listing(job: Job) -> Iterator[str]:
+    """Lines of TOML; keys that are not set are comments, since TOML has no null."""
+    from zbc.job.model_section import foreign
+    from zbc.job.spec import SECTIONS, VERSION
+
+    unused = {"model": foreign(job.model)}
+    yield f"zbc = {VERSION}"
+    for name, section in SECTIONS.items():
+        yield f"\n[{name}]"
+        values = getattr(job, name).model_dump(mode="json")
+        for key in section.model_fields:
+            written = job.document.has((name, key))
+            origin = _origin(job, name, key)
+            line = f"# {key} is not set" if values[key] is None else f"{key} = {toml_value(values[key])}"
+            empty = isinstance(values[key], dict)  # a table that must be left out if empty
+            if not written and values[key] is not None and (empty or key in unused.get(name, ())):
+                line = f"# {line}"
+            yield f"{line:<36}  # {origin}"

@@ -1,0 +1,48 @@
+"""Commands and options that are gone: one line says what to type now."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+# Words once typed -> the words to type now; {} stands for what followed them.
+COMMANDS = {
+    ("simulate",): "report {}",
+    ("bubbles",): "report {}",
+    ("diff",): "compare {}",
+    ("import",): "plan JOB.toml --schedule {}",
+    ("schedules",): "explain schedules {}",
+    ("config", "show"): "explain {}",
+    ("config", "schema"): "explain keys --json",
+    ("config",): "explain JOB.toml",
+    ("doctor", "--model"): "check --gradients {}",
+    ("doctor",): "explain machine {}",
+    ("data", "tokenize"): "tokenize {}",
+    ("data",): "tokenize TEXT -o OUT.bin",
+}
+# Option -> the commands that had it, and what to type now.
+OPTIONS = {
+    "--csv": (("compare",), "--format csv"),
+    "--md": (("compare",), "--format md"),
+    "--tex": (("compare",), "--format tex"),
+    "--svg": (("compare",), "-o FILE.svg"),
+    "--suggest": (("check",), "--fix"),
+    "--gpus": (("init",), "zbc advise FOLDER --gpus N --gpu NAME -o zbc.toml"),
+    "--gpu": (("init",), "zbc advise FOLDER --gpus N --gpu NAME -o zbc.toml"),
+    "--trials": (("report",), "--jitter alone: a spread is always of 200 steps"),
+    "--seed": (("report",), "--jitter alone: it draws the same times each time"),
+    "--all": (("compare",), "zbc visualize A B, which shows transfers too"),
+}
+
+
+def now(arguments: Sequence[str]) -> str | None:
+    """The line for a command line with a command or an option that is gone; None for one without."""
+    for words, instead in COMMANDS.items():
+        if tuple(arguments[: len(words)]) == words:
+            rest = shlex.join(arguments[len(words) :])
+            return f"`zbc {' '.join(words)}` is gone; type: zbc {instead.format(rest).rstrip()}"
+    for argument in arguments[1:]:
+        commands, instead = OPTIONS.get(argument.partition("=")[0], ((), ""))
+        if arguments[0] in commands:
+            return f"`{argument}` of `zbc {arguments[0]}` is gone; type: {instead}"
+    return None
