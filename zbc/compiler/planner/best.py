@@ -112,13 +112,9 @@ class Best:
     def ranked(self, below: float = INF) -> list[tuple[Case, Choice]]:
         """The best choice of each case that fits and takes less than `below` ms, the shortest step first."""
         chosen = dict[Case, Choice]()
-        fits = (
-            (step, k, *key[:2])
-            for k, (key, (over, step)) in enumerate(self._known.items())
-            if not over and step < below
-        )
-        for _, _, case, choice in sorted(fits, key=lambda entry: entry[:2]):
-            chosen.setdefault(case, choice)
+        for (case, choice, *_), (over, step) in sorted(self._known.items(), key=lambda entry: entry[1]):
+            if not over and step < below:
+                chosen.setdefault(case, choice)
         return [*chosen.items()]
 
     def too_large(self, case: Case, choice: Choice) -> None:

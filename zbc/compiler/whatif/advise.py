@@ -327,8 +327,7 @@ def _under_all(row: Row) -> Row:
         document, wanted = _with(document, changes), FEW
         step = _weighed(document, row.shape._replace(microbatches=count)).step_ms or step
     job, better = _job(document).under(AUTO), list[Row]()
-    table = estimate.layers(job)
-    while len(better) < wanted and (names := faster(job, table, left, step * (1 - AHEAD))):
+    while len(better) < wanted and (names := faster(job, estimate.layers(job), left, step * (1 - AHEAD))):
         for name in names[: wanted - len(better)]:
             planned = _whole(_with(row.document, {("schedule", "kind"): name}))
             better += [one for one in planned if one.sample_ms < row.sample_ms]
