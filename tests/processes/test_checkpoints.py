@@ -62,6 +62,28 @@ def test_a_run_goes_on_from_its_newest_checkpoint_as_if_it_had_never_ended(tmp_p
     assert (about["first_step"], [part["first_step"] for part in about["before"]]) == (4, [1])
 
 
+def test_a_run_ends_when_evaluations_get_no_better_and_keeps_the_best_checkpoint(tmp_path):
+    """A checkpoint knows which evaluation was the best, and how many came since."""
+    (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) for i in range(4000)))
+    tables = {"train": {"steps": 20, "eval_every": 2, "eval_batches": 4, "patience": 2}}
+    tables["data"] = {"kind": "text", "path": str(tmp_path / "text.txt"), "validation": 0.2}
+    plan = plan_of(tmp_path, **tables, optimizer={"lr": 0.5}, checkpoint={"every": 1, "keep_best": True})
+    why = "train.patience = 2: no evaluation since step 2 has a lower loss"
+    for out, resume in ((tmp_path / "whole", None), (tmp_path / "parts", tmp_path / "whole/checkpoints/step-00000005")):
+        *_, least, end = run_here(plan, 2, out, resume=None if resume is None else str(resume))
+        evaluated = [line["eval_loss"] for line in metrics(out) if "eval_loss" in line]
+        folders = sorted(disk.complete(out / "checkpoints"))
+        assert end.startswith(f"ended after step 7 (asked by {why})")
+        if resume is None:
+            assert len(evaluated) == 3 and min(evaluated) == evaluated[0] and folders == [2, 5, 6, 7]
+            assert least == f"least evaluation loss {evaluated[0]:.4f}, after step 2: {out}/checkpoints/step-00000002"
+        else:  # in another directory, without the best
+            assert len(evaluated) == 1 and least.endswith("after step 2") and folders == [6, 7]
+    better = plan_of(tmp_path, "better", **tables, optimizer={"lr": 0.01}, checkpoint={"every": 50, "keep_best": True})
+    run_here(better, 2, tmp_path / "better", steps=5)
+    assert sorted(disk.complete(tmp_path / "better/checkpoints")) == [2, 4, 5]  # each is better than all before
+
+
 def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(tmp_path):
     plan = plan_of(tmp_path)
     out = tmp_path / "run"

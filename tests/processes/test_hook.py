@@ -31,7 +31,7 @@ def ends(step):
 def made():
     layers = [SimpleNamespace(name=name, module=object()) for name in ("embed", "layers.0")]
     stage, asked = SimpleNamespace(layers=layers), []
-    worker = SimpleNamespace(stages={0: stage}, rank=1, topology=SimpleNamespace(world=4))
+    worker = SimpleNamespace(stages={0: stage}, rank=1, topology=SimpleNamespace(world=4), evaluation=None)
     board = SimpleNamespace(ask_stop=asked.append)
     seen.clear()
     return lambda name: Hook(f"{HERE}:{name}", worker, board), asked

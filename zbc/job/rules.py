@@ -75,12 +75,17 @@ def _evaluation_rules(draft: Draft) -> Iterator[ZbcError]:
         text = "config: train.eval_every evaluates on data that are kept for it, and [data] keeps none"
         hint = "set data.validation = 0.01, or data.validation_path"
         yield ZbcError("E110", text, where=draft.document.where(("train", "eval_every")), hint=hint)
-    if "eval_every" in train.model_fields_set:
+    if "eval_every" in train.model_fields_set and train.eval_every:
         return
-    for section, name, key in ((train, "train", "eval_batches"), (data, "data", "validation_path")):
-        if asks(section, key):
+    checkpoint = draft.sections.get("checkpoint")
+    reads = [(train, "train", "patience"), (checkpoint, "checkpoint", "keep_best")]
+    if "eval_every" not in train.model_fields_set:
+        reads += [(train, "train", "eval_batches"), (data, "data", "validation_path")]
+    for section, name, key in reads:
+        if section is not None and asks(section, key):
             text = f"config: train.eval_every is missing, without which nothing is evaluated and {name}.{key} not read"
-            hint = "add eval_every = 100 (steps between two) to [train], or eval_every = 0 for none"
+            hint = "add eval_every = 100 (steps between two) to [train]"
+            hint += ", or drop it" if key in ("patience", "keep_best") else ", or eval_every = 0 for none"
             yield ZbcError("E105", text, where=draft.document.where((name, key)), hint=hint)
 
 

@@ -556,6 +556,9 @@ class Train(Section):
     eval_batches: Count | None = Field(
         None, description="of as many samples as a step has; default: all whole microbatches of the validation data"
     )
+    patience: Count | None = Field(
+        None, description="evaluations in a row without a lower loss, after which the run ends"
+    )
     watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
     nonfinite: Literal["skip", "stop"] = Field(
         "skip", description="if gradients are not all finite: skip the step, or end the run"
@@ -602,6 +605,9 @@ class Checkpoint(Section):
 
     every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: none")
     keep: Count = Field(3, description="complete checkpoints that stay; older ones are deleted")
+    keep_best: bool = Field(
+        False, description="also one after each evaluation with a lower loss than all before; the last of them stays"
+    )
     dir: str | None = Field(
         None, description="folder of the checkpoints, which all ranks see; default: in the run directory"
     )

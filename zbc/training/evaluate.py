@@ -6,6 +6,7 @@ and all random draws of training have seeds of their own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from zbc.runtime.features.words.vocabulary_state import Meeting, Unit, Vocabular
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.seeding import seed_of
 from zbc.training.building.context import Site
+from zbc.training.checkpoint.folder import Best
 from zbc.training.data.counted import counting
 from zbc.training.data.data import Batches, build_validation, place
 from zbc.training.data.unequal import build_kept
@@ -117,10 +119,24 @@ def forwards(worker: Worker, run: EvaluationRun, batches: int, work: Work | None
 
 @dataclass
 class Evaluations(Guest):
-    """The evaluations of a run; `tell` receives their results."""
+    """The evaluations of a run; `tell` receives their results. After `patience` of them in a row without a lower loss
+    `stop` is given the reason to end the run, on rank 0."""
 
     worker: Worker
     tell: Callable[[EvaluationResult], None] | None = None
+    best: Best | None = None
+    patience: int | None = None
+    stop: Callable[[str], None] = lambda reason: None
+    _asked: bool = False
+
+    def asks(self) -> bool:
+        best = self.best
+        if self._asked or self.patience is None or best is None or best.since < self.patience:
+            return self._asked
+        self._asked = True
+        if self.worker.rank == 0:
+            self.stop(f"train.patience = {self.patience}: no evaluation since step {best.step} has a lower loss")
+        return True
 
     def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
         evaluation = self.worker.evaluation
@@ -128,6 +144,10 @@ class Evaluations(Guest):
 
     def after(self, step: int) -> None:
         found = evaluate(self.worker, step)
+        if math.isfinite(found.loss) and (self.best is None or found.loss < self.best.loss):
+            self.best = Best(step=step + 1, loss=found.loss)
+        elif self.best is not None:
+            self.best = self.best.model_copy(update={"since": self.best.since + 1})
         if self.tell is not None:
             self.tell(found)
 

@@ -10,6 +10,7 @@ from torch import nn
 from zbc.job import userobject
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.state import Worker
+from zbc.training.evaluate import EvaluationRun
 from zbc.training.guest import Guest
 from zbc.training.launch.board import Board
 
@@ -26,6 +27,7 @@ class Step(NamedTuple):
     rank: int  # of the run
     ranks: int
     seconds: float
+    eval_loss: float | None  # of the newest evaluation
     layers: Mapping[str, nn.Module]  # this rank's, by name
 
 
@@ -40,7 +42,9 @@ class Hook(Guest):
     def told(self, result: StepResult) -> None:
         rank, ranks = self._worker.rank, self._worker.topology.world
         whole = result.step + 1, result.loss, result.grad_norm, result.skipped
-        step = Step(*whole, rank, ranks, result.seconds, self._layers)
+        evaluated = self._worker.evaluation.results if isinstance(self._worker.evaluation, EvaluationRun) else []
+        eval_loss = evaluated[-1].loss if evaluated else None
+        step = Step(*whole, rank, ranks, result.seconds, eval_loss, self._layers)
         if userobject.call(lambda: self._call(step), {}, self._name, KEY) and not self._asked:
             self._board.ask_stop(f"{KEY} = {self._name} of rank {rank}")
             self._asked = True

@@ -41,6 +41,7 @@ from zbc.runtime.transports.transport import Transport
 from zbc.training import devices, frames, hook
 from zbc.training.building.context import Settings
 from zbc.training.checkpoint import resume
+from zbc.training.checkpoint.folder import folder_of, is_complete, read_index
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.checkpoint.together import try_out
@@ -172,6 +173,7 @@ class _Run:
     start: resume.Start
     log: RunRecord | None = None  # on rank 0
     first = 0  # steps trained before, by the run that this one resumes
+    evaluations: Evaluations
     saves: Path | None = None  # the folder of its checkpoints
     stopped: str | None = None  # a message, if it was stopped before its last step
 
@@ -300,8 +302,10 @@ def _invite(run: _Run) -> None:
     """Registers the guests of the run: console, evaluations, hook, checkpoints."""
     worker, context, log = run.worker, run.context, run.log
     evaluated = None if log is None else lambda found: context.emit(log.record_evaluation(found))
-    run.guests += [_Outside(run), Evaluations(worker, evaluated)]
-    settings = Settings.of(run.manifest)
+    settings, begun_at = Settings.of(run.manifest), run.start.checkpoint
+    best = None if begun_at is None else read_index(begun_at).best
+    evaluations = run.evaluations = Evaluations(worker, evaluated, best, settings.train.patience, run.board.ask_stop)
+    run.guests += [_Outside(run), evaluations]
     if settings.train.hook is not None:
         run.guests.append(hook.Hook(settings.train.hook, worker, run.board))
     options = settings.checkpoint
@@ -310,7 +314,8 @@ def _invite(run: _Run) -> None:
         folder = run.saves = resume.save_folder(run.manifest, place)
         try_out(run.board, folder)
         board = context.place.board()
-        run.guests.append(Checkpoints(worker, board, options, folder, str(place), context.emit, run.first))
+        best_now = lambda: evaluations.best  # noqa: E731
+        run.guests.append(Checkpoints(worker, board, options, folder, str(place), context.emit, run.first, best_now))
 
 
 class _Outside(Guest):
@@ -356,9 +361,14 @@ def _train(run: _Run) -> None:
         if run.first >= run.total:
             run.show(f"nothing is left to train: the checkpoint has {run.first} steps, the run {run.total}")
     stopped = train_steps(worker, range(run.first, run.total), run.guests, run.step)
+    best, settings = run.evaluations.best, Settings.of(run.manifest)
+    if best is not None and (settings.train.patience or settings.checkpoint.keep_best):
+        folder = None if run.saves is None else folder_of(run.saves, best.step)
+        where = "" if folder is None or not is_complete(folder) else f": {folder}"
+        run.show(f"least evaluation loss {best.loss:.4f}, after step {best.step}{where}")
     if stopped is not None:
         reason = run.board.stop_reason() or "another rank"
-        if reason.startswith(hook.KEY):
+        if reason.startswith("train."):  # by the job itself
             return run.show(f"ended after step {stopped} (asked by {reason})")
         text = f"stopped after step {stopped} (asked by {reason})"
         how = "it has no checkpoints to resume with: set checkpoint.every"
@@ -385,11 +395,11 @@ def train_steps(worker: Worker, steps: range, guests: Sequence[Guest], run: Step
         stopping = (stopping or (result is not None and result.stop)) and not last
         if stopping and worker.phase_run.ending.follows(worker):
             continue  # forwards of the next step have run, so it is the last one
-        due = [guest for guest in guests if guest.due(step, last=last, stopping=stopping)]
-        if due or stopping:
+        if stopping or any(guest.due(step, last=last) for guest in guests):
             tell(finish(worker))
-        for guest in due:
-            guest.after(step)
+            for guest in guests:
+                if guest.due(step, last=last, stopping=stopping):  # an evaluation may make a checkpoint due
+                    guest.after(step)
         if stopping:
             stopped = step + 1
             break

@@ -89,6 +89,14 @@ class Contents(_Checked):
         return None
 
 
+class Best(_Checked):
+    """The evaluation with the least loss of a run: after which step, and how many others came since."""
+
+    step: _Index
+    loss: float
+    since: _Index = 0
+
+
 class Index(Contents):
     """`index.json`: the training of a checkpoint, and the places of its tensors."""
 
@@ -101,6 +109,7 @@ class Index(Contents):
     seed: int
     optimizer: str
     trained: dict[str, dict[str, Any]] | None = None  # [model], [adapter], optimizer.state; None in older ones
+    best: Best | None = None  # None: not evaluated yet
     plan: str
     schedule: str
     ranks: int
@@ -171,15 +180,16 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prune(parent: Path, keep: int, newest: int) -> None:
-    """Deletes all but the `keep` newest complete checkpoints up to step `newest`, and incomplete ones before that.
+def prune(parent: Path, keep: int, newest: int, best: int | None = None) -> None:
+    """Deletes all but the `keep` newest complete checkpoints up to step `newest` and that of step `best`, and
+    incomplete ones before that.
 
     `newest` was written just now: a folder with a later name was named so by a user, and stays. `.complete` is deleted
     first, so that a half deleted checkpoint is never taken for a complete one.
     """
     kept = [step for step in complete(parent) if step <= newest][-keep:]
     for step, folder in _all(parent).items():
-        if step not in kept and step < newest and not folder.is_symlink():  # the target of a link is not ours
+        if step not in kept and step != best and step < newest and not folder.is_symlink():  # the target of a link is not ours
             (folder / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 

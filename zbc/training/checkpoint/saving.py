@@ -111,10 +111,12 @@ class Checkpoints(Guest):
     run: str = ""  # the run directory, stored for a resume
     tell: Callable[[str], None] = lambda line: None
     last: int = 0  # steps in the newest checkpoint, or in the one this run began with
+    best: Callable[[], disk.Best | None] = lambda: None  # the best evaluation so far
 
     _aside: Arena | None = None
     _running: Future[str] | None = None
     _beats: int = 0
+    _best: disk.Best | None = None  # when the checkpoint that is being written was saved
 
     def __post_init__(self) -> None:
         if self.options.every:
@@ -124,7 +126,9 @@ class Checkpoints(Guest):
         every = self.options.every
         if not every or step + 1 <= self.last:
             return False
-        return stopping or (step + 1) % every == 0 or (last and self.options.at_end)
+        best = self.best() if self.options.keep_best else None
+        better = best is not None and best.step == step + 1
+        return stopping or (step + 1) % every == 0 or (last and self.options.at_end) or better
 
     def after(self, step: int) -> None:
         for feature in self.worker.features:
@@ -137,7 +141,7 @@ class Checkpoints(Guest):
         Raises E611 (cannot write; also for the previous save, if that ran in the background) or E705 (replicas differ).
         """
         self.wait()
-        self.last = step + 1
+        self.last, self._best = step + 1, self.best()
         progress = self.worker.progress
         progress.index, progress.op = 0, f"writing the checkpoint of step {step + 1}"
         held = entries(self.worker)
@@ -226,7 +230,8 @@ class Checkpoints(Guest):
         whole = put_together(disk.Contents.model_validate(answer["written"]) for answer in told)
         counts = [answer["data_samples"] for answer in told if answer["data_samples"] is not None]
         disk.write_index(folder, self._index(step, whole, counts[0] if counts else None))
-        disk.prune(self.folder, self.options.keep, step)
+        kept = self._best.step if self.options.keep_best and self._best is not None else None
+        disk.prune(self.folder, self.options.keep, step, kept)
         return {"bytes": sum(file.bytes for file in whole.files.values())}
 
     def _index(self, step: int, whole: disk.Contents, data_samples: int | None) -> disk.Index:
@@ -242,6 +247,7 @@ class Checkpoints(Guest):
             optimizer=manifest.training["optimizer"]["kind"],
             trained={key: manifest.planning[key] for key in ("model", "adapter") if key in manifest.planning}
             | {"optimizer": {"state": manifest.training["optimizer"].get("state", "float32")}},
+            best=self._best,
             plan=manifest.id,
             schedule=manifest.schedule,
             ranks=manifest.ranks,
