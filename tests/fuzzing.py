@@ -22,11 +22,11 @@ from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.interop import torch_csv
 from zbc.job import hfconfig
+from zbc.job.hffolder import INDEX, tensor_files
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import Reader, TensorPart, put_together, write_parts
 from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
 from zbc.training.data.tokens import TokenWindows
-from zbc.training.models.pretrained import INDEX, tensor_files
 
 VALUES: list[Any] = [
     None,

@@ -12,12 +12,12 @@ from tests.refusals import refused
 from tests.tiers import few
 from zbc.cli import main
 from zbc.compiler.compile import compile_job, load_job
-from zbc.job import hfconfig
+from zbc.job import hfconfig, hffolder
+from zbc.job.hffolder import INDEX
 from zbc.job.spec import Model
 from zbc.plan.directory import read_manifest
-from zbc.training.models import hfexport
+from zbc.training.models import pretrained
 from zbc.training.models.model import layers
-from zbc.training.models.pretrained import INDEX
 
 ADAPTERS = "adapter_model.safetensors"
 SIZES = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
@@ -32,8 +32,8 @@ def folder(request, tmp_path):
     parameters = {f"{x.name}.{n}": p for x in layers(model, 99) for n, p in x.build(99).named_parameters()}
     target = tmp_path / "hf"
     target.mkdir()
-    shard = hfexport.write_shard(target, 0, 1, hfexport.tensors_of(model, parameters))
-    hfexport.write_index(target, model, [shard])
+    shard = hffolder.write_shard(target, 0, 1, pretrained.tensors_of(model, parameters))
+    hffolder.write_index(target, model, [shard])
     return target
 
 

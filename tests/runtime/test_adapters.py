@@ -19,12 +19,12 @@ from tests.runtime.test_gradients import VECTORS
 from tests.runtime.test_pretrained import MODELS, model_in
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
+from zbc.job.hffolder import write_shard
 from zbc.job.spec import Adapter
 from zbc.runtime.core.slot import Slot, using
 from zbc.training.building.context import Settings
 from zbc.training.models import adapters, compiled
 from zbc.training.models.adapters import LoraLinear
-from zbc.training.models.hfexport import write_shard
 
 # torch hides this warning while it compiles, which fails if several threads do.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -12,7 +12,7 @@ from tests.runtime.test_flushless_with import planned
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.job.spec import Model
-from zbc.training.models import hfexport
+from zbc.training.models import pretrained
 
 DECAY = 0.5
 
@@ -131,4 +131,4 @@ def test_saved_folders_have_the_averages_or_the_weights_if_asked(tmp_path, trait
     kept, model = tensors(at(tmp_path / "run" / "checkpoints", 2)), Model.model_validate(asked["model"])
     names = [name.removeprefix("model.") for name in kept if name.startswith("model.")]
     wanted = {name: nn.Parameter(kept[f"model.{name}" if raw else f"optim.{name}.ema"]) for name in names}
-    assert_close(all_tensors(folder), hfexport.tensors_of(model, wanted), rtol=0, atol=0)
+    assert_close(all_tensors(folder), pretrained.tensors_of(model, wanted), rtol=0, atol=0)

@@ -19,13 +19,13 @@ import transformers
 from tests.runtime.small_plans import make_plan, make_program, make_worker
 from tests.threads import run_threads
 from zbc.errors import ZbcError
-from zbc.job import hfconfig
+from zbc.job import hfconfig, hffolder
+from zbc.job.hffolder import INDEX, SINGLE
 from zbc.job.model_section import MOE
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.answers import counted
 from zbc.training.building.context import Settings
-from zbc.training.models import hfexport
-from zbc.training.models.pretrained import INDEX, SINGLE, Weights
+from zbc.training.models import pretrained
 from zbc.training.models.stacks import stacks_of, unstacked
 
 transformers.utils.logging.set_verbosity_error()
@@ -130,7 +130,7 @@ def model_in(folder):
 
 def tensors_of(model, worker, *begun):
     named = [item for one in counted(worker) for item in one.parameters.items()]
-    return hfexport.tensors_of(model, dict(unstacked(named, stacks_of(worker))), *begun)
+    return pretrained.tensors_of(model, dict(unstacked(named, stacks_of(worker))), *begun)
 
 
 def close(logits, peer, tokens):
@@ -224,8 +224,8 @@ def test_a_folder_in_several_files_old_names_and_half_precision(folders, tmp_pat
 
 def test_a_rank_reads_only_its_own_layers(folders, monkeypatch):
     folder, _ = folders("llama")
-    read, plain = [], Weights._read
-    monkeypatch.setattr(Weights, "_read", lambda self, part: (read.append(part.name), plain(self, part))[1])
+    read, plain = [], pretrained.Weights._read
+    monkeypatch.setattr(pretrained.Weights, "_read", lambda self, part: (read.append(part.name), plain(self, part))[1])
     worker = make_worker(plan_of(folder, 4), rank=1)
     mine = {layer.name.split(".")[1] for layer in worker.stages[1].layers}
     assert {name.split(".")[2] for name in read} == mine
@@ -244,9 +244,9 @@ def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, 
     workers = run_threads(plan_of(source, p, "zb-v" if p == 4 else "1f1b"), 2)
     model = model_in(source).model_copy(update={"tie_embeddings": False})
     target = tmp_path / "out"
-    hfexport.check_target(target, model)
+    hffolder.check_target(target, model)
     parts = enumerate(tensors_of(model, worker) for worker in workers)
-    hfexport.write_index(target, model, [hfexport.write_shard(target, number, p, part) for number, part in parts])
+    hffolder.write_index(target, model, [hffolder.write_shard(target, number, p, part) for number, part in parts])
     assert sorted(f.name for f in target.iterdir()) == sorted(
         ["config.json", INDEX, *(f"model-{i + 1:05d}-of-{p:05d}.safetensors" for i in range(p))]
     )
@@ -298,8 +298,8 @@ def test_what_training_leaves_alone_stays_as_it_was_in_the_folder_it_began_with(
     plan = plan_of(source, 1, seq_len=SEQ // 2, tie_embeddings=hfconfig.model_of(config, "").tie_embeddings)
     model = Settings.of(plan.manifest).model
     tensors = tensors_of(model, make_worker(plan, rank=0), source)
-    hfexport.check_target(target, model)
-    said = hfexport.write_index(target, model, [hfexport.write_shard(target, 0, 1, tensors)], source)
+    hffolder.check_target(target, model)
+    said = hffolder.write_index(target, model, [hffolder.write_shard(target, 0, 1, tensors)], source)
     found = hfconfig.read_config(target)
     assert {key: found[key] for key in config.keys() - CHANGED} == {key: config[key] for key in config.keys() - CHANGED}
     assert found["dtype"] == "float32" and 'dtype = "float32"' in said[0] and str(source) in said[0]
@@ -317,9 +317,9 @@ def test_what_training_leaves_alone_stays_as_it_was_in_the_folder_it_began_with(
 
 
 def test_a_folder_that_went_away_while_it_trained_is_done_without(tmp_path):
-    assert hfexport.begun_with(None) is None and hfexport.begun_with(str(tmp_path)) is None
+    assert hffolder.begun_with(None) is None and hffolder.begun_with(str(tmp_path)) is None
     (tmp_path / "config.json").touch()
-    assert hfexport.begun_with(str(tmp_path)) == tmp_path
+    assert hffolder.begun_with(str(tmp_path)) == tmp_path
 
 
 def test_longer_sequences_than_before_are_said_in_the_configuration():
@@ -333,7 +333,7 @@ def test_a_model_that_is_there_is_not_overwritten(tmp_path):
     model = hfconfig.model_of({"model_type": "llama", **LLAMA}, "config.json")
     (tmp_path / "config.json").touch()
     with refused("E525", match="holds a model already"):
-        hfexport.check_target(tmp_path, model)
+        hffolder.check_target(tmp_path, model)
 
 
 GROUPS = {"family": "llama", "variant": "mixtral", "experts": 4, "expert_groups": 2, "node_limit": 1}
@@ -343,7 +343,7 @@ GROUPS = {"family": "llama", "variant": "mixtral", "experts": 4, "expert_groups"
 def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path, change):
     model = hfconfig.model_of({"model_type": "gpt2", **GPT2}, "config.json").model_copy(update=change)
     with pytest.raises(ZbcError) as caught:
-        hfexport.check_target(tmp_path / "out", model)
+        hffolder.check_target(tmp_path / "out", model)
     assert caught.value.code == "E524" and not (tmp_path / "out").exists()
     assert ("a mixtral with groups of experts" in caught.value.message) == (change is GROUPS)
 

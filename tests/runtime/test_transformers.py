@@ -18,18 +18,18 @@ from tests.threads import run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory.per_rank import peaks
-from zbc.job import hfmodel
+from zbc.job import hffolder, hfmodel
+from zbc.job.hffolder import INDEX, SINGLE
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.answers import primary
 from zbc.training.building.context import Settings
-from zbc.training.models.pretrained import INDEX, SINGLE
 from zbc.training.models.stacks import stacks_of, unstacked
 from zbc.training.probing import mixing
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
-from zbc.training.models import hfexport, hfweights
+from zbc.training.models import hfweights
 from zbc.training.models.transformers import config_of, facts
 
 transformers.utils.logging.set_verbosity_error()
@@ -341,8 +341,8 @@ def test_ranks_that_share_out_experts_write_the_same_weights(kind, tmp_path):
         model = Settings.of(plan.manifest).model
         if kind == "gpt_oss" and ep > 1:
             with refused("E524", "has all experts"):
-                hfexport.check_target(tmp_path / "out", model, ep=plan.manifest.ep)
+                hffolder.check_target(tmp_path / "out", model, ep=plan.manifest.ep)
             return
-        hfexport.check_target(tmp_path / f"out{ep}", model, ep=plan.manifest.ep)
+        hffolder.check_target(tmp_path / f"out{ep}", model, ep=plan.manifest.ep)
         both.append(written(run_threads(plan, 1), model))
     torch.testing.assert_close(*both, rtol=1e-6, atol=1e-6)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zbc import excludes
 from zbc.errors import EXIT_BUG, ZbcError
+from zbc.job import hffolder
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import Manifest, RankPlan, read_manifest, read_ramp, read_rank
 from zbc.runtime.core import exhausted
@@ -58,7 +59,7 @@ from zbc.training.launch.outages import watch_siblings
 from zbc.training.launch.peers import SHARED, connected
 from zbc.training.launch.reach import Doorstep, check_reach
 from zbc.training.metrics.metrics import RunRecord, RunSettings
-from zbc.training.models import adapters, hfexport
+from zbc.training.models import adapters, pretrained
 from zbc.training.models.model import TIED
 from zbc.training.models.stacks import stacks_of, unstacked
 from zbc.training.probing.shapes import Shapes
@@ -458,7 +459,7 @@ def _save(run: _Run) -> None:
         return
     run.watchdog.phase("writing its weights")
     settings = Settings.of(worker.plan.manifest)
-    model, source = settings.model, hfexport.begun_with(settings.pretrained)
+    model, source = settings.model, hffolder.begun_with(settings.pretrained)
     first = [worker.topology.rank(0, worker.placement.rank_of(s)) for s in range(worker.placement.stages)]
     writers = sorted({rank for one in first for rank in worker.topology.sharing(one)})
     averaged = settings.optimizer.ema is not None and not run.options.save_raw
@@ -469,7 +470,7 @@ def _save(run: _Run) -> None:
     place, count = writers.index(run.rank) if run.rank in writers else 0, len(writers)
     if beside is not None:
         found = adapters.tensors_of(asked, model, parameters)
-        said = hfexport.write_shard(beside, place, count, found) if found else ""
+        said = hffolder.write_shard(beside, place, count, found) if found else ""
         run.board.leave("adapters", said)
         run.board.meet("saved adapters", run.limit)
         if run.rank == 0:
@@ -481,13 +482,13 @@ def _save(run: _Run) -> None:
     if asked.rank:
         parameters, said = adapters.merged(asked, model, parameters), ""
     if parameters:
-        tensors = hfexport.tensors_of(model, parameters, source)
-        said = hfexport.write_shard(folder, place, count, tensors)
+        tensors = pretrained.tensors_of(model, parameters, source)
+        said = hffolder.write_shard(folder, place, count, tensors)
     run.board.leave("shards", said)
     run.board.meet("saved", run.limit)
     if run.rank == 0:
         shards = run.board.collect("shards")
-        for line in hfexport.write_index(folder, model, shards, source):
+        for line in hffolder.write_index(folder, model, shards, source):
             run.show(line)
         if settings.pretrained is not None and source is None:
             run.show(f"{settings.pretrained} is not there any more: config.json is made from the plan")

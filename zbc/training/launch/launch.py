@@ -138,8 +138,8 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
     if options.forward is not None:
         check_forward(options, manifest)
     if options.save_hf is not None:
+        from zbc.job.hffolder import check_target
         from zbc.training.building.context import Settings
-        from zbc.training.models.hfexport import check_target
 
         check_target(options.save_hf, Settings.of(manifest).model, manifest.ep)
     if options.save_adapter is not None:

@@ -23,16 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError, raise_all
-from zbc.job import hfmodel
+from zbc.job import hffolder, hfmodel
 from zbc.job.adapter import Adapter, Part, called, parts, unknown
 from zbc.job.spec import Model
 from zbc.runtime.core.again import remade_of
 from zbc.runtime.core.feature import Feature
 from zbc.runtime.core.split import SplitLinear, plain
 from zbc.runtime.core.stage import Stage
-from zbc.training.models import hfexport
 from zbc.training.models.model import LayerPlan
-from zbc.training.models.pretrained import safetensors
 
 
 class Lora(nn.Module):
@@ -191,7 +189,7 @@ def check_target(folder: Path, adapter: Adapter) -> None:
     if not adapter.rank:
         text = "run: --save-adapter writes adapters, and the plan has none"
         raise ZbcError("E604", text, hint="set adapter.rank and plan again, or use --save-hf")
-    hfexport.make_folder(folder, (CONFIG, WEIGHTS))
+    hffolder.make_folder(folder, (CONFIG, WEIGHTS))
 
 
 def _of_file(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Part]]:
@@ -225,8 +223,8 @@ def merged(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> 
 
 
 def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str], source: str | None) -> None:
-    """Merges the shards of all ranks (`hfexport.write_shard`) into one file, and writes the config of peft."""
-    library, tensors, paths = safetensors(), dict[str, Tensor](), list[Path]()
+    """Merges the shards of all ranks (`hffolder.write_shard`) into one file, and writes the config of peft."""
+    library, tensors, paths = hffolder.safetensors(), dict[str, Tensor](), list[Path]()
     for text in filter(None, shards):
         paths.append(folder / json.loads(text)["file"])
         tensors |= library.torch.load_file(paths[-1])
@@ -246,7 +244,7 @@ def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str]
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
-    hfexport.write_json(folder, CONFIG, config)
+    hffolder.write_json(folder, CONFIG, config)
 
 
 def _shortest(targets: Collection[str], model: Model) -> list[str]:

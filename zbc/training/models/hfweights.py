@@ -26,10 +26,11 @@ from transformers.core_model_loading import (
 )
 
 from zbc.errors import ZbcError
+from zbc.job.hffolder import opened, refuse, tensor_files
 from zbc.job.spec import Model
 from zbc.runtime.core.private import valued
 from zbc.training.models.model import LayerPlan
-from zbc.training.models.pretrained import damaged, misfit, safetensors, shown, tensor_files
+from zbc.training.models.pretrained import misfit, shown
 from zbc.training.models.transformers import Part, TakenApart, apart, layers
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -75,11 +76,7 @@ class Weights:
         file the shape, too."""
         spared = self.root._keys_to_ignore_on_load_missing or ()
         missing = [n for n in self.known if n not in self._first and not any(re.search(s, n) for s in spared)]
-        if missing:
-            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            hint = "is it the folder of this model, complete, and of the same architecture?"
-            raise ZbcError("E523", f"model: {self.folder} lacks {shown}", hint=hint)
-
+        refuse(self.folder, "lacks", missing)
         plain = {
             made[0][0]: self.known[first]
             for first, made in self._made_of.items()
@@ -127,17 +124,12 @@ class Weights:
     def _opened(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
         """Names with the open file of each. Raises E523."""
         with ExitStack() as stack:
-            opened: dict[Path, Any] = {}
+            files = dict[Path, Any]()
             for name in names:
                 path = self._files[name]
-                try:
-                    if path not in opened:
-                        opened[path] = stack.enter_context(safetensors().safe_open(path, framework="pt"))
-                    yield name, opened[path]
-                except ZbcError:
-                    raise
-                except Exception as error:  # safetensors raises types of its own, and OSError
-                    raise damaged(path, error) from error
+                if path not in files:
+                    files[path] = stack.enter_context(opened(path))
+                yield name, files[path]
 
 
 def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None) -> dict[str, Tensor]:

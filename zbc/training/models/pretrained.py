@@ -7,25 +7,24 @@ and raw numbers. Nothing is unpickled: folders with only pytorch_model.bin are r
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.job import hfconfig
+from zbc.job import hfconfig, userobject
+from zbc.job.hffolder import opened, refuse, tensor_files
 from zbc.job.hfnames import HEAD, TensorRows, parts
+from zbc.job.model_section import TRANSFORMERS
 from zbc.job.spec import Model
 from zbc.training.models.model import LayerPlan
 from zbc.training.models.stacks import stacks_in, unstacked
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_POSITIONS, _WRITE = "embed.positions.weight", "zbc.training.models.hfweights:tensors_of"  # which imports transformers
 _IGNORED = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")  # buffers that old versions saved
 
 
@@ -59,11 +58,8 @@ class Weights:
         needed = {part.name for parameter in wanted for part in self._parts(parameter)}
         missing = sorted(needed - self._files.keys())
         extra = sorted(name for name in self._files.keys() - needed if not _IGNORED.fullmatch(name) and name != HEAD)
-        for names, what in ((missing, "lacks"), (extra, "has tensors that the model does not have:")):
-            if names:
-                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                hint = "is it the folder of this model, complete, and of the same architecture?"
-                raise ZbcError("E523", f"model: {self._folder} {what} {shown}", hint=hint)
+        refuse(self._folder, "lacks", missing)
+        refuse(self._folder, "has tensors that the model does not have:", extra)
 
     def beyond(self, parameter: str, rows: int) -> Tensor:
         """The rows from `rows` on of a parameter's tensor in the folder, which a shorter table leaves out."""
@@ -95,50 +91,9 @@ class Weights:
         return [part._replace(name=part.name.removeprefix(self._prefix)) for part in found]
 
     def _read(self, part: TensorRows) -> Tensor:
-        path = self._files[part.name]
-        try:
-            with safetensors().safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(part.name)
-                return tensor
-        except Exception as error:  # safetensors raises types of its own, and OSError
-            raise damaged(path, error) from error
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in a folder. Raises E520 (no weights) or E523 (an index or a file is damaged)."""
-    index, single = folder / INDEX, folder / SINGLE
-    if os.path.isfile(index):
-        return _indexed(index)
-    if os.path.isfile(single):
-        try:
-            with safetensors().safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), single)
-        except ZbcError:
-            raise
-        except Exception as error:
-            raise damaged(single, error) from error
-    pickled = sorted(folder.glob("*.bin"))
-    hint = "name a folder with model.safetensors, or with model.safetensors.index.json and what it lists"
-    if pickled:
-        hint = f"{pickled[0].name} is a pickle, which zbc never loads: convert it with transformers' save_pretrained"
-    raise ZbcError("E520", f"model: {folder} has no {SINGLE} and no {INDEX}", hint=hint)
-
-
-def _indexed(index: Path) -> dict[str, Path]:
-    try:
-        places = json.loads(index.read_bytes())["weight_map"]
-        files = {str(name): str(file) for name, file in places.items()}
-    except OSError as error:
-        raise ZbcError("E520", f"model: cannot read {index}: {error.strerror}") from None
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(index, error) from None
-    for file in sorted(set(files.values())):
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            text = f"model: {index} names {file!r}, which is no .safetensors file of its folder"
-            raise ZbcError("E523", text, hint="take the index that came with the weights")
-        if not os.path.isfile(index.parent / file):
-            raise ZbcError("E523", f"model: {index} names {file}, which is missing", hint="complete the folder")
-    return {name: index.parent / file for name, file in files.items()}
+        with opened(self._files[part.name]) as file:
+            tensor: Tensor = file.get_tensor(part.name)
+            return tensor
 
 
 def shown(tensor: Tensor) -> str:
@@ -151,16 +106,25 @@ def misfit(name: str, file: Path, found: str, target: Tensor) -> ZbcError:
     return ZbcError("E523", text, hint="config.json and the weights belong to different models")
 
 
-def damaged(path: Path, error: BaseException) -> ZbcError:
-    details = [f"{type(error).__name__}: {error}"[:200]]
-    return ZbcError("E523", f"model: {path} is damaged or cut off", details=details, hint="fetch it again")
+def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None = None) -> dict[str, Tensor]:
+    """Parameters as the tensors of a folder, by their names there, on the CPU. A tied head is left out.
 
-
-def safetensors() -> Any:
-    """The optional library safetensors. Raises E610 if it is not installed."""
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError:
-        raise ZbcError("E610", "run: safetensors is not installed", hint="pip install 'zbc[hf]'") from None
-    return safetensors
+    `source`: the folder of the initial weights, from whose longer table of positions the remaining rows are taken.
+    """
+    if model.family == TRANSFORMERS:
+        written: dict[str, Tensor] = userobject.load(_WRITE, "the writer of weights")(model, parameters, source)
+        return written
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if name == _POSITIONS and source is not None:
+            more = Weights(source, model, tied=False).beyond(name, len(parameter))
+            parameter = torch.cat([parameter.detach().cpu(), more.to(parameter.dtype)])
+        start = 0
+        for part in parts(model, name):
+            if part.name == HEAD and model.tie_embeddings:
+                continue
+            rows = len(parameter) if part.rows is None else part.rows
+            piece = parameter.detach()[start : start + rows].cpu()
+            found[part.name] = (piece.T if part.transposed else piece).contiguous()
+            start += rows
+    return found

@@ -1,4 +1,4 @@
-"""Weights as a Hugging Face folder that transformers loads: config.json, *.safetensors and their index.
+"""The files of a Hugging Face folder that transformers loads: config.json, *.safetensors and their index.
 
 A training that began with the weights of such a folder keeps the rest of it: the keys of its config.json, the tokenizer
 and generation config, and the rows of positions beyond the sequence length of this training.
@@ -12,25 +12,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.host.linefile import replace_text
 from zbc.job import hfconfig, userobject
-from zbc.job.hfnames import HEAD, parts
-from zbc.job.model_section import TRANSFORMERS
-from zbc.job.spec import Model
-from zbc.training.models.pretrained import INDEX, SINGLE, Weights, safetensors
+from zbc.job.model_section import TRANSFORMERS, Model
 
-_POSITIONS = "embed.positions.weight"
-_WRITE = "zbc.training.models.hfweights:tensors_of"  # these import transformers
-_PARTS = "zbc.training.models.hfweights:refuse_parts"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PARTS = "zbc.training.models.hfweights:refuse_parts"  # which imports transformers
 _BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # tokenizers, templates, generation config
 
 
@@ -66,31 +60,7 @@ def begun_with(pretrained: str | None) -> Path | None:
     return None if folder is None or not os.path.isfile(folder / hfconfig.CONFIG) else folder
 
 
-def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None = None) -> dict[str, Tensor]:
-    """Parameters as the tensors of a folder, by their names there, on the CPU. A tied head is left out.
-
-    `source`: the folder of the initial weights, from whose longer table of positions the remaining rows are taken.
-    """
-    if model.family == TRANSFORMERS:
-        written: dict[str, Tensor] = userobject.load(_WRITE, "the writer of weights")(model, parameters, source)
-        return written
-    found: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        if name == _POSITIONS and source is not None:
-            more = Weights(source, model, tied=False).beyond(name, len(parameter))
-            parameter = torch.cat([parameter.detach().cpu(), more.to(parameter.dtype)])
-        start = 0
-        for part in parts(model, name):
-            if part.name == HEAD and model.tie_embeddings:
-                continue
-            rows = len(parameter) if part.rows is None else part.rows
-            piece = parameter.detach()[start : start + rows].cpu()
-            found[part.name] = (piece.T if part.transposed else piece).contiguous()
-            start += rows
-    return found
-
-
-def write_shard(folder: Path, number: int, count: int, tensors: Mapping[str, Tensor]) -> str:
+def write_shard(folder: Path, number: int, count: int, tensors: Mapping[str, Any]) -> str:
     """Writes file `number` (from 0) of `count`; returns its description for `write_index`, as text."""
     name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
     part = folder / f".{name}.part"
@@ -163,3 +133,73 @@ def _copy_beside(source: Path, folder: Path) -> Iterator[str]:
 def _unwritable(path: Path, error: OSError) -> ZbcError:
     text = f"run: cannot write {path}: {unwritten(path, error)}"
     return ZbcError("E525", text, hint="choose a place that can be written and has room")
+
+
+# ---- files of weights ----------------------------------------------------------------------------------------
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor in a folder. Raises E520 (no weights) or E523 (an index or a file is damaged)."""
+    index, single = folder / INDEX, folder / SINGLE
+    if os.path.isfile(index):
+        return _indexed(index)
+    if os.path.isfile(single):
+        with opened(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    pickled = sorted(folder.glob("*.bin"))
+    hint = "name a folder with model.safetensors, or with model.safetensors.index.json and what it lists"
+    if pickled:
+        hint = f"{pickled[0].name} is a pickle, which zbc never loads: convert it with transformers' save_pretrained"
+    raise ZbcError("E520", f"model: {folder} has no {SINGLE} and no {INDEX}", hint=hint)
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    try:
+        places = json.loads(index.read_bytes())["weight_map"]
+        files = {str(name): str(file) for name, file in places.items()}
+    except OSError as error:
+        raise ZbcError("E520", f"model: cannot read {index}: {error.strerror}") from None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(index, error) from None
+    for file in sorted(set(files.values())):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            text = f"model: {index} names {file!r}, which is no .safetensors file of its folder"
+            raise ZbcError("E523", text, hint="take the index that came with the weights")
+        if not os.path.isfile(index.parent / file):
+            raise ZbcError("E523", f"model: {index} names {file}, which is missing", hint="complete the folder")
+    return {name: index.parent / file for name, file in files.items()}
+
+
+def refuse(folder: Path, what: str, names: Sequence[str]) -> None:
+    """Raises E523 for a folder with wrong tensors, if there are names."""
+    if names:
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        hint = "is it the folder of this model, complete, and of the same architecture?"
+        raise ZbcError("E523", f"model: {folder} {what} {some}", hint=hint)
+
+
+def damaged(path: Path, error: BaseException) -> ZbcError:
+    details = [f"{type(error).__name__}: {error}"[:200]]
+    return ZbcError("E523", f"model: {path} is damaged or cut off", details=details, hint="fetch it again")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file of tensors, open. Raises E523, E610."""
+    try:
+        with safetensors().safe_open(path, framework="pt") as file:
+            yield file
+    except ZbcError:
+        raise
+    except Exception as error:  # safetensors raises types of its own, and OSError
+        raise damaged(path, error) from error
+
+
+def safetensors() -> Any:
+    """The optional library safetensors. Raises E610 if it is not installed."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise ZbcError("E610", "run: safetensors is not installed", hint="pip install 'zbc[hf]'") from None
+    return safetensors
