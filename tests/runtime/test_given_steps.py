@@ -46,7 +46,7 @@ def plan_of(schedule="1f1b", p=2, m=4, *, section=VECTORS, kind="Ragged", dp=1, 
 def alone(plan, step=0):
     """Loss and gradients of a step in one process, of the dataset's microbatches as they are."""
     settings = Settings.of(plan.manifest)
-    seed, dataset = settings.train.seed, build_dataset(settings.data, settings.train.seed)
+    seed, dataset = settings.train.seed, build_dataset(settings.data, settings.model, settings.train.seed)
     modules = {one.name: one.build(seed) for one in model.layers(settings.model, seed)}
     loss, modules[[*modules][-1]].chunk = model.loss(settings.model.loss), None
     epoch, place = divmod(step, len(dataset))

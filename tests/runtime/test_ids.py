@@ -64,7 +64,9 @@ def read(kind, odd, dtype, loss):
     data.args["dtype"] = dtype
     if kind == "steps":
         words, ignores = Words.of(chosen), loss == "cross_entropy"
-        steps = Steps(build_dataset(data, 1), "Lists", 1, count=1, size=1, length=LENGTH, ignores=ignores, words=words)
+        steps = Steps(
+            build_dataset(data, chosen, 1), "Lists", 1, count=1, size=1, length=LENGTH, ignores=ignores, words=words
+        )
         return [steps.step(n) for n in range(COUNT)]
     samples = all_samples(data, chosen, 1) if kind == "samples" else Padded(all_documents(data, chosen, 1), LENGTH)
     return [getattr(samples, what)([n, n + 1]) for what in ("inputs", "targets") for n in range(0, COUNT, 2)]

@@ -394,7 +394,8 @@ def split_plan(tokens=(12, 4, 8, 10, 12), dp=1):
 def test_longer_microbatches_of_a_step_are_put_in_longer_places(dp, seen):
     tokens = (12, 8, 11, 12, 10)
     plan = split_plan(tokens, dp)
-    item = build_dataset(Settings.of(plan.manifest).data, 7)[Permutation(5, seed_of(7, "epoch", 0))[0]]
+    settings = Settings.of(plan.manifest)
+    item = build_dataset(settings.data, settings.model, 7)[Permutation(5, seed_of(7, "epoch", 0))[0]]
     assert len({x.shape[1] for x, _, _ in item}) > 3
     check(plan)
     assert {mb: sizes for (_, mb), sizes in seen.items()} == {mb: {tokens[mb % 5]} for mb in range(5 * dp)}

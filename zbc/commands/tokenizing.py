@@ -14,10 +14,13 @@ from zbc.text import size
 
 def tokenize(
     texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="Text or .jsonl files, or folders of them.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.bin", help="The token file.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="OUT.bin", help="The token file.")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="tokenizer.json", help="A tokenizer; without one, bytes are tokens.")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Check chat data, with --tokenizer FOLDER, and show a sample.")
+    ] = False,
     end: Annotated[str | None, typer.Option(metavar="TOKEN", help="The token after each document.")] = None,
     json: AsJson = False,
     quiet: Quiet = False,
@@ -27,6 +30,11 @@ def tokenize(
 
     A document is a file, or a line of a .jsonl file (its "text").
     """
+    if chat != (output is None) or (chat and tokenizer is None):
+        raise typer.BadParameter("give -o OUT.bin for the tokens of text, or --chat and --tokenizer FOLDER")
+    if chat:
+        return _check_chat(texts, str(tokenizer), quiet=quiet, as_json=json)
+    assert output is not None
     from zbc.training.data.tokenize import Bytes, Json, total_bytes
     from zbc.training.data.tokenize import tokenize as make
 
@@ -44,3 +52,23 @@ def tokenize(
         show(labelled("next", f'[data] kind = "tokens", path = "{output}"; model.vocab = {made.vocab} or more'))
         if made.documents == 0:
             tell("there was no text")
+
+
+def _check_chat(texts: list[str], folder: str, *, quiet: bool, as_json: bool) -> None:
+    """Makes tokens of every sample, and shows the first: tokens that the loss counts are in colour."""
+    from rich.text import Text
+
+    from zbc.training.data.chat import Chat
+
+    samples = Chat(texts, folder, 1, {}, padded=False)
+    counts = [samples.tokens(index)[1] for index in range(len(samples))]
+    longest, learned = max(map(len, counts), default=0), sum(map(sum, counts))
+    told = {"samples": len(samples), "tokens": sum(map(len, counts)), "learned": learned, "longest": longest}
+    if as_json:
+        show_json({"format": "zbc-chat", "version": 1, **told})
+    elif not quiet:
+        parts = [*samples.shown(0)] if counts else []
+        show(Text.assemble(*((text, "bold green" if said else "dim") for text, said in parts)))
+        show(labelled("learned", *(repr(text) for text, said in parts if said)))
+        show(labelled("samples", f"{told['samples']}, {told['tokens']} tokens, {learned} of them learned"))
+        show(labelled("next", f'[data] kind = "chat"; model.seq_len = {longest - 1} or more'))

@@ -30,7 +30,7 @@ from zbc.job.sections import (
     Train,
     parse_limit,
 )
-from zbc.job.unread import asks
+from zbc.job.unread import KINDS_OF_FILES, asks
 from zbc.job.wording import did_you_mean
 
 REPLICATED = "replicated-1f1b"  # the schedule that reads parallel.replicas
@@ -48,9 +48,9 @@ def _data_rules(draft: Draft) -> Iterator[ZbcError]:
     if data is None:
         return
     where = draft.document.where
-    kinds = ("text", "tokens", "synthetic")
+    kinds = ("text", "tokens", "chat", "synthetic")
     if data.kind not in kinds and not FACTORY.fullmatch(data.kind):
-        choices = 'use "text", "tokens", "synthetic" or "package.module:factory"'
+        choices = 'use "text", "tokens", "chat", "synthetic" or "package.module:factory"'
         hint = did_you_mean(data.kind, kinds) or choices
         yield ZbcError("E103", f"config: unknown data.kind {data.kind!r}", where=where(("data", "kind")), hint=hint)
     yield from _path_rules(data, draft.document)
@@ -62,7 +62,10 @@ def _data_rules(draft: Draft) -> Iterator[ZbcError]:
     if data.kind == "synthetic" and not model.builtin and (model.vocab is None or model.seq_len is None):
         text = "config: synthetic data are tokens and need model.vocab and model.seq_len"
         yield ZbcError("E150", text, where=where(("data", "kind")), hint='or give data.kind = "package.module:factory"')
-    if data.kind in ("text", "tokens") and not model.builtin and model.seq_len is None:
+    if data.kind == "chat" and data.tokenizer is None and model.pretrained is None:
+        text = "config: data.tokenizer is missing (the folder of a tokenizer and its chat template)"
+        yield ZbcError("E105", text, where=where(("data",), key=True), hint='add tokenizer = "FOLDER"')
+    if data.kind in KINDS_OF_FILES and not model.builtin and model.seq_len is None:
         text = f"config: {data.kind} data need model.seq_len"
         yield ZbcError("E150", text, where=where(("data",)), hint='or give data.kind = "package.module:factory"')
 
@@ -105,15 +108,16 @@ def _writing_rules(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _path_rules(data: Data, document: toml.Document) -> Iterator[ZbcError]:
-    if data.kind == "tokens" and not data.path:
-        text = "config: data.path is missing (token files)"
+    if data.kind in ("tokens", "chat") and not data.path:
+        text = f"config: data.path is missing (files of {data.kind})"
         hint = 'add path = "train.bin"; `zbc tokenize` makes such files'
+        hint = hint if data.kind == "tokens" else 'add path = "train.jsonl", or a list of files'
         yield ZbcError("E105", text, where=document.where(("data",), key=True), hint=hint)
     if data.dtype is not None and data.kind != "tokens":
         text = f'config: data.dtype is for kind = "tokens", kind is "{data.kind}"'
         yield ZbcError("E150", text, where=document.where(("data", "dtype")), hint="drop it")
-    if data.validation_path is not None and (data.kind not in ("text", "tokens") or data.validation > 0):
-        text = "config: data.validation_path names files of text or tokens, instead of data.validation"
+    if data.validation_path is not None and (data.kind not in KINDS_OF_FILES or data.validation > 0):
+        text = "config: data.validation_path names files of text, tokens or chat, instead of data.validation"
         hint = "drop one of them" if data.validation > 0 else "use data.validation"
         yield ZbcError("E150", text, where=document.where(("data", "validation_path")), hint=hint)
 

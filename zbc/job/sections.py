@@ -577,10 +577,14 @@ class Data(Section):
     """`[data]`."""
 
     kind: str = Field(
-        "text", description='"text", "tokens", "synthetic", or "package.module:factory", a map-style dataset'
+        "text",
+        description='"text", "tokens", "chat", "synthetic", or "package.module:factory", a map-style dataset',
     )
     path: str | list[str] | None = Field(
         None, description="text files or folders (default: Python's own sources), or token files"
+    )
+    tokenizer: str | None = Field(
+        None, description="chat: folder of the tokenizer and its chat template; default: model.pretrained"
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
         None, description="type of the numbers in token files without a JSON file"
@@ -589,7 +593,7 @@ class Data(Section):
         0.0, description="share of the samples, at the end of the data, that is kept for evaluation"
     )
     validation_path: str | list[str] | None = Field(None, description="other files for evaluation")
-    args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
+    args: dict[str, Any] = Field({}, description="keyword arguments of the factory; chat: of the template")
     items: Literal["samples", "steps"] = Field(
         "samples", description="of your dataset; steps: each is a list of microbatches (input, target, weight)"
     )

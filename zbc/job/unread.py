@@ -33,7 +33,7 @@ def reads_attention(activations: str | dict[str, str]) -> bool:
     return any(choice in ("auto", "selective", "selective+offload") for choice in chosen)
 
 
-KINDS_OF_FILES = ("text", "tokens")
+KINDS_OF_FILES = ("text", "tokens", "chat")
 IDLE = (
     Unread(
         "optimizer",
@@ -120,8 +120,17 @@ IDLE = (
         ("path",),
         "kind",
         lambda kind: kind not in KINDS_OF_FILES,
-        "names files of text or tokens, data.kind is {!r}",
+        "names files of text, tokens or chat, data.kind is {!r}",
         "drop it; what a factory of data needs goes into [data.args]",
+        "E150",
+    ),
+    Unread(
+        "data",
+        ("tokenizer",),
+        "kind",
+        lambda kind: kind != "chat",
+        "is of chat, data.kind is {!r}",
+        'drop it, or set kind = "chat"',
         "E150",
     ),
     Unread(
@@ -145,8 +154,8 @@ IDLE = (
         "data",
         ("args",),
         "kind",
-        lambda kind: kind in (*KINDS_OF_FILES, "synthetic"),
-        "belong to a factory, data.kind is {!r}",
+        lambda kind: kind in ("text", "tokens", "synthetic"),
+        "belong to a factory or a chat template, data.kind is {!r}",
         'drop them, or set kind = "package.module:factory"',
         "E150",
     ),

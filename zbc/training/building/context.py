@@ -257,7 +257,7 @@ def steps_of(settings: Settings, manifest: Manifest, *, as_given: bool = False) 
     """The dataset of a user whose items are steps; `as_given`: in whole rows, in its order. Raises E501 to E505."""
     data, chosen = settings.data, settings.model
     return Steps(
-        build_dataset(data, settings.train.seed),
+        build_dataset(data, chosen, settings.train.seed),
         data.kind,
         settings.train.seed,
         count=count_of_step(manifest),

@@ -28,6 +28,7 @@ from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
+from zbc.training.data.chat import CHAT, Chat
 from zbc.training.data.counted import Count, Weights
 from zbc.training.data.pairs import ANY, UnfitError, Words, copied, pair_of
 from zbc.training.data.permutation import Permutation
@@ -474,8 +475,10 @@ def kept_of(data: spec.Data, samples: Sized) -> int:
     return math.ceil(data.validation * len(samples))
 
 
-def build_dataset(data: spec.Data, seed: int) -> Any:
+def build_dataset(data: spec.Data, model: spec.Model, seed: int) -> Any:
     """A user's dataset; its factory draws the same random numbers on all ranks. Raises E501 to E505."""
+    if data.kind == CHAT:
+        return Chat.of(data, model)
     factory = userobject.load(data.kind, "data.kind")
     with reading() as begin:
         begin(seed_of(seed, "data"))
@@ -485,7 +488,7 @@ def build_dataset(data: spec.Data, seed: int) -> Any:
 def all_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
     """All samples, for training and validation."""
     if data.kind not in KINDS:
-        return Pairs(build_dataset(data, seed), data.kind, seed, both=both, words=Words.of(model))
+        return Pairs(build_dataset(data, model, seed), data.kind, seed, both=both, words=Words.of(model, data))
     seq_len = _token_length(data, model)
     if data.kind == "synthetic":
         if model.vocab is None:

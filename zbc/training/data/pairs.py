@@ -18,6 +18,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.core.tensors import IGNORED
+from zbc.training.data.chat import CHAT
 
 HINT = "set model.vocab to that of the tokenizer and plan again; -100 marks targets that do not count"
 _NAMES = (("input", "target"), ("inputs", "targets"), ("x", "y"))
@@ -36,9 +37,11 @@ class Words(NamedTuple):
     targets: bool = False
 
     @classmethod
-    def of(cls, model: spec.Model) -> Words:
-        """Those of a built-in model: where ranks share its words, or in a loss by chunks, no kernel would notice."""
-        return cls(model.vocab if model.builtin else None, model.loss == "cross_entropy")
+    def of(cls, model: spec.Model, data: spec.Data | None = None) -> Words:
+        """Those of a built-in model, and of a chat's tokens: where ranks share words, or in a loss by chunks, no kernel
+        would notice."""
+        known = model.builtin or (data is not None and data.kind == CHAT)
+        return cls(model.vocab if known else None, model.loss == "cross_entropy")
 
     def checked(self, whole: Tensor, which: int, name: Callable[[int], str]) -> Tensor:
         """Returns inputs (`which` = 0) or targets (1), (rows, ..), called `name(row)`. Raises E505 for other ids."""

@@ -94,8 +94,8 @@ def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
 def _documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     longest = model.seq_len or 1
     if data.kind not in KINDS:
-        dataset = build_dataset(data, seed)
-        return PairDocuments(Pairs(dataset, data.kind, seed, words=Words.of(model)), dataset, data.kind, longest)
+        dataset = build_dataset(data, model, seed)
+        return PairDocuments(Pairs(dataset, data.kind, seed, words=Words.of(model, data)), dataset, data.kind, longest)
     if data.kind == "tokens":
         paths = [data.path] if isinstance(data.path, str) else data.path or []
         return TokenDocuments(paths, data.dtype, longest, model.vocab)
