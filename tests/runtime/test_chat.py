@@ -11,7 +11,7 @@ from tests.threads import run_threads
 from zbc.cli import main
 from zbc.training.data.chat import Chat
 
-AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
+pytest.importorskip("transformers")
 SAID = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 NAMED = "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' + m.role) }}{% endif %}"
@@ -26,9 +26,8 @@ BOTH = [("<|user|>ab<|end|><|assistant|>", False), ("c<|end|>", True)]
 BOTH += [("<|user|>?<|end|><|assistant|>", False), ("yes<|end|>", True)]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A tokenizer whose tokens are bytes, and a few more."""
+def tokenizer_of(folder, template=None):
+    """Writes a tokenizer whose tokens are bytes, and a few more."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,7 +35,14 @@ def folder(tmp_path):
     plain = Tokenizer(models.BPE(vocab=letters, merges=[]))
     plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     more = {"additional_special_tokens": ["<|user|>", "<|assistant|>"], "pad_token": "<|pad|>", "eos_token": "<|end|>"}
-    PreTrainedTokenizerFast(tokenizer_object=plain, **more).save_pretrained(tmp_path / "tokenizer")
+    made = PreTrainedTokenizerFast(tokenizer_object=plain, **more)
+    made.chat_template = template
+    made.save_pretrained(folder)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tokenizer_of(tmp_path / "tokenizer")
     return tmp_path
 
 
@@ -103,9 +109,7 @@ def test_a_template_that_changes_what_was_said_has_to_mark_it(folder):
 
 def test_tokenize_checks_every_sample_and_shows_the_first(folder, capsys):
     chat(folder, {"messages": TURNS}, {"prompt": "a", "completion": "bc"})
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    tokenizer.chat_template = SAID + ASK
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer_of(folder / "tokenizer", SAID + ASK)
     words = ["tokenize", str(folder / "chat.jsonl"), "--chat", "--tokenizer", str(folder / "tokenizer")]
     with pytest.raises(SystemExit, match=r"^0$"):
         main(words)

@@ -45,8 +45,9 @@ _SINCE: dict[
     "memory": ("attention",),
     "costs": ("cp", "s", "t", "i", "e"),
     "optimizer": ("qk_clip",),
-    "train": ("hook", "fused_gradients"),
-    "data": ("balance", "items"),
+    "train": ("hook", "fused_gradients", "patience"),
+    "data": ("balance", "items", "tokenizer"),
+    "checkpoint": ("keep_best",),
 }
 RESERVE = 0.06  # share of a GPU's memory to keep free, unless the job or a profile says otherwise
 
@@ -248,6 +249,8 @@ class Job:
         """The sections the runtime reads, as plain data."""
         names = [name for name in SECTIONS if name not in PLANNING]
         data = {name: getattr(self, name).model_dump(mode="json") for name in names}
+        if data["data"]["kind"] == "chat":
+            data["data"]["tokenizer"] = self.data.tokenizer or self.model.pretrained
         return {**_stored(data), "pretrained": self.model.pretrained}
 
 

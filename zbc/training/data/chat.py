@@ -48,9 +48,8 @@ class Chat:
     @classmethod
     def of(cls, data: spec.Data, model: spec.Model) -> Chat:
         """The samples of a job."""
-        folder = data.tokenizer or model.pretrained or ""
         paths = [data.path] if isinstance(data.path, str) else data.path or []
-        return cls(paths, folder, model.seq_len or 1, data.args, padded=data.balance == "none")
+        return cls(paths, data.tokenizer or "", model.seq_len or 1, data.args, padded=data.balance == "none")
 
     def __len__(self) -> int:
         return len(self._samples)

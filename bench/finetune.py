@@ -1,0 +1,173 @@
+"""A fine-tuning of a tiny Qwen3 on chat data beside TRL's SFTTrainer on one process, with the same batches.
+
+    python bench/finetune.py [--steps 20] [--adapter 4] [--quick]      needs: pip install trl peft
+
+zbc trains the folder under zb-v on four ranks in two runs, the second from the checkpoint of the first.
+Prints the largest difference of the losses of a step, and of the logits of the merged model, loaded by transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import SequentialSampler
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.record import Record
+from tests.runtime.test_chat import ASK, MARKED, tokenizer_of
+from zbc.training.data.data import Batches, RandomTokens
+
+LENGTH, BATCH, SEED = 48, 8, 7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--adapter", type=int, default=0, help="rank of LoRA; 0: all weights")
+    parser.add_argument("--quick", action="store_true", help="write no file")
+    asked = parser.parse_args()
+    record = Record("finetune")
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        samples = made(place)
+        losses, merged = ours(place, asked.steps, asked.adapter)
+        theirs, logits = beside(place, samples, asked.steps, asked.adapter)
+        far = max(abs(a - b) for a, b in zip(losses, theirs, strict=True))
+        what = f"LoRA of rank {asked.adapter}" if asked.adapter else "all weights"
+        record(f"{what}: {asked.steps} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}; losses differ by {far:.1e}")
+        record(f"logits of the saved model differ by {(merged - logits).abs().max().item():.1e}")
+    if not asked.quick:
+        record.write()
+
+
+def made(place: Path) -> list[dict[str, Any]]:
+    """Writes the folder of a tiny Qwen3 with a tokenizer, and 100 samples; returns these."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(SEED)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 264, "tie_word_embeddings": False}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **more, max_position_embeddings=LENGTH)).save_pretrained(place / "model")
+    tokenizer_of(place / "model", MARKED + ASK)
+    turns = [("user", "{}+{}?"), ("assistant", "{}"), ("user", "sure?"), ("assistant", "yes")]
+    samples = []
+    for a in range(10):
+        for b in range(10):
+            texts = [f"{a}+{b}?", str(a + b), "sure?", "yes"]
+            pairs = zip(turns, texts, strict=True)
+            samples.append({"messages": [{"role": role, "content": text} for (role, _), text in pairs]})
+    (place / "train.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return samples
+
+
+JOB = """
+[model]
+pretrained = "{place}/model"
+seq_len = {length}
+[parallel]
+pp = 4
+[schedule]
+kind = "zb-v"
+microbatches = 4
+microbatch_size = 2
+[train]
+steps = {steps}
+seed = {seed}
+[optimizer]
+lr = {lr}
+betas = [0.9, 0.999]
+weight_decay = 0.0
+[data]
+kind = "chat"
+path = "{place}/train.jsonl"
+[adapter]
+rank = {rank}
+[checkpoint]
+every = 5
+[log]
+every = 1
+"""
+
+
+def zbc(*words: Any) -> None:
+    ran = subprocess.run([sys.executable, "-m", "zbc", *map(str, words)], check=False, text=True, capture_output=True)
+    if ran.returncode:
+        sys.exit(ran.stderr)
+
+
+def ours(place: Path, steps: int, rank: int) -> tuple[list[float], torch.Tensor]:
+    """Losses of steps, the run stopped in the middle; and logits of the saved model."""
+    for name, lr in (("start", 0.0), ("job", 1e-2)):
+        text = JOB.format(place=place, length=LENGTH, steps=steps, seed=SEED, lr=lr, rank=rank)
+        (place / f"{name}.toml").write_text(text if rank else text.replace("[adapter]\nrank = 0\n", ""))
+        zbc("plan", place / f"{name}.toml", "-o", place / name)
+    if rank:
+        zbc(
+            "run",
+            place / "start",
+            "--local",
+            4,
+            "--steps",
+            1,
+            "--out",
+            place / "zero",
+            "--save-adapter",
+            place / "lora",
+        )
+    zbc("run", place / "job", "--local", 4, "--steps", steps // 2, "--out", place / "run")
+    zbc("run", place / "job", "--local", 4, "--out", place / "run", "--resume", "auto", "--save-hf", place / "saved")
+    rows = [json.loads(line) for line in (place / "run/metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row], logits_of(place / "saved")
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found: torch.Tensor = model(torch.arange(LENGTH)[None]).logits.detach()
+    return found
+
+
+def beside(place: Path, samples: list[dict[str, Any]], steps: int, rank: int) -> tuple[list[float], torch.Tensor]:
+    """The same of TRL's trainer, with the samples in zbc's order."""
+    from datasets import Dataset
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    losses = []
+
+    class Trainer(SFTTrainer):  # type: ignore[misc]
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(dataset or self.train_dataset)
+
+        def compute_loss(self, *args: Any, **how: Any) -> Any:
+            found = super().compute_loss(*args, **how)
+            losses.append((found[0] if isinstance(found, tuple) else found).item())
+            return found
+
+    order = Batches(RandomTokens(2, 1, 0, len(samples)), seed=SEED, microbatches=4, size=BATCH // 4)
+    rows = [samples[i] for step in range(steps) for mb in range(4) for i in order.indices(step, mb)]
+    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, place / "lora", is_trainable=True) if rank else model
+    rates = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.0}
+    how = {"per_device_train_batch_size": BATCH, "max_steps": steps, "max_length": LENGTH, "assistant_only_loss": True}
+    still = {"report_to": [], "use_cpu": True, "save_strategy": "no", "bf16": False, "gradient_checkpointing": False}
+    config = SFTConfig(output_dir=str(place / "trl"), **rates, **how, **still)
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    Trainer(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer).train()
+    model = model.merge_and_unload() if rank else model
+    model.save_pretrained(place / "theirs")
+    return losses, logits_of(place / "theirs")
+
+
+if __name__ == "__main__":
+    main()
