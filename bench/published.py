@@ -51,7 +51,7 @@ def step_ms(
     kind: str, p: int, m: int, layers: int, costs: Mapping[str, object], message_us: float = 0.0, **schedule: object
 ) -> float:
     """ms of a step of equal layers, by the fast search."""
-    tables = {"schedule": {"kind": kind, **schedule}, "partition": {"mode": "uniform"}, "costs": costs}
+    tables = {"schedule": {"kind": kind, **schedule}, "partition": {"layers_per_stage": "equal"}, "costs": costs}
     tables["hardware"] = {"message_us": message_us}
     return compile_job(job(layers=layers, pp=p, m=m, **tables), suggest=False, budget=0.0).timeline.makespan
 
@@ -168,7 +168,10 @@ def weight_gradients(*, fused: bool = True) -> Iterator[Step]:
         hidden, heads = SHAPES[name]
         model = {**GPT, "hidden": hidden, "heads": heads, "vocab": 50304, "seq_len": 1024}
         tables = {"model": model, "hardware": {**A100, "memory_gib": 1000}, "train": {"fused_gradients": fused}}
-        tables |= {"schedule": {"kind": "zb-h1", "microbatch_size": int(row["b"])}, "partition": {"mode": "uniform"}}
+        tables |= {
+            "schedule": {"kind": "zb-h1", "microbatch_size": int(row["b"])},
+            "partition": {"layers_per_stage": "equal"},
+        }
         p = int(row["p"])
         made = compile_job(job(layers=3 * p, pp=p, m=p, **tables), suggest=False, budget=0.0)
         yield Step(name, made.costs.of("w", 1), float(row["w"]))
@@ -190,7 +193,7 @@ def sequence_parallel() -> Iterator[Large]:
         kind = {"kind": "interleaved-1f1b", "chunks": v} if v > 1 else {"kind": "1f1b"}
         tables = {"model": model, "hardware": {**A100, "ranks_per_node": 8}, "train": {"fused_gradients": True}}
         tables |= {"schedule": {**kind, "microbatch_size": 1}, "parallel": {"tp": 8, "tp_sequence": "regather"}}
-        tables |= {"partition": {"mode": "uniform"}}
+        tables |= {"partition": {"layers_per_stage": "equal"}}
         made = compile_job(job(layers=int(row["layers"]), pp=p, m=int(row["m"]), **tables), suggest=False, budget=0.0)
         held = max(rank.bytes for rank in made.memory)
         yield Large(Step(row["model"], made.step_ms / 1e3, float(row["seconds"])), held / 2**30)

@@ -246,7 +246,9 @@ def braids(kind: str, folder: Path, axis: str = "tp") -> Case:
     if kind == "interleaved-1f1b":
         schedule |= {"chunks": 2, "early": 1}
     how: dict[str, Any] = {"costs": {"per": "layer", axis: 20.0 * 16 / 4}, "schedule": schedule}
-    plan, compiled, text = grouped(axis, kind, 16, 25.0, 20.0, 6, folder, **how, partition={"mode": "uniform"})
+    plan, compiled, text = grouped(
+        axis, kind, 16, 25.0, 20.0, 6, folder, **how, partition={"layers_per_stage": "equal"}
+    )
     ranks = [[op for op in ops if not op.kind.is_mark] for ops in compiled.program.ranks]
     apart = simulate(compiled.program.with_ranks(ranks, by="apart"), compiled.costs).makespan
     if ranks == list(map(list, compiled.program.ranks)):
@@ -398,7 +400,7 @@ def offload(record: Record, case: str, steps: int) -> str:
             memory={"activations": "offload"},
             hardware={"host_duplex": bool(both_ways)},
             costs=costs,
-            partition={"mode": "uniform"},
+            partition={"layers_per_stage": "equal"},
             data={"args": {"width": 64}},
         )
         told, out = commanded(Path(name), text, steps)

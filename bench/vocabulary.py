@@ -59,7 +59,7 @@ pp = 8
 kind = "1f1b"
 microbatches = 128
 [partition]
-mode = "uniform"
+layers_per_stage = "equal"
 [hardware]
 device = "cuda"
 tflops = {tflops}

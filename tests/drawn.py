@@ -165,7 +165,7 @@ def of(traits: tuple[str, ...], kind: str, pp: int = 2) -> Drawn:
         plain["parallel"]["pp"] = 4
     if late:  # a delay for each stage, and what runs again for a backward does so on newer weights
         plain["schedule"]["kind"], plain["parallel"]["pp"] = both["schedule"]["kind"], both["parallel"].get("pp", pp)
-        both["partition"] = plain["partition"] = {"mode": "uniform"}
+        both["partition"] = plain["partition"] = {"layers_per_stage": "equal"}
     plain |= {table: both[table] for table in ("train", "data", "checkpoint") if table in both}
     plain["optimizer"] |= {key: value for key, value in both["optimizer"].items() if key == "ema"}
     if {"dropout", "balance loss"} & {*traits}:  # slices draw, or even loads, for themselves

@@ -69,7 +69,7 @@ def test_what_was_read_is_not_written_again(tmp_path):
     (tmp_path / "order.csv").write_text(CSV)
     with pytest.raises(zbc.ZbcError) as caught:
         zbc.load(tmp_path / "order.csv").write(tmp_path / "plan")
-    assert caught.value.code == "E415"
+    assert caught.value.code == "E407"
     assert not (tmp_path / "plan").exists()
 
 
@@ -181,4 +181,4 @@ def test_an_order_of_slices_is_checked_and_not_priced():
     mine.check()
     with pytest.raises(zbc.ZbcError, match="mine cuts microbatches into 2 slices") as caught:
         mine.simulate()
-    assert caught.value.code == "E124" and "slices = 1" in caught.value.hint
+    assert caught.value.code == "E110" and "slices = 1" in caught.value.hint

@@ -146,6 +146,6 @@ def test_the_page_prints_the_table():
 
 
 def test_an_error_names_what_excludes_and_what_helps():
-    with refused("E118", match="zb-v, a schedule that needs a flush, exclude each other", hint="1f1b") as caught:
+    with refused("E110", match="zb-v, a schedule that needs a flush, exclude each other", hint="1f1b") as caught:
         job(kind="zb-v", optimizer={"sync": "two-versions"})
     assert caught.value.where.endswith("zbc.toml:19:8")

@@ -54,7 +54,7 @@ def test_a_damaged_profile_is_refused_with_the_place(tmp_path, edit, text):
     data = profile_of(job()).plain()
     edit(data)
     (tmp_path / "a.json").write_text(json.dumps(data))
-    with refused("E143", match=text):
+    with refused("E142", match=text):
         read(tmp_path / "a.json")
 
 
@@ -62,7 +62,7 @@ def test_a_damaged_profile_is_refused_with_the_place(tmp_path, edit, text):
 def test_what_is_no_profile_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "a.json").write_bytes(content)
-    with refused("E143"):
+    with refused("E142"):
         read(tmp_path / "a.json")
 
 
@@ -137,7 +137,7 @@ def test_a_relative_path_starts_at_the_job_file_that_names_it(tmp_path, monkeypa
     (tmp_path / "inner" / "zbc.toml").write_text(toml_text(costs={"profile": "a.json"}))
     monkeypatch.chdir(tmp_path)
     assert isinstance(load_job(tmp_path / "inner" / "zbc.toml").profile, Profile)
-    with refused("E143"):
+    with refused("E142"):
         load_job(tmp_path / "inner" / "zbc.toml", ["costs.profile=a.json"])
 
 

@@ -5,10 +5,12 @@ import shlex
 import pytest
 import typer
 
+from zbc import explain as errors
 from zbc.cli import app, main
 from zbc.commands import retired
-from zbc.explain import CATALOGUE
-from zbc.job.spec import json_schema
+from zbc.job.spec import SECTIONS, drafted, json_schema
+from zbc.job.toml import loads
+from zbc.job.wording import RETIRED
 
 GLOBAL = {"--json", "--quiet", "--verbose"}  # of every command
 
@@ -37,7 +39,7 @@ COUNTED = {
     "options": (len({*OPTIONS}), 59),
     "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 105),
     "keys": (keys(json_schema(), json_schema()), 222),
-    "codes": (len(CATALOGUE), 120),
+    "codes": (len(errors.CATALOGUE), 65),
 }
 
 
@@ -63,3 +65,21 @@ def test_what_is_gone_says_in_one_line_what_to_type(words, capsys):
     assert {word for word in typed if word.startswith("-")} <= known
     assert words not in COMMANDS and (typed[0] == "zbc" or not {*words[1:]} & known)
     assert "{}" not in str(retired.COMMANDS.get(words)) or "'a b.toml'" in said
+
+
+@pytest.mark.parametrize("code", errors.GONE)
+def test_a_code_that_is_gone_names_the_one_that_stands_for_it(code, capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", code])
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and said.startswith(f"{code} is E") and said.split()[2] in errors.CATALOGUE
+
+
+@pytest.mark.parametrize("key", RETIRED)
+def test_a_key_that_is_gone_says_what_to_write(key):
+    table, _, name = key.rpartition(".")
+    text = f"[{table}]\n{name} = 1\n" if table else f"{name} = 1\n"
+    problems = [str(error) for error in drafted(loads(text, "zbc.toml")).problems]
+    assert any(f"{key} is gone; write {RETIRED[key]}" in problem for problem in problems)
+    named = RETIRED[key].split()[0].strip(",").split(".")
+    assert len(named) == 1 or named[1] in SECTIONS[named[0]].model_fields

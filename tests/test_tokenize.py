@@ -66,7 +66,7 @@ def test_bytes_are_tokens_and_documents_end_with_nul(texts, tmp_path):
 
 def test_a_tokenizer_that_is_not_there_is_refused_with_what_to_name(tmp_path):
     pytest.importorskip("tokenizers")
-    with refused("E533", match="cannot read") as caught:
+    with refused("E501", match="cannot read") as caught:
         Json(tmp_path / "none.json", None)
     assert "tokenizer.json" in (caught.value.hint or "")
 
@@ -83,7 +83,7 @@ def test_a_tokenizer_of_its_own(texts, tmp_path, word_tokenizer):
 def test_what_is_no_tokenizer_is_refused(tmp_path, word_tokenizer):
     (tmp_path / "bad.json").write_text("{}")
     for path, end in [(tmp_path / "bad.json", None), (tmp_path / "none.json", None), (word_tokenizer, "<end>")]:
-        assert error_of(Json, path, end).code == "E533"
+        assert error_of(Json, path, end).code == "E501"
 
 
 def test_small_pieces_of_bytes_give_the_same_tokens(texts, tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_two_processes_do_not_make_one_file(texts, tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX)
         before = part.read_bytes()
         error = error_of(tokenize.tokenize, [str(texts)], out, Bytes())
-        assert error.code == "E533" and "another process is making" in error.message and part.read_bytes() == before
+        assert error.code == "E501" and "another process is making" in error.message and part.read_bytes() == before
     tokenize.tokenize([str(texts)], out, Bytes())
 
 
@@ -144,22 +144,22 @@ def test_half_of_a_character_is_named_with_what_is_before_it(tmp_path):
     tokenize.tokenize([str(lines)], tmp_path / "fine.bin", Bytes())
     lines.write_text('{"text": "fine"}\n{"text": "broken \\ud83d here"}\n')
     error = error_of(tokenize.tokenize, [str(lines)], tmp_path / "l.bin", Bytes())
-    assert error.code == "E503" and "'\\ud83d', after 'broken '" in error.message and error.where == f"{lines}:2"
+    assert error.code == "E501" and "'\\ud83d', after 'broken '" in error.message and error.where == f"{lines}:2"
     error.render().encode()
 
 
 def test_what_is_there_is_not_overwritten_and_bad_text_is_named(texts, tmp_path):
     out = tmp_path / "out.bin"
     out.touch()
-    assert error_of(tokenize.tokenize, [str(texts)], out, Bytes()).code == "E533"
+    assert error_of(tokenize.tokenize, [str(texts)], out, Bytes()).code == "E501"
     out.unlink()
     (texts / "e.txt").write_bytes(b"abc\xffdef")
     error = error_of(tokenize.tokenize, [str(texts)], out, Bytes())
-    assert error.code == "E503" and error.where == f"{texts / 'e.txt'}:1" and "byte 3 is 0xff" in error.message
+    assert error.code == "E501" and error.where == f"{texts / 'e.txt'}:1" and "byte 3 is 0xff" in error.message
     for line in ('{"txt": 1}', "[1]", "x", '{"text": "a\\u0000b"}'):
         (tmp_path / "lines.jsonl").write_text(line + "\n")
         error = error_of(tokenize.tokenize, [str(tmp_path / "lines.jsonl")], tmp_path / "l.bin", Bytes())
-        assert error.code == "E503", line
+        assert error.code == "E501", line
     assert error_of(tokenize.tokenize, [str(tmp_path / "gone.txt")], out, Bytes()).code == "E501"
 
 
@@ -170,7 +170,7 @@ def test_a_bad_line_is_named_by_its_number_in_the_file_also_behind_the_first_pie
     lines = tmp_path / "lines.jsonl"
     lines.write_bytes(b'{"text": "fine"}\n\n' * 7 + bad + b'\n{"text": "fine"}\n')
     error = error_of(tokenize.tokenize, [str(lines)], tmp_path / "out.bin", Bytes())
-    assert (error.code, error.where) == ("E503", f"{lines}:15")
+    assert (error.code, error.where) == ("E501", f"{lines}:15")
 
 
 def test_the_command_says_what_it_made_and_what_to_write_next(texts, tmp_path, capsys):

@@ -148,7 +148,7 @@ def test_damage_is_named_with_its_file_and_line(run, line, values, says):
         file.write_text(file.read_text().replace('"took_ns"', values, 1))
     else:
         change(file, line, **values)
-    with refused("E431", says) as raised:
+    with refused("E430", says) as raised:
         trace.read(run)
     assert raised.value.where == f"{file}:{line}"
 

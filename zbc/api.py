@@ -86,7 +86,7 @@ class Plan:
 
     @classmethod
     def read_csv(cls, path: str | Path) -> Plan:
-        """A torch pipelining CSV. Raises E410 to E412; `check` says whether its order works."""
+        """A torch pipelining CSV. Raises E411; `check` says whether its order works."""
         sheet = torch_csv.read(Path(path))
         return cls(str(path), sheet.program, sheet=sheet)
 
@@ -94,7 +94,7 @@ class Plan:
     def costs(self) -> Costs:
         """Costs of the ops, from the job; without a job F = B = W = 1 per rank, and transfers are free.
 
-        Raises E124 for an order of slices of microbatches without a job.
+        Raises E110 for an order of slices of microbatches without a job.
         """
         if self.compiled is not None:
             return self.compiled.costs
@@ -248,10 +248,10 @@ class Plan:
         return difference(*pair, compute_only=compute_only)
 
     def write(self, folder: str | Path) -> None:
-        """Write the plan directory. Raises E407, and E415 for a plan without a job."""
+        """Write the plan directory. Raises E407 for a plan without a job."""
         if self.compiled is None:
             text = f"plan: {self.name} was not made from a job here, so there is nothing to write"
-            raise ZbcError("E415", text, hint="plan a job, with schedule.file for an order of your own")
+            raise ZbcError("E407", text, hint="plan a job, with schedule.file for an order of your own")
         self.compiled.write(Path(folder))
 
 
@@ -267,7 +267,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: str | Path) -> Run:
-        """Reads a run directory. Raises E430 (it is none), E431 (its trace is damaged), E4xx (the copy of its plan)."""
+        """Reads a run directory. Raises E430 (it is none), E430 (its trace is damaged), E4xx (the copy of its plan)."""
         folder = Path(folder)
         if has_trace(folder):
             return cls(folder, read_trace(folder))

@@ -1,6 +1,6 @@
 """All errors that zbc raises on purpose, and their text on a console.
 
-    error[E131] partition: layers do not add up
+    error[E130] partition: layers do not add up
       --> zbc.toml:14:10   layers_per_stage sums to 31, model.layers is 32
 
 The first digit of a code is its family, and the family decides the exit code of the command.

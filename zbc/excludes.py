@@ -175,15 +175,14 @@ class Excludes(NamedTuple):
     """
 
     trait: str
-    code: str
     excludes: Mapping[str, str | tuple[str, str]]
+    code: str = "E110"
     at_other: bool = False
 
 
 ROWS = (
     Excludes(
         "flushless",
-        "E118",
         {
             "tied": "stages step at other times",
             "shared vocabulary|offload": UNWRITTEN,
@@ -196,20 +195,18 @@ ROWS = (
             "trace": ("steps are recorded that begin where the one before ended", "leave out --trace"),
         },
     ),
-    Excludes("two versions", "E118", {"frees": UNWRITTEN, "replicas": "their order needs a flush"}),
+    Excludes("two versions", {"frees": UNWRITTEN, "replicas": "their order needs a flush"}),
     Excludes(
         "asynchronous",
-        "E118",
         {
             "dp|shards more|replicas|ep": ("replicas would wait for each other", "set dp = 1, and no shard"),
             "cp": ("ranks with parts of a gradient would wait for each other", "set cp = 1"),
         },
         at_other=True,
     ),
-    Excludes("asynchronous", "E118", {"sliced": "slices of a microbatch would run on weights of several steps"}),
+    Excludes("asynchronous", {"sliced": "slices of a microbatch would run on weights of several steps"}),
     Excludes(
         "average",
-        "E118",
         {
             "post-validate": "what replicas would send each other may be taken back",
             "two versions": UNWRITTEN,
@@ -225,7 +222,6 @@ ROWS = (
     ),
     Excludes(
         "freeze",
-        "E110",
         {
             "tied": "a gradient that is shared by layers is not the mean over the microbatches of one",
             "compile": "a compiled layer cannot leave out its weight gradients in some microbatches only",
@@ -244,7 +240,6 @@ ROWS = (
     ),
     Excludes(
         "float16",
-        "E118",
         {
             "barrier-free": (
                 "the loss scale of a step follows from the verdict on the one before",
@@ -255,19 +250,16 @@ ROWS = (
     ),
     Excludes(
         "no masters",
-        "E118",
         {"feedback|moving average": ("in bfloat16 most of what it adds would be lost by rounding", "drop master")},
     ),
-    Excludes("fused gradients", "E110", {"compile": "a compiled layer adds up its gradients as its graph says"}),
+    Excludes("fused gradients", {"compile": "a compiled layer adds up its gradients as its graph says"}),
     Excludes(
         "adapter",
-        "E110",
         {"frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"')},
         at_other=True,
     ),
     Excludes(
         "balance",
-        "E118",
         {
             "ramp": "balanced steps choose their own number of microbatches",
             "sliced": "slices are cut at the same places of all microbatches",
@@ -279,7 +271,6 @@ ROWS = (
     ),
     Excludes(
         "tokens",
-        "E110",
         {
             "sliced": "slices are cut at the same places of all microbatches",
             "ramp": "they are of one number of microbatches",
@@ -290,13 +281,11 @@ ROWS = (
     ),
     Excludes(
         "dealt by tokens",
-        "E118",
         {"asynchronous": UNWRITTEN, "average": "replicas of unequal work would count alike", "graph": UNWRITTEN},
         at_other=True,
     ),
     Excludes(
         "steps",
-        "E118",
         {
             "sliced": "slices are cut at the same places of all microbatches",
             "ramp": "a step comes with all its microbatches",
@@ -307,7 +296,6 @@ ROWS = (
     ),
     Excludes(
         "graph",
-        "E110",
         {
             "chains": ("a rank has one stage of it, once", 'use kind = "1f1b", "zb-h1", "zb-auto" or "auto"'),
             "file|plugin": ("orders from elsewhere are of chains", 'use kind = "1f1b" or "zb-h1"'),
@@ -323,7 +311,6 @@ ROWS = (
     ),
     Excludes(
         "loss by chunks",
-        "E110",
         {
             "vocabulary": (
                 "all ranks tell of a microbatch at once, of their words' logits, and keep them for the gradient",
@@ -331,23 +318,18 @@ ROWS = (
             )
         },
     ),
-    Excludes("shared vocabulary", "E110", {"post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')}),
+    Excludes("shared vocabulary", {"post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')}),
     Excludes(
         "shared vocabulary",
-        "E120",
         {"copies": (UNWRITTEN, 'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"')},
     ),
     Excludes(
         "sliced",
-        "E110",
         {"compile": ("a layer is compiled for whole microbatches", "set compile = false, or slices = 1")},
     ),
-    Excludes(
-        "sliced", "E120", {"file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind")}
-    ),
+    Excludes("sliced", {"file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind")}),
     Excludes(
         "slices",
-        "E120",
         {
             "whole": (
                 "its places meet in the middle, and slices come back in reverse",
@@ -355,31 +337,27 @@ ROWS = (
             )
         },
     ),
-    Excludes("selective", "E110", {"compile": ("a compiled layer is one piece", "drop one of them")}),
+    Excludes("selective", {"compile": ("a compiled layer is one piece", "drop one of them")}),
     Excludes(
         "shards more",
-        "E118",
         {"post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"')},
     ),
-    Excludes("tp|cp|ep", "E110", {"compile": "compiled layers cannot meet others inside"}),
+    Excludes("tp|cp|ep", {"compile": "compiled layers cannot meet others inside"}),
     Excludes(
-        "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
+        "tp", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}, "E119"
     ),
     Excludes(
         "ep over dp",
-        "E118",
         {"balance|dealt by tokens": "replicas of unequal work would wait for each other in every block"},
         at_other=True,
     ),
     Excludes(
         "expert bias",
-        "E110",
         {"barrier-free": "the loads of a step are known when forwards of the next one have chosen their experts"},
         at_other=True,
     ),
     Excludes(
         "clipped scores",
-        "E110",
         {
             "whole norms|norms of heads": "the norm of queries and keys undoes it",
             "adapter": "it scales weights that are frozen",
@@ -388,10 +366,10 @@ ROWS = (
             "compile": UNWRITTEN,
         },
     ),
-    Excludes("unlike ranks", "E110", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
-    Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
-    Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
-    Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
+    Excludes("unlike ranks", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
+    Excludes("unlike ranks", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
+    Excludes("memory by rank", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
+    Excludes("ramp", {"file": "a file is an order for one number of microbatches"}),
 )
 
 
@@ -440,7 +418,7 @@ def clashes(sections: Sections, more: Collection[str] = ()) -> Iterator[Exclusio
 
 
 def problems(sections: Sections, where: Where) -> Iterator[ZbcError]:
-    """An error for each pair of settings: E110, E118, E119 or E120."""
+    """An error for each pair of settings: E110 or E119."""
     return (pair.error(where) for pair in clashes(sections))
 
 

@@ -40,13 +40,13 @@ def torch_schedule(
     """Torch's pipelining runtime for the `PipelineStage`s of this rank, with the order of a plan (or its path).
 
     `loss_fn(output, target)` is a mean over a microbatch. `options` go to torch's schedule, such as
-    `args_chunk_spec`. Raises E413 for a plan that torch cannot express, E416 for stages that are not the plan's.
+    `args_chunk_spec`. Raises E413 for a plan that torch cannot express, E413 for stages that are not the plan's.
     """
     order = open_plan(plan) if isinstance(plan, str | Path) else plan
     text = torch_csv.dumps(order.program)
     problems = list(_problems(order.program, stages))
     if problems:
-        raise ZbcError("E416", f"torch: these stages cannot run {order.name}", details=problems)
+        raise ZbcError("E413", f"torch: these stages cannot run {order.name}", details=problems)
     runtime: Any = schedules._PipelineScheduleRuntime  # not typed by torch
     schedule: schedules._PipelineScheduleRuntime = runtime(
         list(stages), order.program.microbatches, loss_fn=loss_fn, **options

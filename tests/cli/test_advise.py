@@ -153,7 +153,7 @@ def test_no_schedule_is_faster_for_the_job_of_the_first_row(model, config, gpu, 
 def test_where_no_shape_is_possible_each_is_told_why_with_a_batch_that_does(model, gpus, batch, fix):
     """Fewer layers than ranks, and a batch of which replicas get no equal shares."""
     folder = model(LLAMA | {"num_hidden_layers": 6})
-    with refused("E116", match=f"no shape of {gpus} GPUs can be planned", hint=f"a batch of {fix} ") as caught:
+    with refused("E110", match=f"no shape of {gpus} GPUs can be planned", hint=f"a batch of {fix} ") as caught:
         core.advise(document_of(folder, gpus=gpus, batch=batch))
     told = caught.value.render()
     assert "more ranks than the 6 layers" in told and "does not divide" in told and "memory" not in told

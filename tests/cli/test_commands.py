@@ -215,7 +215,7 @@ def test_a_plugin_that_cuts_microbatches_into_slices_is_refused_and_not_priced(c
     """It would be charged a whole microbatch for each slice."""
     with_plugin(folder, "sliced", SLICED)
     ran = zbc(*command)
-    assert ran.code == 3 and "E124" in ran.err and "into 2 slices" in ran.err and "slices = 1" in ran.err
+    assert ran.code == 3 and "E110" in ran.err and "into 2 slices" in ran.err and "slices = 1" in ran.err
     assert not (folder / "plan").exists()
 
 
@@ -383,7 +383,7 @@ def test_chunks_of_the_file_are_for_schedules_that_leave_them_open(zbc, job):
     sweep = ["--schedules", "zb-v,interleaved-1f1b", "--sweep", "schedule.chunks=1,2"]
     entries = zbc("compare", "zbc.toml", *sweep, "--json").json()["schedules"]
     failed = [(e["schedule"], e["settings"], e["error"][0]["code"]) for e in entries if "error" in e]
-    assert failed == [("zb-v", {"schedule.chunks": "1"}, "E120")]
+    assert failed == [("zb-v", {"schedule.chunks": "1"}, "E110")]
 
 
 def test_compare_as_csv_is_numbers_with_the_reason_at_the_end(zbc, job):

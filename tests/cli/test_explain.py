@@ -103,4 +103,4 @@ def test_limits_of_a_short_word_are_of_that_word(zbc, word, without):
 )
 def test_an_unknown_word_names_those_that_are_near(zbc, said, hint):
     ran = zbc("explain", said)
-    assert ran.code != 0 and "E112" in ran.err and hint in ran.err
+    assert ran.code != 0 and "E104" in ran.err and hint in ran.err

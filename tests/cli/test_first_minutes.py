@@ -76,7 +76,7 @@ def test_weights_that_are_nowhere_are_missed_before_the_run(zbc, job):
 def test_tokenizing_what_is_no_text_leaves_nothing(zbc, folder):
     (folder / "data.txt").write_bytes(b"\xff\xfe\x00" * 1000)
     ran = zbc("tokenize", "data.txt", "-o", "out.bin")
-    assert ran.code == 6 and "E503" in ran.err
+    assert ran.code == 6 and "E501" in ran.err
     assert [path.name for path in folder.iterdir()] == ["data.txt"]
 
 

@@ -97,7 +97,7 @@ def test_a_picture_is_told_of_in_json(zbc, job):
 def test_a_png_is_made_by_cairosvg_or_refused_with_the_way_out(zbc, job, monkeypatch):
     monkeypatch.setitem(sys.modules, "cairosvg", None)
     ran = zbc("visualize", job(), "-o", "a.png")
-    assert ran.code == 6 and "E610" in ran.err and "pip install cairosvg, or name a.svg" in ran.err
+    assert ran.code == 6 and "E602" in ran.err and "pip install cairosvg, or name a.svg" in ran.err
     assert not Path("a.png").exists()
     made = types.ModuleType("cairosvg")
     made.svg2png = lambda bytestring, scale: b"\x89PNG" + bytestring

@@ -68,7 +68,7 @@ def test_a_plan_with_a_ramp_replaces_one_and_nothing_else(ramped, zbc, folder):
     assert zbc("plan", "zbc.toml", "--set", "schedule.ramp=[]").code == 0 and not (folder / "plan" / "m1").exists()
     zbc("plan", "zbc.toml")
     (folder / "plan" / "m1" / "notes.txt").write_text("mine")
-    assert "error[E405]" in zbc("plan", "zbc.toml").err
+    assert "error[E407]" in zbc("plan", "zbc.toml").err
 
 
 def test_the_manifest_cannot_name_folders_elsewhere(ramped, folder):

@@ -59,7 +59,7 @@ def test_ranks_with_a_core_each_share_none(run, zbc, tmp_path):
 @pytest.mark.parametrize("cores", few([0, True, "two"], 1))
 def test_a_trace_with_an_absurd_number_of_cores_is_damaged(run, zbc, tmp_path, cores):
     ran = zbc("report", with_cores(run, tmp_path / "copy", cores))
-    assert ran.code == 4 and "E431" in ran.err and "rank-0000.jsonl:1" in ran.err
+    assert ran.code == 4 and "E430" in ran.err and "rank-0000.jsonl:1" in ran.err
 
 
 def with_cores(run, folder, cores):
@@ -159,12 +159,12 @@ def test_a_run_without_a_trace_is_reported_as_far_as_its_log_goes(unrecorded, zb
 @pytest.mark.parametrize(
     ("name", "text", "code", "says"),
     [
-        ("run.json", "{", "E431", "not JSON"),
-        ("run.json", "[]", "E431", "not an object"),
-        pytest.param("run.json", 100_000 * "[", "E431", "not JSON", id="deep"),
-        ("run.json", '{"format": "other"}', "E431", "format 'other'"),
-        ("metrics.jsonl", '{"step": 1}\nno\n', "E431", "metrics.jsonl:2"),
-        ("metrics.jsonl", '{"step_ms": 1, "sums_hidden": "1e400x"}\n', "E431", "sums_hidden of a step is a text"),
+        ("run.json", "{", "E430", "not JSON"),
+        ("run.json", "[]", "E430", "not an object"),
+        pytest.param("run.json", 100_000 * "[", "E430", "not JSON", id="deep"),
+        ("run.json", '{"format": "other"}', "E430", "format 'other'"),
+        ("metrics.jsonl", '{"step": 1}\nno\n', "E430", "metrics.jsonl:2"),
+        ("metrics.jsonl", '{"step_ms": 1, "sums_hidden": "1e400x"}\n', "E430", "sums_hidden of a step is a text"),
         ("metrics.jsonl", "", "E430", "holds no step"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_recorded_run_is_drawn_in_every_form(run, zbc, folder):
         assert made.code == 0 and (folder / f"x.{form}").read_text().startswith(mark)
     assert "steps 4-6" in zbc("visualize", run, "--steps", "3").out
     missing = zbc("visualize", run, "--from", "7")
-    assert missing.code == 4 and "E432" in missing.err and "recorded are 4, 5, 6" in missing.err
+    assert missing.code == 4 and "E430" in missing.err and "recorded are 4, 5, 6" in missing.err
 
 
 # ---- planning anew -------------------------------------------------------------------------------------------

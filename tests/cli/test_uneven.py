@@ -88,7 +88,7 @@ def test_an_order_with_such_a_placement_comes_back_from_a_csv(zbc, planned, fold
     (folder / "again.toml").write_text(text)
     assert zbc("plan", "again.toml", "-o", "again").code == 0
     refused = zbc("plan", "again.toml", "--set", "schedule.chunks=1")
-    assert "error[E122]" in refused.err and "leave schedule.chunks out" in refused.err
+    assert "error[E110]" in refused.err and "leave schedule.chunks out" in refused.err
 
 
 @pytest.mark.parametrize(

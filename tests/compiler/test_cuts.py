@@ -193,7 +193,9 @@ def test_nothing_is_recomputed_where_all_fits_and_what_is_set_stays():
 
 
 @pytest.mark.parametrize(
-    "partition", [{"mode": "uniform"}, {"layers_per_stage": [4, 2, 1, 1]}, {"layout": "Et*4|tt|t|tL"}], ids=str
+    "partition",
+    [{"layers_per_stage": "equal"}, {"layers_per_stage": [4, 2, 1, 1]}, {"layout": "Et*4|tt|t|tL"}],
+    ids=str,
 )
 def test_a_cut_that_is_asked_for_is_kept(partition):
     heavy_head = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": 9.0, "b": 9.0, "w": 9.0}}
@@ -202,7 +204,7 @@ def test_a_cut_that_is_asked_for_is_kept(partition):
         made = job(kind=kind, partition=partition, costs=heavy_head, schedule=limits)
         found = order(made, estimate.layers(made), 0.0)
         sizes = [len(part) for part in found.stages]
-        assert sizes == ([3, 2, 2, 3] if "mode" in partition else [5, 2, 1, 2])
+        assert sizes == ([3, 2, 2, 3] if "equal" in partition.values() else [5, 2, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def with_head(layers, head, **parts):
 @pytest.mark.parametrize(("p", "m", "layers", "head", "gain"), few([(3, 9, 17, 5.0, 1.3), (4, 8, 18, 4.2, 1.35)], (3,)))
 def test_auto_makes_room_for_a_heavy_head(p, m, layers, head, gain):
     """Compared with interleaved 1F1B on uniform partitions, and with every schedule by name on them."""
-    uniform = {"pp": p, "m": m, "partition": {"mode": "uniform"}}
+    uniform = {"pp": p, "m": m, "partition": {"layers_per_stage": "equal"}}
     base = planned(with_head(layers, head, kind="interleaved-1f1b", **uniform), 0.0)[0]
     step = planned(with_head(layers, head, kind="auto", pp=p, m=m), 0.0)[0]
     assert base / step >= gain

@@ -83,7 +83,7 @@ HOST = Host(f_us=50.0, b_us=100.0, w_us=10.0, transfer_us=20.0, transfer_share=0
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_plan_made_with_wrong_costs_gets_the_right_ones_from_its_run(kind, activations, known):
-    described = job(kind=kind, layers=16, memory={"activations": activations}, partition={"mode": "uniform"})
+    described = job(kind=kind, layers=16, memory={"activations": activations}, partition={"layers_per_stage": "equal"})
     true = profile_of(
         described,
         layers=TRUE,
@@ -150,7 +150,7 @@ def test_a_factorys_layers_share_the_time_of_their_stage():
 
 def test_what_ran_in_one_piece_on_one_stage_only_says_nothing_of_the_size_of_others():
     """In zb-v only the first stage has a BW: for others it is proportional to their B and W, and vice versa."""
-    planned = compile_job(job(kind="zb-v", layers=8, pp=2, m=4, partition={"mode": "uniform"}, **MINE))
+    planned = compile_job(job(kind="zb-v", layers=8, pp=2, m=4, partition={"layers_per_stage": "equal"}, **MINE))
     fused = {op.stage for ops in planned.program.ranks for op in ops if op.kind is Kind.BW}
     apart = {op.stage for ops in planned.program.ranks for op in ops if op.kind is Kind.B}
     assert fused < apart and len(apart) == 4

@@ -158,7 +158,7 @@ def test_every_schedule_passes_all_checks_with_any_room(name):
             try:
                 context = gathered(name, p, m, card.default_chunks, resident, with_w=with_w)
             except ZbcError as error:
-                assert error.code == "E115" and "group" in error.message and resident == 1
+                assert error.code == "E110" and "group" in error.message and resident == 1
                 continue
             check_all(context.program)
 
@@ -170,7 +170,7 @@ def test_w_brings_no_weights_back_unless_it_needs_them():
 
 @pytest.mark.parametrize("resident", [0, 3])
 def test_room_that_cannot_be_is_refused(resident):
-    with pytest.raises(ZbcError, match="E115"):
+    with pytest.raises(ZbcError, match="E110"):
         gathered("zb-v", 2, 4, 2, resident)
 
 
@@ -233,7 +233,7 @@ def asked(dp=2, pp=4, shard="weights", exchange="one-sided", **more):
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
 def test_gathers_are_for_weights_that_come_and_go(shard):
-    with pytest.raises(ZbcError, match=r'E115.*goes with shard = "weights" or "all"'):
+    with pytest.raises(ZbcError, match=r'E110.*goes with shard = "weights" or "all"'):
         asked(shard=shard)
 
 
@@ -246,7 +246,7 @@ def test_all_copies_of_a_stage_take_from_each_other_where_two_pipes_have_it():
     assert met.program.ranks == taken.program.ranks
     for one, other in zip(taken.costs.bytes, met.costs.bytes, strict=True):
         assert one.own / one.gradients < 0.6 * other.own / other.gradients
-    with pytest.raises(ZbcError, match=r"E118.*the copies of stage 0 are on 2 nodes") as caught:
+    with pytest.raises(ZbcError, match=r"E110.*the copies of stage 0 are on 2 nodes") as caught:
         compile_job(asked(pp=2, kind="chimera", schedule={}, hardware={"ranks_per_node": 2}, parallel={"node": [2, 1]}))
     assert "a node for 4 copies" in caught.value.hint
 
@@ -271,7 +271,7 @@ def test_replicas_of_a_rank_are_put_on_one_node():
     ],
 )
 def test_replicas_on_several_nodes_are_refused(dp, more):
-    with pytest.raises(ZbcError, match=r"E118.*the replicas of rank 0 are on 2 nodes|E118.*are on 4 nodes") as caught:
+    with pytest.raises(ZbcError, match=r"E110.*the replicas of rank 0 are on 2 nodes|E110.*are on 4 nodes") as caught:
         compile_job(asked(dp=dp, **more))
     assert 'use "collective"' in caught.value.hint
 

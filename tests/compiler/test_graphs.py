@@ -103,7 +103,7 @@ def test_the_largest_stage_is_least(seed):
 def test_graphs_that_cannot_be_are_refused_by_name(changes, words):
     with pytest.raises(ZbcError, match=words) as caught:
         job(model={**MODEL, **changes})
-    assert "E128" in {one.code for one in caught.value.errors}
+    assert "E110" in {one.code for one in caught.value.errors}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_is_for_chains_is_refused(changes, key):
 
 
 def test_too_few_ranks_and_cuts_across_groups_are_refused():
-    with refused("E128", match="each rank has layers of one group"):
+    with refused("E110", match="each rank has layers of one group"):
         compile_job(job(model=MODEL, pp=2))
-    with refused("E131", match="where group vision ends"):
+    with refused("E130", match="where group vision ends"):
         compile_job(job(model=MODEL, pp=4, partition={"layers_per_stage": [1, 2, 1, 2]}))

@@ -115,5 +115,5 @@ def test_transfers_jitter_too():
 
 @pytest.mark.parametrize("wrong", [{"jitter": -0.1}, {"straggler": -1.0}, {"trials": 0}])
 def test_noise_that_makes_no_sense_is_refused(wrong):
-    with refused("E113"):
+    with refused("E103"):
         Noise(**wrong)

@@ -104,7 +104,7 @@ kind = "gis"
 microbatches = 20
 group = {group}
 """)
-    with refused("E120", match="gis on 8 ranks takes 4 to 8"):
+    with refused("E110", match="gis on 8 ranks takes 4 to 8"):
         load_job(job)
 
 

@@ -101,7 +101,9 @@ def with_head(ms=0.0):
     ("changes", "blocks"),
     [
         pytest.param({"layers": 13, **with_head(3.0)}, [4, 4, 4, 1], id="a heavy head"),
-        pytest.param({"layers": 10, "partition": {"mode": "uniform"}}, [3, 3, 2, 2], id="uniform spreads blocks only"),
+        pytest.param(
+            {"layers": 10, "partition": {"layers_per_stage": "equal"}}, [3, 3, 2, 2], id="uniform spreads blocks only"
+        ),
         pytest.param(
             {"layers": 8, "costs": {"f": 1.0, "b": 1.0, "w": 1.0}}, [2, 2, 2, 2], id="times of ranks say no cut"
         ),
@@ -127,9 +129,9 @@ def test_a_rank_with_the_head_gets_fewer_blocks_over_both_its_stages():
 @pytest.mark.parametrize(
     ("layers", "given", "code", "text"),
     [
-        (8, [2, 2, 2, 3], "E131", "layers_per_stage = [2, 2, 2, 3] sums to 9, model.layers is 8"),
-        (8, [4, 4], "E131", "layers_per_stage has 2 entries, the schedule has 4 stages"),
-        (8, [4, 0, 2, 2], "E131", "stage 1 has no layers"),
+        (8, [2, 2, 2, 3], "E130", "layers_per_stage = [2, 2, 2, 3] sums to 9, model.layers is 8"),
+        (8, [4, 4], "E130", "layers_per_stage has 2 entries, the schedule has 4 stages"),
+        (8, [4, 0, 2, 2], "E130", "stage 1 has no layers"),
     ],
 )
 def test_a_cut_that_does_not_add_up_is_explained(layers, given, code, text):
@@ -141,7 +143,7 @@ def test_a_cut_that_does_not_add_up_is_explained(layers, given, code, text):
 
 def test_more_stages_than_layers_is_refused():
     with refused("E130") as caught:
-        names(job(layers=3, partition={"mode": "uniform"}), 4)
+        names(job(layers=3, partition={"layers_per_stage": "equal"}), 4)
     with pytest.raises(ZbcError, match="has 3, 1 blocks, embedding and head") as caught:
         names(job(layers=1), 4)
     assert caught.value.hint.startswith("use model.layers = 2 or more")

@@ -182,11 +182,11 @@ def test_a_job_made_from_a_job_is_asked_the_rules_again():
 def test_what_does_not_go_together(changes, text):
     with pytest.raises(ZbcError, match=text) as caught:
         asked(**changes)
-    assert [error.code for error in caught.value.errors] == ["E126"] and caught.value.hint
+    assert [error.code for error in caught.value.errors] == ["E110"] and caught.value.hint
 
 
 def test_the_schedule_needs_its_replicas():
-    with refused("E126", match=r"needs parallel\.replicas"):
+    with refused("E110", match=r"needs parallel\.replicas"):
         job(kind="replicated-1f1b")
 
 

@@ -205,7 +205,7 @@ def test_given_op_times_still_take_their_links_from_the_table(tmp_path):
     ],
 )
 def test_tables_that_are_none(tmp_path, table, text):
-    with refused("E127", match=text) as caught:
+    with refused("E110", match=text) as caught:
         load_job(written(tmp_path, table))
     assert caught.value.hint
 

@@ -168,7 +168,7 @@ REFUSED = {
     "few words": ({"model": {"vocab": 3}}, "E110", "a vocabulary of 3 words leaves some of 4 ranks without any"),
     "another loss": ({"model": {"loss": "mse"}}, "E110", "only the output layer of a built-in model"),
     "no barrier": ({"optimizer": {"sync": "post-validate"}}, "E110", "do not go together yet"),
-    "two pipes": ({"kind": "chimera"}, "E120", "and chimera, a schedule with several copies of a stage"),
+    "two pipes": ({"kind": "chimera"}, "E110", "and chimera, a schedule with several copies of a stage"),
     "three sums": ({"parallel": {"vocabulary_sums": 3}}, "E103", "vocabulary_sums"),
 }
 
@@ -302,7 +302,7 @@ def test_a_small_model_with_a_large_vocabulary_gains_what_was_published():
         model=model,
         parallel={"pp": 4},
         schedule={"kind": "interleaved-1f1b", "microbatches": 16, "microbatch_size": 1},
-        partition={"mode": "uniform"},
+        partition={"layers_per_stage": "equal"},
         hardware=hardware,
     )
     for kind in ("interleaved-1f1b", "zb-h2", "zb-auto"):

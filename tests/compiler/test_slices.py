@@ -127,7 +127,7 @@ def test_slices_of_what_is_no_sequence(tmp_path):
 def test_schedules_without_an_order_of_slices(kind):
     chunks = {"chunks": 2} if kind in ("hanayo", "bitpipe") else {}
     error = problem(**sliced(2, kind=kind, schedule=chunks))
-    assert error.code == "E120" and "meet in the middle" in error.message and 'kind = "zb-v"' in error.hint
+    assert error.code == "E110" and "meet in the middle" in error.message and 'kind = "zb-v"' in error.hint
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------

@@ -46,7 +46,11 @@ JOBS = {
     ),
     "state": ({"model": {"hidden": 1024}, "parallel": {"dp": 4}, "schedule": {"microbatch_size": 1}}, "parallel.shard"),
     "first stage": (
-        {"partition": {"mode": "uniform"}, "schedule": {"microbatch_size": 1}, "memory": {"activations": "recompute"}}
+        {
+            "partition": {"layers_per_stage": "equal"},
+            "schedule": {"microbatch_size": 1},
+            "memory": {"activations": "recompute"},
+        }
         | {"model": {"vocab": 1024, "seq_len": 510}, "pp": 4, "m": 16, "kind": "1f1b"},
         "",
     ),

@@ -11,7 +11,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.ir import Kind
 
-EVEN = {"mode": "uniform"}
+EVEN = {"layers_per_stage": "equal"}
 
 
 def planned(**changes):

@@ -282,7 +282,7 @@ def test_layouts_say_how_many_layers_each_stage_has(text):
 
 @pytest.mark.parametrize("text", BAD)
 def test_what_is_no_layout_is_refused_with_what_was_found(text):
-    with refused("E132") as caught:
+    with refused("E130") as caught:
         megatron_layout.loads(text, "zbc.toml:3:4")
     assert caught.value.where == "zbc.toml:3:4"
     assert BAD[text] in f"{caught.value.message} {caught.value.hint}"
@@ -310,10 +310,10 @@ def test_a_job_is_cut_as_its_layout_says():
 @pytest.mark.parametrize(
     ("partition", "code", "piece"),
     [
-        ({"layout": "Et*3|t*3|tL"}, "E131", "it needs 3 bars"),
-        ({"layout": "Et*3|t*3|t|L"}, "E131", "do not add up"),
-        ({"layout": "Et*8||L|L"}, "E132", "its layers"),
-        ({"layout": "Et*4||t*4|L"}, "E131", "stage 1 has no layers"),
+        ({"layout": "Et*3|t*3|tL"}, "E130", "it needs 3 bars"),
+        ({"layout": "Et*3|t*3|t|L"}, "E130", "do not add up"),
+        ({"layout": "Et*8||L|L"}, "E130", "its layers"),
+        ({"layout": "Et*4||t*4|L"}, "E130", "stage 1 has no layers"),
     ],
 )
 def test_layouts_that_do_not_go_with_the_job_are_refused(partition, code, piece):

@@ -51,19 +51,19 @@ BROKEN = {
     "semicolons for commas": (GOOD.replace(",", "; "), "E411", "row 2, column 1", "write 1F0, with a comma between"),
     "tabs for commas": (GOOD.replace(",", "\t"), "E411", "row 1, column 1", "with a comma between actions"),
     "an absurd number": (GOOD.replace("0F1", "0F99999999999"), "E411", "row 1, column 2", "end at"),
-    "an empty line in the middle": (GOOD.replace("\n", "\n\n", 1), "E412", "row 2, column 1", "delete the row"),
-    "an empty line at the end": (GOOD + "\n", "E412", "row 3, column 1", "delete the row"),
-    "a row of idle slots": (GOOD + ",,,\n", "E412", "row 3, column 1", "needs work"),
-    "a stage on two ranks": (GOOD.replace("1F1", "0F1"), "E412", "row 2, column 3", "first at row 1, column 1"),
+    "an empty line in the middle": (GOOD.replace("\n", "\n\n", 1), "E411", "row 2, column 1", "delete the row"),
+    "an empty line at the end": (GOOD + "\n", "E411", "row 3, column 1", "delete the row"),
+    "a row of idle slots": (GOOD + ",,,\n", "E411", "row 3, column 1", "needs work"),
+    "a stage on two ranks": (GOOD.replace("1F1", "0F1"), "E411", "row 2, column 3", "first at row 1, column 1"),
     "a stage left out": (
         GOOD.replace("1F", "2F").replace("1B", "2B"),
-        "E412",
+        "E411",
         "row 2, column 1",
         "no action of stage 1",
     ),
     "a microbatch left out": (
         GOOD.replace("F1", "F2").replace("B1", "B2"),
-        "E412",
+        "E411",
         "row 1, column 2",
         "no action of microbatch 1",
     ),
@@ -73,11 +73,11 @@ BROKEN = {
     "a B beside its halves": (GOOD.replace("0B0", "0B0,0I0,0W0"), "E202", "row 1, column 4", "repeats a part"),
     "W before I": (GOOD.replace("0B0", "0W0,0I0"), "E206", "row 1, column 3", "0W0 comes before 0I0"),
     "B before F": (GOOD.replace("1F0,1B0", "1B0,1F0"), "E206", "row 2, column 1", "move column 2 before column 1"),
-    "an open quote": ('"0F0,0B0\n', "E410", "line 1", "not a CSV file"),
+    "an open quote": ('"0F0,0B0\n', "E411", "line 1", "not a CSV file"),
     "digits without end": (GOOD.replace("0F1", f"0F{'9' * 5000}"), "E411", "row 1, column 2", "end at 1000000"),
     "the same, loosely": (GOOD.replace("0F1", f"0f{'9' * 5000}"), "E411", "row 1, column 2", "not an action"),
-    "nothing": ("", "E410", None, "is empty"),
-    "NUL bytes": (GOOD.replace("0F1", "0F\0"), "E410", None, "NUL"),
+    "nothing": ("", "E411", None, "is empty"),
+    "NUL bytes": (GOOD.replace("0F1", "0F\0"), "E411", None, "NUL"),
 }
 
 
@@ -124,7 +124,7 @@ def test_all_problems_of_a_file_are_told_at_once():
     assert [(error.code, error.where) for error in found] == [
         ("E411", "x.csv: row 1, column 2"),
         ("E411", "x.csv: row 2, column 1"),
-        ("E412", "x.csv: row 3, column 1"),
+        ("E411", "x.csv: row 3, column 1"),
     ]
 
 
@@ -260,7 +260,7 @@ def test_a_repeated_action_is_dropped_where_it_comes_again():
 
 def test_what_is_missing_is_not_invented():
     program = loads("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n").program
-    with refused("E414") as caught:
+    with refused("E411") as caught:
         repair(program, Costs.uniform(program.placement))
     assert caught.value.where == "row 2"
 

@@ -131,7 +131,7 @@ def test_a_run_directory_that_fills_up_ends_the_run_with_every_line_whole(tmp_pa
     error = error_of(
         run_here, plan, 2, run, each=at_step(3, lambda: (seen.extend(processes(run)), fill(seen))), trace=traced
     )
-    assert (error.code, error.exit_code) == ("E606", 6), error
+    assert (error.code, error.exit_code) == ("E608", 6), error
     assert "cannot write" in error.message and str(run) in error.message and "make room" in error.hint
     steps = [row["step"] for row in metrics(run)]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 3
@@ -245,7 +245,7 @@ def test_data_that_become_shorter_while_they_are_read_end_the_run(tmp_path, out)
     data = {"kind": "tokens", "path": str(tokens), "dtype": "uint16"}
     plan = write_plan(tmp_path, model={"vocab": 65536}, data=data, train={"steps": 10**6})
     error = error_of(run_here, plan, 4, out, each=at_step(2, lambda: os.truncate(tokens, 100)), max_restarts=1)
-    assert (error.code, error.exit_code) == ("E531", 6)
+    assert (error.code, error.exit_code) == ("E501", 6)
     assert error.message.startswith(f"data: {tokens} ends at byte 100, token ")
     assert any(line.startswith("while rank ") for line in error.details)
     assert 2 <= len(metrics(out)) < 10**6

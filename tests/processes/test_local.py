@@ -373,14 +373,14 @@ def test_another_number_of_ranks_than_planned_is_refused_with_the_command_that_w
 def test_a_run_directory_that_cannot_be_made_is_refused_before_the_first_step(tmp_path, place):
     (tmp_path / "a-file").write_text("")
     error = error_of(run_here, write_plan(tmp_path, parallel={"pp": 1}), 1, tmp_path / place)
-    assert (error.code, error.exit_code) == ("E606", 6) and "a-file" in error.message
+    assert (error.code, error.exit_code) == ("E608", 6) and "a-file" in error.message
 
 
 def test_a_run_does_not_write_over_the_metrics_of_another(tmp_path, out):
     plan = write_plan(tmp_path, parallel={"pp": 1})
     run_here(plan, 1, out, steps=1)
     before = metrics(out)
-    assert error_of(run_here, plan, 1, out, steps=2).code == "E607"
+    assert error_of(run_here, plan, 1, out, steps=2).code == "E614"
     assert metrics(out) == before
 
 

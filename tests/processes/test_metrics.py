@@ -146,7 +146,7 @@ def test_an_existing_directory_is_used_if_no_run_is_in_it(open_log, tmp_path):
     (tmp_path / "run" / "notes.txt").write_text("mine")
     with open_log() as log:
         log.record(result())
-    with refused("E607"):
+    with refused("E614"):
         open_log()
     assert len(metrics(tmp_path / "run")) == 1
 
@@ -163,7 +163,7 @@ def test_of_two_runs_that_are_given_one_directory_at_once_the_second_changes_not
     monkeypatch.setattr("zbc.training.metrics.sinks.open_sinks", meanwhile)
     with open_log() as log:
         log.record(result())
-    assert tried == [("E607", True)]
+    assert tried == [("E614", True)]
     assert json.loads(about.read_text())["steps"] == 12 and len(metrics(tmp_path / "run")) == 1
 
 
@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_nothing_of_a_run_that_cannot_begin(open_log, tmp_pat
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zbc.training.launch.rundir.replace_text", full)
-    with refused("E606", "run.json: No space left on device", hint="make room") as caught:
+    with refused("E608", "run.json: No space left on device", hint="make room") as caught:
         open_log(out=tmp_path / "a" / "run" if out else None)
     assert caught.value.exit_code == 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.toml", "plan"]
@@ -186,7 +186,7 @@ def test_a_step_that_the_disk_has_no_room_for_is_named_and_leaves_no_half_line(o
         with no_file_beyond((tmp_path / "run" / "metrics.jsonl").stat().st_size + 10):
             log.record(result(1))
     place = tmp_path / "run" / "metrics.jsonl"
-    assert raised.value.code == "E606" and "--resume auto" in raised.value.hint
+    assert raised.value.code == "E608" and "--resume auto" in raised.value.hint
     assert raised.value.message == f"run: step 2: cannot write {place}: {os.strerror(errno.EFBIG)}"
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1]
 
@@ -279,7 +279,7 @@ def test_a_run_that_goes_on_is_one_run_of_wandb(open_log, tmp_path, wandb):
 
 def test_a_wandb_that_does_not_start_is_an_error_in_words(open_log, wandb):
     wandb.init = lambda **options: (_ for _ in ()).throw(RuntimeError("No API key configured.\nUse `wandb login`."))
-    with refused("E616", match="does not start: No API key", hint="WANDB_MODE=offline"):
+    with refused("E602", match="does not start: No API key", hint="WANDB_MODE=offline"):
         open_log(log={"wandb": "project"})
     with open_log():  # the same command again, after a login
         pass
@@ -300,7 +300,7 @@ def test_a_package_that_is_missing_is_found_before_the_run_starts(tmp_path, monk
     (tmp_path / "wandb").mkdir()  # the folder of an earlier run looks like a package without files
     monkeypatch.syspath_prepend(tmp_path)
     plan = write_plan(tmp_path, log={"wandb": "project"})
-    with refused("E610", hint="zbc[wandb]"):
+    with refused("E602", hint="zbc[wandb]"):
         run_here(plan, 4, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

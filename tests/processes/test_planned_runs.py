@@ -112,7 +112,7 @@ def pretending(tmp_path, monkeypatch):
             if len(runs) == stop_at:
                 raise KeyboardInterrupt
             if schedule in fail:
-                raise ZbcError("E706", "tune: it failed")
+                raise ZbcError("E703", "tune: it failed")
             out = Path(words[words.index("--out") + 1])
             out.mkdir(parents=True)
             (out / "run.json").write_text('{"format": "zbc-run"}')
@@ -151,7 +151,7 @@ def test_a_plan_that_fails_is_told_and_the_others_go_on(pretending):
     tuner, _, _ = pretending(fail=tuple(TOOK))
     with pytest.raises(ZbcError) as raised:
         tuner.run()
-    assert raised.value.code == "E706" and len(raised.value.details) == 3
+    assert raised.value.code == "E703" and len(raised.value.details) == 3
 
 
 def test_stopping_keeps_what_was_found(pretending):

@@ -96,7 +96,7 @@ def test_what_fails_every_time_is_tried_as_often_as_asked(tmp_path, out):
         (ZbcError("E703", "run: rank 1 failed"), True),
         (RankFailed("Traceback\nRuntimeError: connection reset"), True),
         (ZbcError("E704", "run: step 3 has gradients that are not finite"), False),
-        (ZbcError("E531", "data: damaged"), False),
+        (ZbcError("E501", "data: damaged"), False),
         (ZbcError("E611", "run: the disk is full"), False),
     ],
 )

@@ -77,13 +77,13 @@ def test_a_damaged_folder_ends_the_run_with_its_error(folder, tmp_path):
     tensors = load_file(file)
     name = next(name for name in sorted(tensors) if ".2." in name)
     save_file({**tensors, name: torch.zeros(3)}, file)
-    with refused("E523", name):
+    with refused("E520", name):
         run_here(plan, 4, tmp_path / "run")
 
 
 def test_a_target_in_the_way_is_found_before_any_step(folder, tmp_path):
     plan = write_plan(tmp_path)
-    with refused("E525"):
+    with refused("E524"):
         run_here(plan, 4, tmp_path / "run", save_hf=folder)
     assert not (tmp_path / "run").exists()
     run_here(plan, 4, tmp_path / "run", steps=1, save_hf=tmp_path / "new")

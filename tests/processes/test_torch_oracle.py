@@ -152,8 +152,8 @@ def alive(program, rank, judge=JUDGE):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"stages": {0: (0, 2), 1: (1, 3)}}, ["E416 rank 0 has stages 0 and 3, it was given 0 and 2", "rank 1 has"]),
-        ({"total": 8}, ["E416 the plan has 4 stages, theirs is 8 (num_stages)"] * 2),
+        ({"stages": {0: (0, 2), 1: (1, 3)}}, ["E413 rank 0 has stages 0 and 3, it was given 0 and 2", "rank 1 has"]),
+        ({"total": 8}, ["E413 the plan has 4 stages, theirs is 8 (num_stages)"] * 2),
         ({"ddp": True}, ["stage 0 and 3 is in DistributedDataParallel", "stage 1 and 2 is in Distributed"]),
     ],
 )

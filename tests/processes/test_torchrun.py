@@ -75,7 +75,7 @@ def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path
     assert [run.returncode for run in runs] == [6, 6], shown
     errors = [line for _, text in shown for line in text.splitlines() if line.startswith("error[")]
     assert len(errors) == 1, shown
-    assert errors[0].startswith("error[E605] run: the ranks differ in plan id: rank 1 has ")
+    assert errors[0].startswith("error[E601] run: the ranks differ in plan id: rank 1 has ")
     more = [line for _, text in shown for line in text.splitlines() if line.startswith("   and in ")]
     assert [line.partition(":")[0].strip() for line in more] == [
         "and in plan.json (sha256)",

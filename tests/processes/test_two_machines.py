@@ -165,7 +165,7 @@ def test_a_machine_that_cannot_be_reached_is_named_with_its_interface(two, plan)
         said = "".join("".join(process.communicate(timeout=80)) for process in processes)
     assert [process.returncode for process in processes] == [6, 6], said
     name = socket.gethostname()
-    assert "error[E615] run: the machines of this run cannot reach each other" in said
+    assert "error[E609] run: the machines of this run cannot reach each other" in said
     assert f"rank 0 ({name}, {two[0].interface} {two[0].address}) cannot reach rank 1 ({name}, lo 127.0.0.1)" in said
     assert said.count("error[") == 1 and "Traceback" not in said
 

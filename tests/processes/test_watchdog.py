@@ -391,7 +391,7 @@ def test_ranks_that_agree_go_on():
 
 def test_every_rank_learns_which_one_differs_and_in_what():
     errors = agreeing(*({"plan id": "a", "torch version": version} for version in ("2.13", "2.11", "2.13")))
-    assert {error.code for error in errors} == {"E605"}
+    assert {error.code for error in errors} == {"E601"}
     assert {error.message for error in errors} == {
         "run: the ranks differ in torch version: rank 1 has 2.11, the others 2.13"
     }

@@ -268,11 +268,13 @@ def reference(
         for p, data in zip(weights.values(), newest, strict=True):
             p.data = data
         before = [data.clone() for data in newest]
-        _clip_stages(settings.optimizer.clip_stage_norm, manifest.layers, weights)
+        clip = settings.optimizer.clip_grad_norm
+        if manifest.flushless:  # of each stage
+            clip = _clip_stages(clip, manifest.layers, weights)
         for group in [] if optimizer is None else optimizer.param_groups:
             group["lr"] = phases.rate(settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step)
         step_it = None if optimizer is None else partial(scaler.step, optimizer)
-        _step(step_it, settings.optimizer.clip_grad_norm, norm, [*zip(weights.values(), masters.values(), strict=True)])
+        _step(step_it, clip, norm, [*zip(weights.values(), masters.values(), strict=True)])
         scaler.update()
     result.weights = {name: p.detach().clone() for name, p in weights.items()}
     return result

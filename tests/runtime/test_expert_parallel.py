@@ -389,7 +389,7 @@ def test_a_stage_without_experts_has_no_ops_of_any(way):
 
 SOME = {"first_dense": 2, "ffn_hidden": 40}
 ENDS = {"layers_per_stage": [0, 2, 2, 0]}  # of these the third alone has experts
-TWO_VERSIONS = {"sync": "two-versions", "clip_stage_norm": 0.5}
+TWO_VERSIONS = {"sync": "two-versions", "clip_grad_norm": 0.5}
 WITHOUT = [
     ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 2, 2]}}, {"pp": 3, "dp": 2}),
     ({"schedule": {"kind": "zb-v"}, "partition": ENDS}, {"dp": 4, "shard": "all"}),
@@ -431,7 +431,7 @@ def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_r
         check_complete(made.program.with_ranks([(*first, step), second], by="more"))
     with refused("E202", match="rank 0 never runs STEP e0"):
         check_complete(replace(made.program, dense=()))
-    with refused("E506", match="the plan has no experts in stage 1, the model has"):
+    with refused("E505", match="the plan has no experts in stage 1, the model has"):
         run_threads(StoredPlan(made.manifest.model_copy(update={"dense": [0, 1]}), made.program), 1)
 
 

@@ -85,5 +85,5 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path):
 
 
 def test_it_is_refused_where_gradients_are_not_a_step_late():
-    with refused("E118", "feedback"):
+    with refused("E110", "feedback"):
         job(optimizer={"feedback": 0.5})

@@ -178,7 +178,7 @@ def test_missing_data_and_no_place_are_refused_by_name(tmp_path):
     plan = make_plan(make_program("1f1b", 1, 2), model={**GPT, "vocab": VOCAB}, data=text_of(tmp_path, 9))
     (tmp_path / "file").write_text("")
     error = error_of(rows_of, plan, tmp_path / "file")
-    assert error.code == "E606" and "--forward" in error.hint
+    assert error.code == "E608" and "--forward" in error.hint
     (tmp_path / "data.txt").unlink()
     error = error_of(rows_of, plan, tmp_path)
     assert error.code == "E501" and "data.txt" in error.message

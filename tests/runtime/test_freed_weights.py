@@ -91,7 +91,7 @@ def plan_of_case(schedule, resident, dtype):
     try:
         return plan_of(schedule, 2, 4, resident, model={**GPT, "dtype": dtype})
     except ZbcError as error:
-        assert error.code == "E115" and resident == 1
+        assert error.code == "E110" and resident == 1
 
 
 @pytest.mark.parametrize(("schedule", "resident", "dtype"), few(CASES, SAMPLE))

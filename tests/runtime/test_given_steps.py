@@ -195,7 +195,7 @@ def test_layers_in_which_padding_would_count_are_refused(family, said):
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ({"schedule": {"slices": 2}}, "E118", "slices are cut at the same places"),
+        ({"schedule": {"slices": 2}}, "E110", "slices are cut at the same places"),
         ({"data": {**data_of(), "validation": 0.1}}, "E110", "data.validation keeps samples"),
         ({"data": {"kind": "synthetic", "items": "steps"}}, "E150", "is of a dataset of yours"),
     ],

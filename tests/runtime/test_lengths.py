@@ -420,9 +420,9 @@ def test_a_step_without_room_for_its_longest_is_refused_with_the_tokens_that_hav
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ({"data": {"balance": "tokens"}}, "E117", "schedule.tokens is not set"),
-        ({"data": {"kind": "text", "balance": "tokens"}, "schedule": {"tokens": [4] * 8}}, "E117", "one long sample"),
-        ({"data": {"kind": "a.b:c"}, "schedule": {"tokens": [4] * 8}}, "E117", "nothing says which of a.b:c they get"),
+        ({"data": {"balance": "tokens"}}, "E110", "schedule.tokens is not set"),
+        ({"data": {"kind": "text", "balance": "tokens"}, "schedule": {"tokens": [4] * 8}}, "E110", "one long sample"),
+        ({"data": {"kind": "a.b:c"}, "schedule": {"tokens": [4] * 8}}, "E110", "nothing says which of a.b:c they get"),
         ({"data": {"balance": "length"}, "schedule": {"tokens": [4] * 8}}, "E110", 'data.balance = "length"'),
         (
             {"data": {"balance": "tokens"}, "schedule": {"tokens": [4] * 8, "max_microbatches": 9}},

@@ -48,7 +48,7 @@ def test_input_and_target_are_of_one_look(examples):
 )
 def test_what_nobody_seeds_is_refused_before_the_first_step(ways, first, text):
     plan = plan_of("1f1b", 2, ways=ways, first=first, count=16, start=8)
-    with pytest.raises(ZbcError, match=f"E516.*{text}"):
+    with pytest.raises(ZbcError, match=f"E505.*{text}"):
         run_threads(plan, 1)
 
 

@@ -221,7 +221,7 @@ def test_what_is_made_between_steps_counts_from_the_next_one_on(tmp_path):
         assert scale.held.optimizer == pytest.approx(predicted.optimizer, rel=0.001)
 
 
-EVEN = {"mode": "uniform"}  # by time one stage would be the embedding alone
+EVEN = {"layers_per_stage": "equal"}  # by time one stage would be the embedding alone
 TENTATIVE = {
     "adamw": {"kind": "1f1b", "partition": EVEN},
     "two stages": {"kind": "zb-v", "optimizer": {"kind": "adam"}},

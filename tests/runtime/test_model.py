@@ -106,10 +106,10 @@ def test_seeds_depend_on_every_part():
 
 
 UNFIT = {
-    "another number of layers": (lambda: user("residual", count=5), "E506", "returned 4 layers, model.layers is 5"),
+    "another number of layers": (lambda: user("residual", count=5), "E505", "returned 4 layers, model.layers is 5"),
     "no module": (lambda: user("bad_builders")[2].build(0), "E502", "builder of layers.2 returned str"),
     "one parameter twice": (lambda: user("tied"), "E508", "layers.0 and layers.2 share a parameter"),
-    "exchanges gradients itself": (lambda: user("wrapped")[1].build(0), "E507", "layers.1.0 uses FSDPModule"),
+    "exchanges gradients itself": (lambda: user("wrapped")[1].build(0), "E509", "layers.1.0 uses FSDPModule"),
     "fails": (lambda: user("raises"), "E502", "raises failed"),
     "no layers": (lambda: user("three_numbers"), "E502", "layer 0 of"),
     "one module": (lambda: user("one_module"), "E502", "not a list of layers"),
@@ -123,7 +123,7 @@ def test_a_factory_that_does_not_work_is_refused_in_words(what):
     make, code, text = UNFIT[what]
     with refused(code, text) as caught:
         make()
-    assert code != "E506" or caught.value.hint == "set model.layers = 4 and plan again"
+    assert code != "E505" or caught.value.hint == "set model.layers = 4 and plan again"
 
 
 def test_the_error_of_a_factory_is_shown_with_its_place():

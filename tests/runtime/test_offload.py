@@ -27,7 +27,7 @@ def compared(model, activations, size, limit="0.9x", **more):
             model=model,
             memory={"activations": activations},
             schedule={"microbatch_size": size, "memory_limit": limit},
-            partition={"mode": "uniform"},
+            partition={"layers_per_stage": "equal"},
             hardware={"host_gbps": 10},
             **more,
         ),

@@ -34,7 +34,7 @@ def test_one_queue_is_refused_for_the_plans_that_stop_under_it(tmp_path, monkeyp
     report, manifest = written(tmp_path, "zb-h2")
     assert report.survives_one_queue
     set_queues(tmp_path / "zb-h2", manifest)
-    with refused("E618", match="share one queue", hint=f"unset {VARIABLE}"):
+    with refused("E603", match="share one queue", hint=f"unset {VARIABLE}"):
         set_queues(tmp_path / "looped-zb", written(tmp_path, "looped-zb")[1])
 
 

@@ -239,8 +239,8 @@ def test_a_run_goes_on_with_the_other_choice_and_says_so(to, tmp_path):
 WRONG = {
     "model.master": ({"model": {"master": False}}, "E110"),
     "optimizer.state": ({"optimizer": {"kind": "sgd", "state": "bfloat16"}}, "E110"),
-    "feedback": ({"model": {**LOW, "master": False}, "optimizer": {"sync": "two-versions", "feedback": 0.5}}, "E118"),
-    "ema": ({"model": {**LOW, "master": False}, "optimizer": {"ema": 0.9}}, "E118"),
+    "feedback": ({"model": {**LOW, "master": False}, "optimizer": {"sync": "two-versions", "feedback": 0.5}}, "E110"),
+    "ema": ({"model": {**LOW, "master": False}, "optimizer": {"ema": 0.9}}, "E110"),
 }
 
 

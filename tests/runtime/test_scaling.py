@@ -161,7 +161,7 @@ def test_overflows_that_a_lower_scale_mends_are_no_skipped_steps_that_end_a_run(
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ({"optimizer": {"sync": "post-validate"}}, "E118", "the loss scale of a step follows from the verdict"),
+        ({"optimizer": {"sync": "post-validate"}}, "E110", "the loss scale of a step follows from the verdict"),
         ({"model": {"dtype": "bfloat16", "loss_scale": 8.0}}, "E110", "is for float16, model.dtype is 'bfloat16'"),
         ({"model": {"dtype": "float16", "parameters": "bfloat16"}}, "E110", "computes in bfloat16"),
     ],

@@ -73,7 +73,7 @@ def test_a_plan_with_other_layers_is_refused():
         ([*plan.manifest.layers[:3], ["layers.5", "tail"]], "the plan has 'tail' as layer 7, the model has 'head'"),
     ):
         changed = type(plan)(plan.manifest.model_copy(update={"layers": layers}), plan.program)
-        with refused("E506", text):
+        with refused("E505", text):
             make_worker(changed)
 
 

@@ -270,7 +270,7 @@ def test_what_is_left_alone_gets_its_gradient_in_b(why):
 
 def test_wrapped_layers_are_refused_with_the_reason():
     for layer in (user_models.FSDPModule(3, 3), nn.Sequential(nn.ReLU(), user_models.FSDPModule(3, 3))):
-        with refused("E507", "layers.2", "FSDPModule"):
+        with refused("E509", "layers.2", "FSDPModule"):
             refuse_wrapped("layers.2", layer)
     refuse_wrapped("layers.2", user_models.Residual(8))
 

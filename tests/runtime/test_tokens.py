@@ -95,7 +95,7 @@ def test_several_files_are_one_after_the_other_and_no_window_spans_two(tmp_path)
 def test_a_file_without_a_description_needs_its_type(tmp_path):
     path = write(tmp_path / "a.bin", range(20))
     sidecar(tmp_path / "a.bin").unlink()
-    assert error_of(samples, path=path).code == "E530"
+    assert error_of(samples, path=path).code == "E501"
     assert samples(path=path, dtype="uint16").inputs([1]).tolist() == [[4, 5, 6, 7]]
 
 
@@ -112,17 +112,17 @@ def test_the_last_part_is_kept_for_evaluation(tmp_path):
 
 
 def test_files_that_are_not_there_or_damaged(tmp_path):
-    assert error_of(samples, path=str(tmp_path / "gone.bin")).code == "E530"
-    assert error_of(samples, path=str(tmp_path)).code == "E530"
+    assert error_of(samples, path=str(tmp_path / "gone.bin")).code == "E501"
+    assert error_of(samples, path=str(tmp_path)).code == "E501"
     path = write(tmp_path / "a.bin", range(20))
     for text in ("{", "[]", "3", '{"format": "zbc-tokens", "version": 2}', json.dumps({"format": "x"})):
         sidecar(tmp_path / "a.bin").write_text(text)
-        assert error_of(samples, path=path).code == "E531", text
+        assert error_of(samples, path=path).code == "E501", text
     write(tmp_path / "a.bin", range(20))
     for size in (0, 39, 41):
         os.truncate(path, size)
         error = error_of(samples, path=path)
-        assert error.code == "E531" and f"but {size} bytes" in error.message
+        assert error.code == "E501" and f"but {size} bytes" in error.message
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named_with_the_place(tmp_path):
@@ -131,7 +131,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named_with_the_place(tmp_path):
     os.truncate(path, 100)
     assert found.inputs([0]).tolist() == [[0, 1, 2, 3]]
     error = error_of(found.inputs, [30])
-    assert error.code == "E531" and "ends at byte" in error.message and path in error.message
+    assert error.code == "E501" and "ends at byte" in error.message and path in error.message
 
 
 def test_tokens_beyond_the_vocabulary_are_found_at_once_or_where_they_are(tmp_path):
@@ -141,7 +141,7 @@ def test_tokens_beyond_the_vocabulary_are_found_at_once_or_where_they_are(tmp_pa
     found = samples(path=path)
     found.inputs([0])
     error = error_of(found.inputs, [1])
-    assert error.code == "E532" and f"token 5 of {path} is 300" in error.message
+    assert error.code == "E505" and f"token 5 of {path} is 300" in error.message
 
 
 # ---- ahead of time ---------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Recorded:
     def _get(self, kind, indices):
         self.read.append((kind, tuple(indices), threading.current_thread().name))
         if self.bad in indices:
-            raise ZbcError("E531", "data: damaged")
+            raise ZbcError("E501", "data: damaged")
         return torch.tensor(indices)
 
 
@@ -217,7 +217,7 @@ def test_an_error_is_raised_where_its_tensor_is_asked_for():
     ready.inputs(0, 0)
     ready.inputs(0, 1)
     ready.targets(0, 0)
-    assert error_of(ready.inputs, 0, 2).code == "E531"
+    assert error_of(ready.inputs, 0, 2).code == "E501"
 
 
 def test_what_is_closed_makes_all_on_the_spot_until_it_is_opened_again():
@@ -264,4 +264,4 @@ def test_a_damaged_file_stops_a_run_with_the_op_that_read_it(tmp_path):
     good = make_plan(make_program("1f1b", 2, 4), model=GPT, data={"kind": "tokens", "path": path})
     with pytest.raises(ZbcError) as caught:
         run_threads(good, 9)
-    assert caught.value.code == "E532" and any("F s1" in note for note in caught.value.__notes__)
+    assert caught.value.code == "E505" and any("F s1" in note for note in caught.value.__notes__)

@@ -221,11 +221,11 @@ def test_a_folder_without_all_its_weights_is_refused_before_a_run(tmp_path):
     tensors = load_file(weights / SINGLE)
     tensors.pop("model.decoder.layers.2.fc1.weight")
     save_file(tensors, weights / SINGLE)
-    with refused("E523", "lacks model.decoder.layers.2.fc1.weight"):
+    with refused("E520", "lacks model.decoder.layers.2.fc1.weight"):
         compiled(tmp_path, "opt", weights=weights)
     index = {"weight_map": {name: "model-00001-of-00002.safetensors" for name in tensors}}
     (weights / INDEX).write_text(json.dumps(index))
-    with refused("E523", "names model-00001-of-00002.safetensors, which is missing"):
+    with refused("E520", "names model-00001-of-00002.safetensors, which is missing"):
         compiled(tmp_path, "opt", weights=weights)
     (weights / INDEX).unlink()
     (weights / SINGLE).rename(weights / "pytorch_model.bin")
@@ -240,10 +240,10 @@ def test_a_tensor_of_another_shape_and_a_file_that_is_cut_off_are_named(tmp_path
     weights = copied(tmp_path)
     tensors = load_file(weights / SINGLE)
     save_file({**tensors, "model.decoder.layers.2.fc1.weight": torch.zeros(3, 3)}, weights / SINGLE)
-    with refused("E523", "layers.2.fc1.weight in", "is F32 [3, 3], the model needs [48, 32]"):
+    with refused("E520", "layers.2.fc1.weight in", "is F32 [3, 3], the model needs [48, 32]"):
         compiled(tmp_path, "opt", weights=weights)
     (weights / SINGLE).write_bytes((weights / SINGLE).read_bytes()[:-8])
-    with refused("E523", "is damaged or cut off"):
+    with refused("E520", "is damaged or cut off"):
         compiled(tmp_path, "opt", weights=weights)
 
 
@@ -262,7 +262,7 @@ def test_more_ranks_than_layers_and_a_family_beside_a_configuration_are_refused(
 
 def test_without_transformers_the_command_is_told(tmp_path):
     hfmodel._facts.cache_clear()
-    with mock.patch.object(hfmodel, "find_spec", lambda name: None), refused("E610", "opt is a model", hint="zbc[hf]"):
+    with mock.patch.object(hfmodel, "find_spec", lambda name: None), refused("E602", "opt is a model", hint="zbc[hf]"):
         compiled(tmp_path, "opt")
 
 

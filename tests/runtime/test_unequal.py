@@ -310,19 +310,19 @@ def test_kept_samples_are_evaluated_alone_in_their_rows():
 )
 def test_samples_without_a_length_or_room_are_refused(wrong, text):
     plan = unequal(data={"kind": TEXTS, "args": {"wrong": wrong}, "balance": "length"})
-    with refused("E117", match=text):
+    with refused("E110", match=text):
         run_threads(plan, 1)
 
 
 def test_a_length_that_is_not_that_of_its_sample_is_refused():
     plan = unequal(data={"kind": TEXTS, "args": {"wrong": 1, "longest": 3}, "balance": "length"})
-    with pytest.raises(ZbcError, match=r"E117.* its length is 1"):
+    with pytest.raises(ZbcError, match=r"E110.* its length is 1"):
         run_threads(plan, 20)
 
 
 def test_a_step_with_more_than_there_is_room_for_says_how_much_there_should_be(monkeypatch):
     monkeypatch.setattr("zbc.training.data.unequal.samples_of_step", lambda lengths, shape, m: 200)
-    with refused("E117", hint="max_microbatches = ") as caught:
+    with refused("E110", hint="max_microbatches = ") as caught:
         run_threads(unequal(), 1)
     assert "16 microbatches" not in caught.value.message
 
@@ -335,7 +335,7 @@ def test_ranks_that_know_other_lengths_do_not_begin(monkeypatch):
             worker.work.documents.lengths = worker.work.documents.lengths + 0
             worker.work.documents.lengths[5] += 1
 
-    with pytest.raises(ZbcError, match=r"E117.*other lengths"):
+    with pytest.raises(ZbcError, match=r"E110.*other lengths"):
         run_threads(plan, 1, setup=other)
 
 
@@ -362,7 +362,7 @@ def test_documents_of_token_files_end_where_their_end_token_stands(tmp_path):
     assert found == [([5, 6, 7], [6, 7, 0]), ([8], [0]), ([10, 11, 12, 13], [11, 12, 13, 14]), ([14], [0]), ([9], [9])]
     assert documents.lengths.tolist() == [3, 1, 4, 1, 1]
     write_sidecar(path, Tokens("uint16", len(tokens), 61))
-    with pytest.raises(ZbcError, match=r"E117.*which token ends a document"):
+    with pytest.raises(ZbcError, match=r"E110.*which token ends a document"):
         TokenDocuments([str(path)], None, 4, 61)
 
 

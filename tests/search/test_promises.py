@@ -321,7 +321,7 @@ def test_auto_without_a_limit_is_no_worse_than_with_one_above_what_1f1b_holds():
     for limit in ("1.5x", "2.0x", "9.0x", None):
         schedule = {} if limit is None else {"memory_limit": limit}
         described = job(
-            kind="auto", layers=16, pp=3, m=5, costs=costs, schedule=schedule, partition={"mode": "uniform"}
+            kind="auto", layers=16, pp=3, m=5, costs=costs, schedule=schedule, partition={"layers_per_stage": "equal"}
         )
         found = compile_job(described, budget=1_000_000 / COMPILED_RATE)
         steps.append(Context(found.program, found.costs).step_ms("makespan"))

@@ -64,7 +64,7 @@ def test_steps_in_a_row_and_from_one_on(slow):
     assert measured.strip.length > 1.3 * predicted.strip.length
     assert draw([predicted, measured], View(width=120)).plain.count("3 steps, ") == 2
     for steps, first in ((2, 6), (1, 8), (4, None)):
-        with refused("E432", match="was not recorded", hint="4, 5, 6, 9"):
+        with refused("E430", match="was not recorded", hint="4, 5, 6, 9"):
             recorded.drawn(slow, steps, first=first)
 
 

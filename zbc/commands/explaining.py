@@ -88,23 +88,26 @@ def _everything(*, json: bool, quiet: bool) -> None:
 
 
 def _code(text: str, *, json: bool, quiet: bool) -> None:
-    """Explains a code of errors. Raises E112 for an unknown one."""
-    from zbc.explain import CATALOGUE, FAMILIES
+    """Explains a code of errors. Raises E104 for an unknown one."""
+    from zbc.explain import CATALOGUE, FAMILIES, GONE
 
-    wanted = text.strip().strip("[]").upper()
+    asked = text.strip().strip("[]").upper()
+    wanted = GONE.get(asked, asked)
     if wanted not in CATALOGUE:
         family = [key for key in CATALOGUE if key[:2] == wanted[:2]]
         hint = f"known: {', '.join(family)}" if family else "`zbc explain` lists all codes"
-        raise ZbcError("E112", f"explain: no error has the code {text!r}", hint=hint)
+        raise ZbcError("E104", f"explain: no error has the code {text!r}", hint=hint)
     entry = CATALOGUE[wanted]
     if json:
         show_json(_explained({wanted: entry}))
+    elif not quiet and wanted != asked:
+        show(f"{asked} is {wanted} now, {entry.title}: zbc explain {wanted}")
     elif not quiet:
         show(f"{wanted}: {entry.title}", f"{FAMILIES[wanted[1]]}", "", entry.text)
 
 
 def _word(text: str, *, json: bool, quiet: bool) -> None:
-    """Explains a word of the field, a key or a schedule. Raises E112 for an unknown one."""
+    """Explains a word of the field, a key or a schedule. Raises E104 for an unknown one."""
     from zbc.explain import glossary
 
     entry = glossary.find(text) or _described(text)
@@ -114,7 +117,7 @@ def _word(text: str, *, json: bool, quiet: bool) -> None:
             return
         near = glossary.near(text)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`zbc explain` lists all codes and words"
-        raise ZbcError("E112", f"explain: neither an error nor a word is called {text!r}", hint=hint)
+        raise ZbcError("E104", f"explain: neither an error nor a word is called {text!r}", hint=hint)
     if json:
         show_json({"format": "zbc-word", "version": 1, **entry._asdict()})
     elif not quiet:
@@ -175,7 +178,7 @@ def _described(text: str) -> Word | None:
 def _limits(word: str, *, json: bool, quiet: bool) -> None:
     pairs = [*excludes.table(word)]
     if not pairs:
-        raise ZbcError("E112", f"explain: no limit is about {word!r}", hint="`zbc explain limits` lists all")
+        raise ZbcError("E104", f"explain: no limit is about {word!r}", hint="`zbc explain limits` lists all")
     if json:
         limits = [{"one": trait, "other": excluded, "why": why} for trait, excluded, why in pairs]
         show_json({"format": "zbc-limits", "version": 1, "limits": limits})

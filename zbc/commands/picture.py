@@ -126,13 +126,13 @@ def columns_here() -> int:
 
 
 def _rendered(sheet: str, form: Form, path: Path) -> bytes:
-    """An SVG document as PNG or PDF. Raises E610 without cairosvg."""
+    """An SVG document as PNG or PDF. Raises E602 without cairosvg."""
     try:
         cairosvg = importlib.import_module("cairosvg")
     except (ImportError, OSError):  # OSError: the package is installed, the cairo library is not
         text = f"visualize: {path.suffix.lower()} files are made by cairosvg, which is not installed"
         hint = f"pip install cairosvg, or name {path.with_suffix('.svg')}, which needs nothing"
-        raise ZbcError("E610", text, hint=hint) from None
+        raise ZbcError("E602", text, hint=hint) from None
     if form is Form.PNG:
         made: bytes = cairosvg.svg2png(bytestring=sheet.encode(), scale=_PNG_SCALE)
     else:

@@ -133,7 +133,7 @@ def _gain(manifest: Manifest) -> dict[str, Any]:
     try:
         return (dealt if manifest.balance is None else predicted)(manifest)._asdict()
     except ZbcError as error:
-        if error.code in ("E117", "E504"):
+        if error.code in ("E110", "E504"):
             raise
         return {}
 

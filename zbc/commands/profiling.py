@@ -147,7 +147,7 @@ def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, q
 
 
 def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
-    """Writes the profile of a recorded run. Raises E43x (the trace), E142 and E143 (the base)."""
+    """Writes the profile of a recorded run. Raises E43x (the trace), E142 (the base)."""
     from zbc.compiler.recorded.derive import derive
     from zbc.compiler.recorded.replan import refuse_misfit
     from zbc.job import profile as profiles

@@ -79,7 +79,7 @@ class Tuner:
         for source, compiled in self._candidates(job, profile):
             self._try(source, compiled)
         if self.fastest is None:
-            raise ZbcError("E706", "tune: no plan of this job ran to its end", details=self._errors())
+            raise ZbcError("E703", "tune: no plan of this job ran to its end", details=self._errors())
         for source, compiled in self._again(self.fastest):
             self._try(source, compiled)
         self._once_more()
@@ -173,7 +173,7 @@ class Tuner:
             self._command("run", str(one.folder), "--local", str(world), *options)
 
     def _command(self, *words: str, before: Sequence[str] = ()) -> None:
-        """Runs a command of zbc. Raises E706 with the end of its output if it fails."""
+        """Runs a command of zbc. Raises E703 with the end of its output if it fails."""
         command = [sys.executable, "-P", *before, "-m", "zbc", *words]  # -P: nothing of the current folder is imported
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
             try:
@@ -185,7 +185,7 @@ class Tuner:
             raise KeyboardInterrupt
         if child.returncode:
             text = f"tune: `zbc {words[0]} {words[1]}` ended with code {child.returncode}"
-            raise ZbcError("E706", text, details=output.strip().splitlines()[-12:])
+            raise ZbcError("E703", text, details=output.strip().splitlines()[-12:])
 
     def _errors(self) -> list[str]:
         return [f"{plan.compiled.schedule}: {plan.error}" for plan in self.tried if plan.error is not None]

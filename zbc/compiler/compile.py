@@ -181,7 +181,7 @@ UNMEASURED: Measured = (None, None)
 def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
     """The job in the fastest of its shapes per sample, by the fast search; in any of them as a `sketch`.
 
-    Raises the error of all shapes, if it is the same, and E116 if each has its own.
+    Raises the error of all shapes, if it is the same, and E110 if each has its own.
     """
     jobs, rows = dict[world.Shape, Job](), dict[world.Shape, world.Weighed]()
     for shape in found.shapes:
@@ -260,7 +260,7 @@ def _none_fits(found: world.World, rows: Sequence[world.Weighed]) -> ZbcError:
         hint = f'of all, {needs} a rank; memory.activations = "auto" makes room'
     where = found.document.where(world.WORLD)
     return ZbcError(
-        "E116", "config: no pp and dp of parallel.world can be planned", where=where, hint=hint, details=lines
+        "E110", "config: no pp and dp of parallel.world can be planned", where=where, hint=hint, details=lines
     )
 
 
@@ -412,7 +412,7 @@ def _with_count(compiled: Compiled, count: int) -> Job:
     made = replace(
         job,
         schedule=job.schedule.model_copy(update=chosen),
-        partition=job.partition.model_copy(update={"mode": "auto", "layers_per_stage": blocks, "layout": None}),
+        partition=job.partition.model_copy(update={"layers_per_stage": blocks, "layout": None}),
         parallel=job.parallel.model_copy(update={"node": compiled.costs.node}),
         memory=as_ordered(job, compiled.found).memory,
     )
@@ -423,7 +423,7 @@ def _same_stages(found: Compiled, whole: Compiled, count: int, where: tuple[str,
     if found.program.placement != whole.program.placement or found.layers != whole.layers:
         text = f"schedule: with {count} microbatches stages are on other ranks or have other layers"
         hint = f"{'.'.join(where)} needs a schedule whose stages do not depend on the number of microbatches"
-        raise ZbcError("E123", text, where=whole.job.where(*where), hint=hint)
+        raise ZbcError("E110", text, where=whole.job.where(*where), hint=hint)
 
 
 def _compile(job: Job, budget: float | None) -> Compiled:

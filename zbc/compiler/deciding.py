@@ -38,7 +38,7 @@ def decided(job: Job) -> Job:
         return job
     made = [job.with_replicas(counts) for counts in replicas(job, estimate.layers(job))]
     if not made:
-        raise ZbcError("E126", "config: no replicas can be planned", where=job.where("parallel", "replicas"))
+        raise ZbcError("E110", "config: no replicas can be planned", where=job.where("parallel", "replicas"))
     return _shortest(made, worth=0.0) or made[0]
 
 

@@ -18,8 +18,7 @@ from zbc.job.spec import Job
 
 
 def of_graph(job: Job, table: Sequence[Layer]) -> Ordered:
-    """Raises E110 for a schedule without an order for a graph, E128 and E131 for impossible stages, E303 for a limit
-    below what the stages need with activations offloaded."""
+    """Raises E110 for a schedule without an order for graphs, E110 or E130 for impossible stages, E303 for a limit."""
     kind = (job.schedule.kind or "").lower()
     if kind != AUTO:
         raise_all(refusals(job, find(kind)))

@@ -82,10 +82,10 @@ def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     ):
         if asked is not None and found is None:
             text = f"schedule: {path.name} has ranks with different numbers of stages, {key} is {asked}"
-            raise ZbcError("E122", text, where=where, hint=f"leave {key} out")
+            raise ZbcError("E110", text, where=where, hint=f"leave {key} out")
         if asked is not None and found != asked:
             text = f"schedule: {path.name} is an order for {key} = {found}, the job has {asked}"
-            raise ZbcError("E122", text, where=where, hint=f"set {key} = {found}")
+            raise ZbcError("E110", text, where=where, hint=f"set {key} = {found}")
     return _given(path.name, program, job, table)
 
 
@@ -117,7 +117,7 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
 
 
 def _refuse_other_slices(program: Program, job: Job, name: str, where: str) -> None:
-    """Raises E121 or, if the job has no slices, E124 for a program with other slices."""
+    """Raises E121 or, if the job has no slices, E110 for a program with other slices."""
     if job.schedule.slices == 1:
         refuse_slices(f"schedule: the order of plugin {name}", program.slices, where=where)
     text = f"schedule: plugin {name} made an order of {program.slices} slices, schedule.slices is {job.schedule.slices}"

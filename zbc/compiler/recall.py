@@ -31,7 +31,7 @@ from zbc.plan.reading import REPLAN, check_layers, sections_of
 def job_of(manifest: Manifest) -> Job:
     """The job a plan was made from, without the locations of its values.
 
-    Raises E404 or E143 if the manifest holds no such job.
+    Raises E404 or E142 if the manifest holds no such job.
     """
     values, sections = {**manifest.planning, **manifest.training}, sections_of(manifest)
     measured = values.get("profile")
@@ -80,12 +80,12 @@ def _dumped(value: Any) -> Any:
 
 
 def costs_of(manifest: Manifest) -> Costs:
-    """Costs of a plan's ops. Raises E124 for slices of microbatches."""
+    """Costs of a plan's ops. Raises E110 for slices of microbatches."""
     return costs_for(job_of(manifest), manifest)
 
 
 def costs_for(job: Job, manifest: Manifest) -> Costs:
-    """Costs of a plan's ops for the job `job`, with the partition of the plan. Raises E124."""
+    """Costs of a plan's ops for the job `job`, with the partition of the plan. Raises E110."""
     if manifest.slices != job.slices:  # a plan of foreign origin
         refuse_slices("plan: the order", manifest.slices, where=MANIFEST)
     table = estimate.layers(job)

@@ -1,7 +1,7 @@
 """The long text of every error: its meaning, an example, a fix. `zbc explain CODE` prints it.
 
-One Markdown file for each family of codes: a summary of the family, then a section per code. A test requires that the
-codes are exactly those that zbc raises.
+One Markdown file for each family of codes: a summary of the family, then a section per code, with the codes that it
+stands for besides. A test requires that the codes are exactly those that zbc raises.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Explanation(NamedTuple):
     text: str
 
 
-def _read() -> tuple[dict[str, str], dict[str, Explanation]]:
-    families, catalogue = dict[str, str](), dict[str, Explanation]()
+def _read() -> tuple[dict[str, str], dict[str, Explanation], dict[str, str]]:
+    families, catalogue, gone = dict[str, str](), dict[str, Explanation](), dict[str, str]()
     for file in sorted(resources.files("zbc.explain").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".md"):
             about, *sections = file.read_text(encoding="utf-8").split("\n## ")
@@ -26,8 +26,11 @@ def _read() -> tuple[dict[str, str], dict[str, Explanation]]:
             for section in sections:
                 head, _, text = section.partition("\n")
                 code, _, title = head.partition(" ")
-                catalogue[code] = Explanation(title, text.strip())
-    return families, catalogue
+                merged, _, rest = text.partition("\n") if text.startswith("formerly also ") else ("", "", text)
+                gone |= dict.fromkeys(merged.removeprefix("formerly also ").split(", ") if merged else (), code)
+                catalogue[code] = Explanation(title, rest.strip())
+    return families, catalogue, gone
 
 
-FAMILIES, CATALOGUE = _read()  # second character of a code -> summary of its family; code -> its text, in order
+# Second character of a code -> summary of its family; code -> its text, in order; code that is gone -> its successor.
+FAMILIES, CATALOGUE, GONE = _read()

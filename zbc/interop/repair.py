@@ -48,7 +48,7 @@ class Repair:
 def repair(program: Program, costs: Costs) -> Repair:
     """The repaired order of a compute-only program of one pipe; of a repeated op the first is kept.
 
-    Raises E414 if ops are missing, as reordering cannot fix that.
+    Raises E411 if ops are missing, as reordering cannot fix that.
     """
     ranks, dropped = _without_repeats(program)
     program = replace(program, ranks=ranks)
@@ -86,7 +86,7 @@ def _without_repeats(program: Program) -> tuple[Ranks, tuple[Op, ...]]:
 
 
 def _missing(program: Program) -> Iterator[ZbcError]:
-    """E414 for stages and microbatches without F, or without exactly one backward."""
+    """E411 for stages and microbatches without F, or without exactly one backward."""
     ops, ways = {op for rank in program.ranks for op in rank}, [{*round_trip(split=split)} for split in (True, False)]
     for stage in range(program.placement.stages):
         for mb in range(program.microbatches):
@@ -94,7 +94,7 @@ def _missing(program: Program) -> Iterator[ZbcError]:
             if done not in ways:
                 text = f"csv: stage {stage} does not run F and one backward of microbatch {mb}"
                 hint = "add or drop actions first: --fix changes the order only"
-                yield ZbcError("E414", text, where=f"row {program.placement.rank_of(stage) + 1}", hint=hint)
+                yield ZbcError("E411", text, where=f"row {program.placement.rank_of(stage) + 1}", hint=hint)
 
 
 def _step(program: Program, ranks: Ranks, costs: Costs) -> float:

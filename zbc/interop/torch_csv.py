@@ -71,22 +71,22 @@ def place(source: str, row: int, column: int) -> str:
 
 
 def read(path: Path) -> Sheet:
-    """Reads a CSV file; see `loads`. Raises E410 if it cannot be read as text."""
+    """Reads a CSV file; see `loads`. Raises E411 if it cannot be read as text."""
     try:
         text = contents(path, pipe=True).decode("utf-8-sig")
     except OSError as error:
         hint = "`zbc export PLAN --to torch-csv -o FILE.csv` writes one"
-        raise ZbcError("E410", f"csv: cannot read {path}: {error.strerror}", hint=hint) from None
+        raise ZbcError("E411", f"csv: cannot read {path}: {error.strerror}", hint=hint) from None
     except UnicodeDecodeError as error:
         text = f"csv: {path} is not UTF-8 text (byte {error.start})"
-        raise ZbcError("E410", text, hint="save it as UTF-8") from None
+        raise ZbcError("E411", text, hint="save it as UTF-8") from None
     return loads(text, str(path))
 
 
 def loads(text: str, source: str = "order.csv") -> Sheet:
     """The order that a CSV text describes, one pipe, without transfers; not yet proven (see check/).
 
-    Raises E410 (not a CSV file), E411 (cells that are no actions) or E412 (rows that make no pipeline), all problems at
+    Raises E411 (not a CSV file), E411 (cells that are no actions) or E411 (rows that make no pipeline), all problems at
     once.
     """
     draft = _Draft(source)
@@ -105,7 +105,7 @@ def loads(text: str, source: str = "order.csv") -> Sheet:
 def _cells(draft: _Draft, text: str) -> Iterator[ZbcError]:
     """Parses every cell into the draft; yields problems."""
     if "\0" in text:
-        raise ZbcError("E410", f"csv: {draft.source} holds NUL bytes", hint="save it as plain text")
+        raise ZbcError("E411", f"csv: {draft.source} holds NUL bytes", hint="save it as plain text")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         for row, cells in enumerate(reader):
@@ -113,15 +113,15 @@ def _cells(draft: _Draft, text: str) -> Iterator[ZbcError]:
             draft.columns.append([])
             if not any(cell.strip() for cell in cells):
                 hint = "each row is a rank, and a rank needs work; delete the row"
-                yield ZbcError("E412", f"csv: row {row + 1} is empty", where=place(draft.source, row, 0), hint=hint)
+                yield ZbcError("E411", f"csv: row {row + 1} is empty", where=place(draft.source, row, 0), hint=hint)
             for column, cell in enumerate(cells):
                 yield from _cell(draft, row, column, cell.strip())
     except csv.Error as error:
         text = f"csv: {draft.source} is not a CSV file: {error}"
         where = f"{draft.source}: line {reader.line_num}"
-        raise ZbcError("E410", text, where=where, hint="one row per rank, commas between actions, no quotes") from None
+        raise ZbcError("E411", text, where=where, hint="one row per rank, commas between actions, no quotes") from None
     if not draft.ranks:
-        raise ZbcError("E410", f"csv: {draft.source} is empty", hint="one row per rank, as in 0F0,0F1,0B0,0B1")
+        raise ZbcError("E411", f"csv: {draft.source} is empty", hint="one row per rank, as in 0F0,0F1,0B0,0B1")
 
 
 def _cell(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcError]:
@@ -180,7 +180,7 @@ def _advice(cell: str, too_large: bool) -> str:
 
 
 def _shape(draft: _Draft) -> Iterator[ZbcError]:
-    """E412 unless every stage is on one rank, no number is left out, and there is at least one action."""
+    """E411 unless every stage is on one rank, no number is left out, and there is at least one action."""
     first: dict[int, tuple[int, int]] = {}
     reported: set[tuple[int, int]] = set()
     for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
@@ -193,13 +193,13 @@ def _shape(draft: _Draft) -> Iterator[ZbcError]:
                 text = f"csv: stage {op.stage} is on two ranks, row {home[0] + 1} and row {row + 1}"
                 details = [f"first at row {home[0] + 1}, column {home[1] + 1}"]
                 hint = "a stage belongs to one rank; torch has no bidirectional pipelines"
-                yield ZbcError("E412", text, where=draft.place(row, column), details=details, hint=hint)
+                yield ZbcError("E411", text, where=draft.place(row, column), details=details, hint=hint)
     yield from _gaps(draft, "stage")
     yield from _gaps(draft, "mb")
 
 
 def _gaps(draft: _Draft, field: str) -> Iterator[ZbcError]:
-    """E412 for unused numbers of stages, or of microbatches, below the largest used one."""
+    """E411 for unused numbers of stages, or of microbatches, below the largest used one."""
     first: dict[int, tuple[int, int]] = {}
     for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
         for op, column in zip(ops, columns, strict=True):
@@ -212,7 +212,7 @@ def _gaps(draft: _Draft, field: str) -> Iterator[ZbcError]:
         some = ", ".join(map(str, gaps[:8])) + (", ..." if len(gaps) > 8 else "")
         text = f"csv: no action of {word} {some}, but there is a {word} {most}"
         hint = "numbers run 0, 1, 2, ... without gaps"
-        yield ZbcError("E412", text, where=draft.place(*first[most]), hint=hint)
+        yield ZbcError("E411", text, where=draft.place(*first[most]), hint=hint)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------

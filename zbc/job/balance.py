@@ -13,7 +13,7 @@ _ALONE = ("tokens_per_microbatch", "max_microbatches")
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
-    """E103, E110 and E117 for settings that contradict it."""
+    """E103 and E110 for settings that contradict it."""
     data, planned = draft.sections.get("data"), draft.sections.get("schedule")
     if data is None or planned is None:
         return
@@ -28,7 +28,7 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
     if data.kind == "text":
         text = "config: data.balance needs the length of each sample, and text is one long sample"
         hint = 'make documents of it with `zbc tokenize`, and use kind = "tokens"'
-        yield ZbcError("E117", text, where=where(("data", "balance")), hint=hint)
+        yield ZbcError("E110", text, where=where(("data", "balance")), hint=hint)
     if data.balance == "tokens":
         return
     if planned.max_microbatches is not None and planned.max_microbatches < planned.microbatches:
@@ -45,11 +45,11 @@ def _room(draft: Draft, planned: Any) -> Iterator[ZbcError]:
         return
     if model.seq_len is None:
         text = "config: data.balance packs samples into rows of model.seq_len tokens, which is not given"
-        yield ZbcError("E117", text, where=draft.document.where(("data", "balance")), hint="set model.seq_len")
+        yield ZbcError("E110", text, where=draft.document.where(("data", "balance")), hint="set model.seq_len")
     elif room is not None and room % model.seq_len:
         text = f"config: schedule.tokens_per_microbatch is {room}, no multiple of model.seq_len, {model.seq_len}"
         fits = max(1, round(room / model.seq_len)) * model.seq_len
-        yield ZbcError("E117", text, where=where, hint=f"set tokens_per_microbatch = {fits}")
+        yield ZbcError("E110", text, where=where, hint=f"set tokens_per_microbatch = {fits}")
     elif room is not None and asks(planned, "microbatch_size") and planned.microbatch_size * model.seq_len != room:
         text = f"config: a microbatch of {planned.microbatch_size} rows has room for "
         text += f"{planned.microbatch_size * model.seq_len} tokens, schedule.tokens_per_microbatch is {room}"

@@ -5,33 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.errors import ZbcError
-from zbc.excludes import FLUSHLESS
 from zbc.job.job import Draft
 from zbc.job.unread import asks
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
-    """E125 for a norm of all gradients, E118 for settings of another `optimizer.sync`."""
+    """E110 for settings of another `optimizer.sync`."""
     optimizer = draft.sections.get("optimizer")
     if optimizer is None:
         return
     where, sync = draft.document.where, optimizer.sync
-    if sync not in FLUSHLESS and optimizer.clip_stage_norm is not None:
-        text = f'config: optimizer.clip_stage_norm is for steps without a flush, optimizer.sync is "{sync}"'
-        yield ZbcError("E118", text, where=where(("optimizer", "clip_stage_norm")), hint="use clip_grad_norm")
     for key in ("every", "lookahead") if sync != "asynchronous" else ():
         if asks(optimizer, key):
             text = f'config: optimizer.{key} goes with sync = "asynchronous", sync is "{sync}"'
-            yield ZbcError("E118", text, where=where(("optimizer", key)), hint="drop it")
+            yield ZbcError("E110", text, where=where(("optimizer", key)), hint="drop it")
     if sync != "two-versions" and optimizer.feedback:
         text = f'config: optimizer.feedback goes with sync = "two-versions", sync is "{sync}"'
-        yield ZbcError("E118", text, where=where(("optimizer", "feedback")), hint="drop it")
-    if sync not in FLUSHLESS:
-        return
-    if optimizer.clip_grad_norm is not None:
-        text = f'config: clip_grad_norm needs the gradients of all ranks, and with sync = "{sync}" none waits for them'
-        hint = 'set clip_stage_norm, a limit for each stage, or sync = "post-validate"'
-        yield ZbcError("E125", text, where=where(("optimizer", "clip_grad_norm")), hint=hint)
+        yield ZbcError("E110", text, where=where(("optimizer", "feedback")), hint="drop it")
     if sync == "asynchronous":
         yield from _asynchronous(draft)
 
@@ -41,4 +31,4 @@ def _asynchronous(draft: Draft) -> Iterator[ZbcError]:
     where = draft.document.where
     if schedule is not None and optimizer is not None and schedule.microbatches % optimizer.every:
         text = f"config: optimizer.every = {optimizer.every} does not divide {schedule.microbatches} microbatches"
-        yield ZbcError("E118", text, where=where(("optimizer", "every")), hint="set a number that does")
+        yield ZbcError("E110", text, where=where(("optimizer", "every")), hint="set a number that does")

@@ -45,7 +45,7 @@ def names(model: Model) -> list[str]:
 
 
 def problems(model: Model, document: Document) -> Iterator[ZbcError]:
-    """E110 for groups of a built-in model, E128 for an invalid graph."""
+    """E110 for groups of a built-in model, and for an invalid graph."""
     where = document.where(("model", "graph"))
     if model.builtin and (model.graph or model.groups):
         text = f"config: model.graph is for layers of a factory, family is {model.family}"
@@ -53,11 +53,11 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
     elif not model.graph and model.groups:
         text = "config: model.groups counts the layers of groups, and there is no model.graph"
         hint = f"add graph = {{ {', '.join(f'{name} = []' for name in model.groups)} }} with what each group reads"
-        yield ZbcError("E128", text, where=document.where(("model", "groups")), hint=hint)
+        yield ZbcError("E110", text, where=document.where(("model", "groups")), hint=hint)
     elif model.graph:
         wrong = next(_wrong(model), None)
         if wrong is not None:
-            yield ZbcError("E128", f"config: {wrong[0]}", where=where, hint=wrong[1])
+            yield ZbcError("E110", f"config: {wrong[0]}", where=where, hint=wrong[1])
         if model.ties:
             text = "config: model.ties names layers by their numbers, and those of a graph have names"
             yield ZbcError("E110", text, where=document.where(("model", "ties")), hint="drop it, or model.graph")

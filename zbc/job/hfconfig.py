@@ -412,7 +412,7 @@ _OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "normed", "rou
 
 
 def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
-    """The model of the folder. Raises E521, and E522 with every size in which the job differs from it."""
+    """The model of the folder. Raises E521 with every size in which the job differs from it."""
     folder = model_of(config, source)
     keys = [*_COMPARED, "rotary", *(_OF_EXPERTS if folder.experts or job.experts else ("mlp_width",))]
     keys += ["variant", "attention_bias", "padding_token", *OWN] if folder.family == "llama" == job.family else []
@@ -435,7 +435,7 @@ def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
         wrong.append(f"tie_embeddings: the job ties them, {source} has a matrix for each")
     if wrong:
         hint = "`zbc init DIR --from-hf FOLDER` writes a job that fits; plan again after a change of [model]"
-        raise ZbcError("E522", "model: the job is another model than model.pretrained", details=wrong, hint=hint)
+        raise ZbcError("E521", "model: the job is another model than model.pretrained", details=wrong, hint=hint)
     return folder
 
 

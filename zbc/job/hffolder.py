@@ -29,7 +29,7 @@ _BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # tokenizers, temp
 
 
 def check_target(folder: Path, model: Model, ep: int = 0) -> None:
-    """Checks before training that `write_shard` will work. Raises E524 (no counterpart), E525 (files exist), E610."""
+    """Checks before training that `write_shard` will work. Raises E524 (no counterpart), E524 (files exist), E602."""
     _config_of(model)
     if ep > 1 and model.family == TRANSFORMERS:
         userobject.load(_PARTS, "the writer of weights")(model)
@@ -41,12 +41,12 @@ def _config_of(model: Model) -> dict[str, Any]:
 
 
 def make_folder(folder: Path, names: Iterable[str]) -> None:
-    """Makes a folder that has none of these files. Raises E525, E610."""
+    """Makes a folder that has none of these files. Raises E524, E602."""
     safetensors()
     for name in names:
         if os.path.exists(folder / name):
             text = f"run: {folder} holds a model already ({name})"
-            raise ZbcError("E525", text, hint="choose another folder, or remove this one")
+            raise ZbcError("E524", text, hint="choose another folder, or remove this one")
     try:
         with folders_for(folder):
             folder.mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path 
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Writes a file atomically. Raises E525."""
+    """Writes a file atomically. Raises E524."""
     try:
         replace_text(folder / name, json.dumps(content, indent=1) + "\n")
     except OSError as error:
@@ -132,14 +132,14 @@ def _copy_beside(source: Path, folder: Path) -> Iterator[str]:
 
 def _unwritable(path: Path, error: OSError) -> ZbcError:
     text = f"run: cannot write {path}: {unwritten(path, error)}"
-    return ZbcError("E525", text, hint="choose a place that can be written and has room")
+    return ZbcError("E524", text, hint="choose a place that can be written and has room")
 
 
 # ---- files of weights ----------------------------------------------------------------------------------------
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in a folder. Raises E520 (no weights) or E523 (an index or a file is damaged)."""
+    """The file of every tensor in a folder. Raises E520 (no weights) or E520 (an index or a file is damaged)."""
     index, single = folder / INDEX, folder / SINGLE
     if os.path.isfile(index):
         return _indexed(index)
@@ -164,28 +164,28 @@ def _indexed(index: Path) -> dict[str, Path]:
     for file in sorted(set(files.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):
             text = f"model: {index} names {file!r}, which is no .safetensors file of its folder"
-            raise ZbcError("E523", text, hint="take the index that came with the weights")
+            raise ZbcError("E520", text, hint="take the index that came with the weights")
         if not os.path.isfile(index.parent / file):
-            raise ZbcError("E523", f"model: {index} names {file}, which is missing", hint="complete the folder")
+            raise ZbcError("E520", f"model: {index} names {file}, which is missing", hint="complete the folder")
     return {name: index.parent / file for name, file in files.items()}
 
 
 def refuse(folder: Path, what: str, names: Sequence[str]) -> None:
-    """Raises E523 for a folder with wrong tensors, if there are names."""
+    """Raises E520 for a folder with wrong tensors, if there are names."""
     if names:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         hint = "is it the folder of this model, complete, and of the same architecture?"
-        raise ZbcError("E523", f"model: {folder} {what} {some}", hint=hint)
+        raise ZbcError("E520", f"model: {folder} {what} {some}", hint=hint)
 
 
 def damaged(path: Path, error: BaseException) -> ZbcError:
     details = [f"{type(error).__name__}: {error}"[:200]]
-    return ZbcError("E523", f"model: {path} is damaged or cut off", details=details, hint="fetch it again")
+    return ZbcError("E520", f"model: {path} is damaged or cut off", details=details, hint="fetch it again")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A file of tensors, open. Raises E523, E610."""
+    """A file of tensors, open. Raises E520, E602."""
     try:
         with safetensors().safe_open(path, framework="pt") as file:
             yield file
@@ -196,10 +196,10 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def safetensors() -> Any:
-    """The optional library safetensors. Raises E610 if it is not installed."""
+    """The optional library safetensors. Raises E602 if it is not installed."""
     try:
         import safetensors
         import safetensors.torch
     except ImportError:
-        raise ZbcError("E610", "run: safetensors is not installed", hint="pip install 'zbc[hf]'") from None
+        raise ZbcError("E602", "run: safetensors is not installed", hint="pip install 'zbc[hf]'") from None
     return safetensors

@@ -26,7 +26,7 @@ _FACTS, _CALLED = (f"zbc.training.models.transformers:{name}" for name in ("fact
 def filled(document: Document) -> Document:
     """A document with the keys of [model] that follow from a configuration, at the place that names it.
 
-    Raises E110 for a configuration beside a family, E520 to E523 for a folder that does not hold such a model, E610
+    Raises E110 for a configuration beside a family, E520 for a folder that does not hold such a model, E602
     without transformers.
     """
     model = document.values.get("model")
@@ -81,6 +81,6 @@ def _facts(config: str, folder: str | None, chunked: bool) -> dict[str, Any]:
     if find_spec("transformers") is None:
         kind = json.loads(config).get("model_type")
         text = f"model: {kind} is a model of transformers, which is not installed"
-        raise ZbcError("E610", text, hint="pip install 'zbc[hf]'")
+        raise ZbcError("E602", text, hint="pip install 'zbc[hf]'")
     found: dict[str, Any] = userobject.load(_FACTS, "the reader of models")(json.loads(config), folder, chunked)
     return found

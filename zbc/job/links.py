@@ -49,7 +49,7 @@ class LinkTable:
 
 
 def read(path: Path, where: str) -> LinkTable:
-    """The table of a file that a job names at `where`. Raises E100, E101 and E127."""
+    """The table of a file that a job names at `where`. Raises E100, E101 and E110."""
     try:
         document = toml.load(path)
     except ZbcError as error:
@@ -61,7 +61,7 @@ def read(path: Path, where: str) -> LinkTable:
 
 
 def checked(values: Mapping[str, Any], document: toml.Document) -> LinkTable:
-    """The table of plain values. Raises E127."""
+    """The table of plain values. Raises E110."""
     unknown = sorted(values.keys() - {"per", "gbps", "us"})
     if unknown:
         raise _wrong(f"unknown key {unknown[0]}", document, (unknown[0],), "a table has per, gbps and us")
@@ -108,14 +108,14 @@ def _both(rows: Sequence[Sequence[float]], slower: Any) -> Rows:
 
 
 def misfit(table: LinkTable, world: int, per_node: int, where: str) -> ZbcError | None:
-    """E127 for a table of another size than the run."""
+    """E110 for a table of another size than the run."""
     nodes = -(-world // per_node)
     count, what = (world, "ranks") if table.per == "rank" else (nodes, f"nodes of {per_node} ranks")
     if table.size == count:
         return None
     text = f"links: the table is {table.size} x {table.size}, the run has {count} {what}"
-    return ZbcError("E127", text, where=where, hint=f"give {count} rows of {count} numbers")
+    return ZbcError("E110", text, where=where, hint=f"give {count} rows of {count} numbers")
 
 
 def _wrong(text: str, document: toml.Document, path: toml.KeyPath, hint: str) -> ZbcError:
-    return ZbcError("E127", f"links: {text}", where=document.where(path), hint=hint)
+    return ZbcError("E110", f"links: {text}", where=document.where(path), hint=hint)

@@ -409,25 +409,25 @@ def _word(value: Any) -> str:
 
 
 def read(path: Path, where: str | None = None) -> Profile:
-    """Reads a profile; `where`: the place that names it. Raises E143 (missing, damaged, of another version)."""
+    """Reads a profile; `where`: the place that names it. Raises E142 (missing, damaged, of another version)."""
     again = "make it with `zbc profile JOB.toml -o FILE`"
     try:
         data = json.loads(contents(path))
     except OSError as error:
-        raise ZbcError("E143", f"profile: cannot read {path}: {error.strerror}", where=where, hint=again) from None
+        raise ZbcError("E142", f"profile: cannot read {path}: {error.strerror}", where=where, hint=again) from None
     except (ValueError, RecursionError):  # of JSON and of text that is not UTF-8
-        raise ZbcError("E143", f"profile: {path} is not JSON", where=where, hint=again) from None
+        raise ZbcError("E142", f"profile: {path} is not JSON", where=where, hint=again) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         form = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ZbcError("E143", f"profile: {path} is not a profile (format {form!r})", where=where, hint=again)
+        raise ZbcError("E142", f"profile: {path} is not a profile (format {form!r})", where=where, hint=again)
     if data.get("version") != VERSION:
         text = f"profile: {path} has version {data.get('version')!r}, this zbc reads {VERSION}"
-        raise ZbcError("E143", text, where=where, hint=again)
+        raise ZbcError("E142", text, where=where, hint=again)
     return checked(data, str(path), where, again)
 
 
 def checked(data: Any, name: str, where: str | None, hint: str) -> Profile:
-    """`data` as a profile. Raises E143 with the first problem."""
+    """`data` as a profile. Raises E142 with the first problem."""
     try:
         profile = Profile.model_validate(data)
     except ValidationError as error:
@@ -435,7 +435,7 @@ def checked(data: Any, name: str, where: str | None, hint: str) -> Profile:
         place = ".".join(str(part) for part in first["loc"])
         value = "" if isinstance(first["input"], dict | list) else f", found {first['input']!r}"
         text = f"profile: {name}: {place}: {sentence(first)}{value}"
-        raise ZbcError("E143", text, where=where, hint=hint) from None
+        raise ZbcError("E142", text, where=where, hint=hint) from None
     if profile.timed and not any(layer.f.ms + layer.b.ms + layer.w.ms for layer in profile.layers.values()):
-        raise ZbcError("E143", f"profile: {name}: layers: none of them takes any time", where=where, hint=hint)
+        raise ZbcError("E142", f"profile: {name}: layers: none of them takes any time", where=where, hint=hint)
     return profile

@@ -155,7 +155,7 @@ def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
             if isinstance(value, list) and len(value) != model.layers:
                 text = f"config: costs.{key} has {len(value)} numbers, model.layers is {model.layers}"
                 hint = f"give one number, or {model.layers}"
-                yield ZbcError("E140", text, where=where(("costs", key)), hint=hint)
+                yield ZbcError("E141", text, where=where(("costs", key)), hint=hint)
 
 
 def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Iterator[ZbcError]:
@@ -175,10 +175,10 @@ def _sharding_rules(draft: Draft) -> Iterator[ZbcError]:
     where = draft.document.where
     if not parallel.frees and asks(memory, "resident"):
         text = f'config: memory.resident goes with parallel.shard = "weights" or "all", shard is "{parallel.shard}"'
-        yield ZbcError("E115", text, where=where(("memory", "resident")), hint="drop it, or share out the weights")
+        yield ZbcError("E110", text, where=where(("memory", "resident")), hint="drop it, or share out the weights")
     if parallel.one_sided and not parallel.frees:
         text = f'config: parallel.exchange = "one-sided" goes with shard = "weights" or "all", found "{parallel.shard}"'
-        yield ZbcError("E115", text, where=where(("parallel", "exchange")), hint="drop it, or share out the weights")
+        yield ZbcError("E110", text, where=where(("parallel", "exchange")), hint="drop it, or share out the weights")
 
 
 def _idle_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -216,17 +216,11 @@ def _extent_rule(draft: Draft) -> Iterator[ZbcError]:
 def _partition_rules(draft: Draft) -> Iterator[ZbcError]:
     partition: Partition | None = draft.sections.get("partition")
     model: Model | None = draft.sections.get("model")
-    if partition is None:
-        return
-    listed = [key for key in ("layers_per_stage", "layout") if getattr(partition, key) is not None]
-    if listed and "mode" in partition.model_fields_set:
-        text = f'config: partition.mode = "{partition.mode}" and partition.{listed[0]} are two answers to one question'
-        yield ZbcError("E110", text, where=draft.document.where(("partition", "mode")), hint="keep one of them")
-    if partition.layout is None:
+    if partition is None or partition.layout is None:
         return
     where = draft.document.where(("partition", "layout"))
     if partition.layers_per_stage is not None:
-        text = "config: [partition] has both layers_per_stage and layout"
+        text = "config: both partition.layers_per_stage and partition.layout are given"
         yield ZbcError("E110", text, where=where, hint="keep one of them")
     if model is not None and not model.builtin:
         text = "config: a layout names the parts of a built-in model, model.family is another"
@@ -376,11 +370,11 @@ def _replica_rule(draft: Draft) -> Iterator[ZbcError]:
         chosen = draft.document.where(("schedule", "kind")).startswith("--")  # another schedule may be tried
         if counts is not None and not chosen:
             text = 'config: parallel.replicas goes with schedule.kind = "replicated-1f1b"'
-            yield ZbcError("E126", text, where=where, hint="set that kind, or drop replicas")
+            yield ZbcError("E110", text, where=where, hint="set that kind, or drop replicas")
     elif counts is None:
         text = f"config: {REPLICATED} needs parallel.replicas, the ranks of each stage"
         hint = f'write replicas = "auto", or numbers that sum to pp = {parallel.pp}'
-        yield ZbcError("E126", text, where=draft.document.where(("schedule", "kind")), hint=hint)
+        yield ZbcError("E110", text, where=draft.document.where(("schedule", "kind")), hint=hint)
     elif counts != "auto":
         yield from _counted_replicas(counts, parallel.pp, *fewest_microbatches(draft.sections), where)
 
@@ -401,12 +395,12 @@ def _counted_replicas(counts: list[int], pp: int, microbatches: int, key: str, w
             f"set parallel.pp = {sum(counts)}" + (f", or replicas = {near}" if fits else "") if counts else "name some"
         )
         text = f"config: parallel.replicas sum to {sum(counts)}, parallel.pp is {pp}"
-        yield ZbcError("E126", text, where=where, hint=hint)
+        yield ZbcError("E110", text, where=where, hint=hint)
     elif max(counts) > microbatches:
         of = f" of {key}" if key else ""
         text = f"config: a stage has {max(counts)} replicas and a step{of} {microbatches} microbatches"
         fix = "drop data.balance" if key == "data.balance" else f"use {max(counts)} microbatches or more"
-        yield ZbcError("E126", text, where=where, hint=f"{fix}, or fewer replicas")
+        yield ZbcError("E110", text, where=where, hint=f"{fix}, or fewer replicas")
 
 
 def _gpu_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -529,14 +523,14 @@ def _average_rules(draft: Draft) -> Iterator[ZbcError]:
     where = draft.document.where(("parallel", "average"))
     if parallel.dp == 1 and parallel.world is None:
         text = "config: parallel.average averages the weights of replicas, and parallel.dp is 1"
-        yield ZbcError("E115", text, where=where, hint="set parallel.dp to 2 or more, or drop average")
+        yield ZbcError("E110", text, where=where, hint="set parallel.dp to 2 or more, or drop average")
     elif parallel.topology.span == parallel.dp > 1:
         text = f"config: parallel.average averages weights of several replicas, of which ep = {parallel.ep} makes one"
         hint = f"set parallel.dp to a multiple of {parallel.ep}, or drop average"
-        yield ZbcError("E115", text, where=where, hint=hint)
+        yield ZbcError("E110", text, where=where, hint=hint)
     if parallel.average.ema and not parallel.average.delay:
         text = f"config: parallel.average.ema = {parallel.average.ema} smooths what lands later, and delay is 0"
-        yield ZbcError("E118", text, where=where, hint="set delay = 1, or drop ema")
+        yield ZbcError("E110", text, where=where, hint="set delay = 1, or drop ema")
 
 
 def _excluded(draft: Draft) -> Iterator[ZbcError]:

@@ -241,10 +241,9 @@ class Schedule(Section):
 class Partition(Section):
     """`[partition]`: layers to stages."""
 
-    mode: Literal["auto", "uniform"] = Field(
-        "auto", description="auto balances the costs of all layers, embedding and head included"
+    layers_per_stage: list[Annotated[int, Field(ge=0)]] | Literal["equal"] | None = Field(
+        None, description='blocks of each stage, or "equal"; without it the costs of all layers are balanced'
     )
-    layers_per_stage: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="blocks of each stage")
     layout: str | None = Field(None, description="Megatron's pipeline layout string")
 
 
@@ -500,9 +499,8 @@ class Optimizer(Section):
         default_factory=lambda told: 0.95 if told.get("kind") == "muon" else 0.0,
         description="sgd, and muon, whose default is 0.95",
     )
-    clip_grad_norm: Positive | None = Field(None, description="largest norm of all gradients together")
-    clip_stage_norm: Positive | None = Field(
-        None, description="largest norm of the gradients of a stage, without a flush"
+    clip_grad_norm: Positive | None = Field(
+        None, description="largest norm of all gradients together; without a flush, of those of each stage"
     )
     sync: Literal["before-step", "post-validate", "two-versions", "asynchronous"] = Field(
         "before-step",

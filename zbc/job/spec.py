@@ -76,7 +76,7 @@ def drafted(document: toml.Document) -> Draft:
     """The sections of a job, and all their problems."""
     result = Draft(document, {}, [])
     _check_version(result)
-    names = [*SECTIONS, "zbc", "extends"]
+    names = [*SECTIONS, "zbc"]
     for name in (name for name in document.values if name not in names):
         result.problems.append(unknown((name,), document, names))
     for name, section in SECTIONS.items():
@@ -192,7 +192,7 @@ def _choose(document: toml.Document, schedule: str) -> toml.Document:
 def _check_version(result: Draft) -> None:
     version = result.document.values.get("zbc", VERSION)
     if version != VERSION or isinstance(version, bool):
-        result.add("E106", f"config: file version is {version!r}, this zbc reads {VERSION}", "zbc", hint="zbc = 1")
+        result.add("E103", f"config: file version is {version!r}, this zbc reads {VERSION}", "zbc", hint="zbc = 1")
 
 
 def _read_section(result: Draft, name: str, section: type[Section]) -> None:
@@ -224,7 +224,6 @@ def json_schema() -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     properties: dict[str, Any] = {
         "zbc": {"const": VERSION, "description": "version of this file"},
-        "extends": {"type": "string", "description": "a job file to inherit from"},
     }
     required = []
     for name, section in SECTIONS.items():

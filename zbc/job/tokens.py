@@ -31,7 +31,7 @@ def shares_of(job: Job, tokens: int) -> dict[str, float]:
 
 
 def recorded(draft: Draft) -> None:
-    """Replaces "recorded" by the lengths in the profile; E117 if it has none."""
+    """Replaces "recorded" by the lengths in the profile; E110 if it has none."""
     planned: Schedule | None = draft.sections.get("schedule")
     if planned is None or planned.tokens != "recorded":
         return
@@ -41,7 +41,7 @@ def recorded(draft: Draft) -> None:
     else:
         what = "costs.profile is not set" if draft.profile is None else "costs.profile has no lengths"
         hint = "record a run with microbatches of unequal length, and zbc profile --from-trace RUN"
-        draft.add("E117", f'config: schedule.tokens is "recorded", and {what}', "schedule", "tokens", hint=hint)
+        draft.add("E110", f'config: schedule.tokens is "recorded", and {what}', "schedule", "tokens", hint=hint)
 
 
 def settle(draft: Draft) -> None:
@@ -56,7 +56,7 @@ def settle(draft: Draft) -> None:
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
-    """E103, E110 and E117."""
+    """E103 and E110."""
     planned: Schedule | None = draft.sections.get("schedule")
     model = draft.sections.get("model")
     if planned is None:
@@ -81,7 +81,7 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _dealing(draft: Draft, planned: Schedule, model: Model | None) -> Iterator[ZbcError]:
-    """E117 for data that do not say which samples a microbatch gets."""
+    """E110 for data that do not say which samples a microbatch gets."""
     data: Data | None = draft.sections.get("data")
     if data is None or model is None:
         return
@@ -89,9 +89,9 @@ def _dealing(draft: Draft, planned: Schedule, model: Model | None) -> Iterator[Z
     if data.balance == "tokens" and (planned.tokens is None or model.seq_len is None):
         missing = "schedule.tokens" if planned.tokens is None else "model.seq_len"
         text = f'config: data.balance = "tokens" deals samples by the lengths of microbatches, and {missing} is not set'
-        yield ZbcError("E117", text, where=where(("data", "balance")), hint=f'set {missing}, or balance = "length"')
+        yield ZbcError("E110", text, where=where(("data", "balance")), hint=f'set {missing}, or balance = "length"')
     own = data.kind not in ("text", "tokens", "synthetic") and data.items == "samples"
     if own and data.balance == "none" and planned.tokens and model.seq_len is not None:
         text = f"config: schedule.tokens has shorter microbatches, and nothing says which of {data.kind} they get"
         hint = 'set data.balance = "tokens", and give the dataset its lengths; or items = "steps"'
-        yield ZbcError("E117", text, where=where(("schedule", "tokens")), hint=hint)
+        yield ZbcError("E110", text, where=where(("schedule", "tokens")), hint=hint)

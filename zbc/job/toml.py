@@ -1,7 +1,6 @@
 """TOML files with the place of every value: `Document.where(("schedule", "kind"))` is `zbc.toml:21:8`.
 
 tomli reads the values; tree-sitter's TOML grammar, walked once, gives the place of each key and value.
-`extends = "base.toml"` inherits: tables merge key by key, any other value replaces the inherited one.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Document:
         return next(inside, self.source)
 
     def level(self, path: KeyPath) -> int:
-        """Precedence of a value: 2 if set on the command line, 1 in the file itself, 0 in a file that it extends."""
+        """Precedence of a value: 2 if set on the command line, 1 in the file itself, 0 elsewhere, as in a plan."""
         where = self.where(path)
         return 2 if where.startswith("--") else 1 if where.startswith(f"{self.source}:") else 0
 
@@ -60,13 +59,9 @@ class Document:
 
 
 def load(path: Path) -> Document:
-    """Reads `path` and the files it extends. Raises E100 (syntax), E101 (cannot be read) or E108 (bad `extends`)."""
-    return _load(path, seen=())
-
-
-def _load(path: Path, seen: tuple[Path, ...]) -> Document:
+    """Reads a file. Raises E100 (syntax) or E101 (cannot be read)."""
     try:
-        raw = contents(path, pipe=not seen)
+        raw = contents(path, pipe=True)
         text = raw.decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
     except OSError as error:
         hints: dict[type, str] = {
@@ -84,21 +79,7 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
     if path.suffix == ".json":
         hint = f"of a model it is for `zbc advise {shlex.quote(str(path))} --gpus 8 --gpu h100-sxm`, which writes a job"
         raise ZbcError("E101", f"config: {path} is JSON, no job file", hint=hint)
-    document = loads(text, source=str(path))
-    base = document.values.pop("extends", None)
-    if base is None:
-        return document
-    place = document.where(("extends",))
-    if not isinstance(base, str):
-        raise ZbcError("E108", "config: extends must name one file", where=place, hint='write extends = "base.toml"')
-    target = (path.parent / base).resolve()
-    if target in (*seen, path.resolve()):
-        hint = "drop it here, or extend another file"
-        raise ZbcError("E108", f"config: {base} extends itself through {path.name}", where=place, hint=hint)
-    if not os.path.isfile(target):
-        hint = f"the path starts at the folder of {path.name}"
-        raise ZbcError("E108", f"config: extends what is no file, or may not be seen: {base}", where=place, hint=hint)
-    return merge(_load(path.parent / base, (*seen, path.resolve())), document)
+    return loads(text, source=str(path))
 
 
 def loads(text: str, source: str) -> Document:

@@ -164,9 +164,18 @@ def _number(found: Any) -> float | int | None:
     return int(value) if value.is_integer() else value
 
 
+RETIRED = {  # key that is gone -> what to write now
+    "extends": "its values here, or change a job with --set",
+    "optimizer.clip_stage_norm": "optimizer.clip_grad_norm, which is of each stage where there is no flush",
+    "partition.mode": 'partition.layers_per_stage = "equal", or nothing for "auto"',
+}
+
+
 def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -> ZbcError:
-    """E102 for a key or table, with the nearest known name."""
+    """E102 for a key or table, with the key that took its place or the nearest known name."""
     dotted = ".".join(str(part) for part in path)
+    if (instead := RETIRED.get(dotted)) is not None:
+        return ZbcError("E102", f"config: {dotted} is gone; write {instead}", where=document.where(path, key=True))
     hint = did_you_mean(str(path[-1]), known) or f"known: {', '.join(known)}"
     what = "table" if len(path) == 1 and isinstance(document.values.get(str(path[0])), Mapping) else "key"
     return ZbcError("E102", f"config: unknown {what} {dotted}", where=document.where(path, key=True), hint=hint)

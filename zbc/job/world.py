@@ -3,8 +3,7 @@
 `parallel.world` stands for every pp x dp x cp x tp = world, with the given cp and tp, or with every one that fits on a
 node if it is "auto"; parallel.ep = "auto" for every ep of these ranks. `schedule.batch` stands for
 batch / (dp x microbatch_size) microbatches.
-If a key and the keys it stands for are both given, the command line takes precedence, then the file that extends the
-other; within one file it is E116.
+If a key and the keys it stands for are both given, the command line takes precedence; within one file it is E110.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class World:
 
 
 def read(document: Document, *, replicated: bool = False) -> World | Document:
-    """The open choice of a job, or the job if nothing is open; `replicated`: see `World`. Raises E116, and E105 for a
+    """The open choice of a job, or the job if nothing is open; `replicated`: see `World`. Raises E110, and E105 for a
     world without a batch."""
     parallel, schedule = (document.values.get(name) for name in ("parallel", "schedule"))
     if not isinstance(parallel, Mapping) or not isinstance(schedule, Mapping):
@@ -122,7 +121,7 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
     for key, path in (("tp", TP), ("ep", EP), ("cp", CP)):
         if parallel.get(key) == "auto" and (world is None or not GIVEN.keys() - parallel.keys()):
             text = f'config: parallel.{key} = "auto" is chosen together with pp and dp, and parallel.world is missing'
-            raise ZbcError("E116", text, where=document.where(path), hint=f"set parallel.world, or {key} = 1")
+            raise ZbcError("E110", text, where=document.where(path), hint=f"set parallel.world, or {key} = 1")
     if (world is None and batch is None) or not _sound(parallel, schedule):
         return _shown(document)
     document, samples = _batch(document, batch)
@@ -136,7 +135,7 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
             return bare
         shape = _shape(document, fixed.get("pp", 1), fixed.get("dp", 1), samples)
         if shape.why is not None and not shape.microbatches:
-            raise ZbcError("E116", f"config: {shape.why}", where=document.where(BATCH), hint=_NEAREST)
+            raise ZbcError("E110", f"config: {shape.why}", where=document.where(BATCH), hint=_NEAREST)
         return _with(bare, MICROBATCHES, shape.microbatches)
     document, count = _count(document)
     bare = _without(_without(document, WORLD), BATCH)
@@ -190,7 +189,7 @@ def _fixed(document: Document) -> tuple[Document, dict[str, int]]:
         elif document.level(path) == document.level(WORLD):
             text = f"config: parallel.world and parallel.{key} are two answers to one question"
             hint = "drop pp and dp, and the fastest of all are taken; or drop world"
-            raise ZbcError("E116", text, where=document.where(WORLD), hint=hint)
+            raise ZbcError("E110", text, where=document.where(WORLD), hint=hint)
         else:
             document = _without(document, path)
     if len(fixed) == 2 or "world" not in parallel:
@@ -208,7 +207,7 @@ def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]
     if batch is not None and given is not None and document.level(BATCH) == document.level(MICROBATCHES):
         text = "config: schedule.batch and schedule.microbatches are two answers to one question"
         hint = "drop microbatches: they are batch / (dp x microbatch_size)"
-        raise ZbcError("E116", text, where=document.where(BATCH), hint=hint)
+        raise ZbcError("E110", text, where=document.where(BATCH), hint=hint)
     if batch is not None and (given is None or document.level(BATCH) > document.level(MICROBATCHES)):
         return _without(document, MICROBATCHES), batch
     if not opened:
@@ -226,7 +225,7 @@ def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]
             "config: schedule.microbatches are those of one pipeline, and parallel.world leaves open how many there are"
         )
         place = MICROBATCHES
-    code = "E105" if given is None else "E116"
+    code = "E105" if given is None else "E110"
     raise ZbcError(code, text, where=document.where(place), hint="set schedule.batch, the samples of a step")
 
 
@@ -243,7 +242,7 @@ def _count(document: Document) -> tuple[Document, int]:
     count = launched or (len(sizes) if device == "cuda" else cores())
     if not count:
         text = 'config: parallel.world = "auto" counts the GPUs of this machine, and nvidia-smi finds none'
-        raise ZbcError("E116", text, where=document.where(WORLD), hint="write how many there will be: world = 8")
+        raise ZbcError("E110", text, where=document.where(WORLD), hint="write how many there will be: world = 8")
     return document, count
 
 
@@ -262,7 +261,7 @@ def _shared(document: Document, world: int) -> list[int]:
         if world % asked:
             text = f"config: parallel.tp = {asked} does not divide parallel.world = {world}"
             near = max(d for d in range(1, asked) if world % d == 0)
-            raise ZbcError("E116", text, where=document.where(TP), hint=f"set tp = {near}, or another world")
+            raise ZbcError("E110", text, where=document.where(TP), hint=f"set tp = {near}, or another world")
         return [asked]
     model, hardware = document.values.get("model"), document.values.get("hardware")
     counts = [model.get(key) for key in ("heads", "kv_heads", "ffn")] if isinstance(model, Mapping) else []
@@ -279,7 +278,7 @@ def _contexts(document: Document, world: int, tp: int) -> list[int]:
             ranks = f"parallel.cp = {asked}" if tp == 1 else f"parallel.cp x parallel.tp = {asked * tp}"
             text = f"config: {ranks} does not divide parallel.world = {world}"
             near = max(d for d in range(1, asked + 1) if world % (d * tp) == 0)
-            raise ZbcError("E116", text, where=document.where(CP), hint=f"set cp = {near}, or another world")
+            raise ZbcError("E110", text, where=document.where(CP), hint=f"set cp = {near}, or another world")
         return [asked]
     hardware = document.values.get("hardware")
     node = hardware.get("ranks_per_node") if isinstance(hardware, Mapping) else None
@@ -314,7 +313,7 @@ def _shapes(
             share = f"{ranks}{axes} = {world}" if axes else f"{ranks}"
             text = f"config: parallel.{key} = {number} does not divide parallel.world = {share}"
             near = max(d for d in range(1, number) if world % d == 0)
-            raise ZbcError("E116", text, where=document.where(GIVEN[key]), hint=f"set {key} = {near}, or another world")
+            raise ZbcError("E110", text, where=document.where(GIVEN[key]), hint=f"set {key} = {near}, or another world")
     small = [d for d in range(1, int(world**0.5) + 1) if world % d == 0] if world <= 10**9 else [1]
     every = sorted({*small, *(world // d for d in small)})
     pairs = [(pp, world // pp) for pp in every]

@@ -226,7 +226,7 @@ def _rank_text(program: Program, rank: int, plan_id: str, lines: str) -> str:
 def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
     """Puts a plan directory at `folder`, replacing an older plan there, in one rename.
 
-    Raises E405 if something that is not a plan is in the way, E407 if the directory cannot be written.
+    Raises E407 if something that is not a plan is in the way, E407 if the directory cannot be written.
     """
     refuse_in_the_way(folder)
     try:
@@ -256,7 +256,7 @@ def _beside(folder: Path) -> Iterator[Path]:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raises E405 or E407 if no plan can be written at `folder`. Leaves no files."""
+    """Raises E407 if no plan can be written at `folder`. Leaves no files."""
     try:
         refuse_in_the_way(folder)
         with folders_for(folder, keep=False), _beside(folder) as work:
@@ -271,10 +271,10 @@ def _unwritable(folder: Path, error: OSError) -> ZbcError:
 
 
 def refuse_in_the_way(folder: Path) -> None:
-    """Raises E405 if `folder` exists and is not a plan."""
+    """Raises E407 if `folder` exists and is not a plan."""
     if os.path.exists(folder) and not _replaceable(folder):
         text = f"plan: {folder} exists and is not a plan directory"
-        raise ZbcError("E405", text, hint="choose another folder with -o")
+        raise ZbcError("E407", text, hint="choose another folder with -o")
 
 
 def _replaceable(folder: Path) -> bool:

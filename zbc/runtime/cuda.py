@@ -176,13 +176,13 @@ class StreamCopier:
         self._back = _stream(device) if duplex else self._out
 
     def slab(self, size: int) -> Tensor:
-        """Pinned host memory. Raises E619. Allocation may stall the device, so slabs are made once and kept."""
+        """Pinned host memory. Raises E603. Allocation may stall the device, so slabs are made once and kept."""
         try:
             self._slabs.append(Pinned(size))
         except RuntimeError as error:
             text = f"run: {size / 2**20:.1f} MiB of pinned host memory for activations cannot be had ({error})"
             hint = "raise the limit of locked memory (ulimit -l), or let fewer stages move: memory.activations"
-            raise ZbcError("E619", text, hint=hint) from error
+            raise ZbcError("E603", text, hint=hint) from error
         return self._slabs[-1].memory
 
     def take(self, size: int) -> UntypedStorage:

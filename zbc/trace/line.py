@@ -105,7 +105,7 @@ def lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 
 
 def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) -> Head:
-    """The first line of a rank's trace. Raises E431 if its plan (an id), rank or number of ops differs."""
+    """The first line of a rank's trace. Raises E430 if its plan (an id), rank or number of ops differs."""
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         version = f"format {values.get('format')!r}, version {values.get('version')!r}"
         raise damaged(place, f"{version}; this zbc reads {FORMAT!r}, version {VERSION}")
@@ -122,7 +122,7 @@ def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) 
 
 
 def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
-    """The times of one recorded step; `ops`: the ops of the plan. Raises E431."""
+    """The times of one recorded step; `ops`: the ops of the plan. Raises E430."""
     names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
     if values.keys() - {"copies", "tokens"} != {*names}:
         raise damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
@@ -158,7 +158,7 @@ def waits_of(flat: Sequence[int]) -> Iterable[Wait]:
 
 
 def memory_of(values: Any, ops: int, place: str) -> MemorySamples:
-    """Memory samples of a rank, a row for each of `ops` ops. Raises E431."""
+    """Memory samples of a rank, a row for each of `ops` ops. Raises E430."""
     fields = ("step", "categories", "bytes")
     if not isinstance(values, dict) or values.keys() != {*fields}:
         raise damaged(place, f"memory has {', '.join(fields)}")
@@ -175,7 +175,7 @@ def memory_of(values: Any, ops: int, place: str) -> MemorySamples:
 
 
 def clock_of(values: Any, place: str) -> ClockOffset:
-    """The offset of the rank's clock to the clock of rank 0. Raises E431."""
+    """The offset of the rank's clock to the clock of rank 0. Raises E430."""
     names = ClockOffset._fields
     if not isinstance(values, dict) or values.keys() != {*names}:
         raise damaged(place, f"a clock has {', '.join(names)}")
@@ -189,7 +189,7 @@ def _whole(value: Any, name: str, place: str) -> int:
 
 
 def _column(values: Any, name: str, place: str) -> array[int]:
-    """The values as whole numbers from 0 to 2^50: 13 days in ns, a pebibyte. Raises E431."""
+    """The values as whole numbers from 0 to 2^50: 13 days in ns, a pebibyte. Raises E430."""
     try:
         column = array("q", values if isinstance(values, list) else [None])
     except (TypeError, OverflowError):
@@ -202,5 +202,5 @@ def _column(values: Any, name: str, place: str) -> array[int]:
 
 
 def damaged(place: str, found: str) -> ZbcError:
-    """E431 for the line at `place`; `found`: the problem."""
-    return ZbcError("E431", f"trace: damaged: {found}", where=place, hint=RECORD)
+    """E430 for the line at `place`; `found`: the problem."""
+    return ZbcError("E430", f"trace: damaged: {found}", where=place, hint=RECORD)

@@ -99,7 +99,7 @@ def rank_file(rank: int) -> str:
 def start(run: Path, plan: Path) -> None:
     """Prepares the folder of a trace in a run directory, with a copy of the plan; removes traces of another plan.
 
-    Raises E606 if the copy cannot be written, and leaves nothing of it.
+    Raises E608 if the copy cannot be written, and leaves nothing of it.
     """
     copy = run / FOLDER / PLAN
     if plans.is_plan(copy) and plans.read_manifest(copy).sha256 == plans.read_manifest(plan).sha256:
@@ -121,7 +121,7 @@ class Writer:
     def __init__(self, run: Path, head: Head, behind: int = 0, phase: str = "") -> None:
         """`behind`: the training resumes after this step (from 1), and its recordings until then are kept.
 
-        `phase`: the folder of a plan of a ramp. Raises E606 if the file cannot be written.
+        `phase`: the folder of a plan of a ramp. Raises E608 if the file cannot be written.
         """
         path = run / FOLDER / phase / rank_file(head.rank)
         about = {"plan": head.plan, "rank": head.rank, "device": head.device, "process": head.process, "ops": head.ops}
@@ -160,7 +160,7 @@ class Writer:
         self._file.close()
 
     def _line(self, values: Mapping[str, Any]) -> None:
-        """Appends a line. Raises E606 if it cannot be written; earlier lines stay complete."""
+        """Appends a line. Raises E608 if it cannot be written; earlier lines stay complete."""
         try:
             self._file.add(json.dumps(values, separators=(",", ":")) + "\n")
         except OSError as error:
@@ -169,7 +169,7 @@ class Writer:
 
 def _unwritable(path: Path, error: OSError) -> ZbcError:
     text = f"run: cannot write the trace {path}: {error.strerror or error}"
-    return ZbcError("E606", text, hint="make room there, or choose another run directory with --out DIR")
+    return ZbcError("E608", text, hint="make room there, or choose another run directory with --out DIR")
 
 
 def _kept(path: Path, behind: int) -> list[dict[str, Any]]:
@@ -324,7 +324,7 @@ def phases(run: Path) -> list[str]:
 def read(run: Path, phase: str | None = None) -> Trace:
     """Reads the trace of a run directory, as far as it was written; `phase`: by default the last one recorded.
 
-    Raises E430 (no trace, or of some ranks only, or no complete step), E431 (a file is damaged: file and line), E4xx
+    Raises E430 (no trace, or of some ranks only, or no complete step), E430 (a file is damaged: file and line), E4xx
     (the copy of the plan).
     """
     if not has_trace(run):

@@ -413,7 +413,7 @@ def train_steps(worker: Worker, steps: range, guests: Sequence[Guest], run: Step
 
 
 def agree_on_samples(worker: Worker) -> None:
-    """Raises E117 if ranks that deal samples to replicas have different ones, E516 if ranks that read data do."""
+    """Raises E110 if ranks that deal samples to replicas have different ones, E505 if ranks that read data do."""
     dealt, source = isinstance(worker.work, Dealer), worker.batches
     if not dealt and worker.plan.manifest.training["data"]["kind"] in KINDS:
         return
@@ -423,7 +423,7 @@ def agree_on_samples(worker: Worker) -> None:
     total, readers = told.tolist()
     if own is not None and total != own * readers:
         text = f"data: rank {worker.rank} finds other samples than other ranks, or of other lengths"
-        raise ZbcError("E117" if dealt else "E516", text, hint="let all ranks read the same data")
+        raise ZbcError("E110" if dealt else "E505", text, hint="let all ranks read the same data")
 
 
 # ---- after training ------------------------------------------------------------------------------------------

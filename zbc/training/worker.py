@@ -44,8 +44,8 @@ def build_worker(
     `plans` are the layers, if they are not those of the plan's model; `tell` is called with texts before long tasks.
     `looks` caches the shapes of the layers, by the rows of a slice, for other ranks of the plan in this process.
 
-    Raises E205 or E406 (the plan needs something that this runtime does not support), E501 to E511 (data, user code,
-    shapes), E617 (no compiler).
+    Raises E205 or E406 (the plan needs something that this runtime does not support), E501 to E509 (data, user code,
+    shapes), E602 (no compiler).
     """
     site = Site([*ramp, plan], transport, device, plans, {} if looks is None else looks)
     manifest, settings, chosen = site.manifest, site.settings, site.settings.model

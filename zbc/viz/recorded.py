@@ -18,7 +18,7 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
     """The prediction of `steps` consecutive steps, then for each replica as many recorded ones from `first` on.
 
     Without `first` it is the median of the recorded steps, or the earliest `steps` consecutive ones.
-    Raises E432 if these steps were not recorded.
+    Raises E430 if these steps were not recorded.
     """
     numbers = _numbers(trace, steps, first)
     measured_steps = [step_of(trace, number) for number in numbers]
@@ -54,5 +54,5 @@ def _numbers(trace: Trace, steps: int, first: int | None) -> range:
     if missing:
         text = f"trace: step {missing[0]} was not recorded"
         shown = ", ".join(map(str, trace.steps[:12])) + (" .." if len(trace.steps) > 12 else "")
-        raise ZbcError("E432", text, hint=f"recorded are {shown}")
+        raise ZbcError("E430", text, hint=f"recorded are {shown}")
     return wanted

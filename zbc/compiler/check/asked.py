@@ -22,7 +22,7 @@ from zbc.plan.directory import Manifest
 
 def check_asked(manifest: Manifest, program: Program) -> None:
     """Raise E202 for features of the job that are missing and for layers frozen against its [freeze]; E301, E302 and
-    E305 for memory that does not fit.
+    E301 for memory that does not fit.
 
     For a program that passes the other checks. Memory is not known if microbatches have slices that the job does not
     describe.

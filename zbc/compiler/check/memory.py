@@ -26,7 +26,7 @@ def check_memory(job: Job, memory: list[RankMemory], costs: Costs) -> None:
 
 
 def check_host(job: Job, program: Program, costs: Costs) -> None:
-    """Raise E305 if the offload copies of a rank take more of its host than hardware.host_gib."""
+    """Raise E301 if the offload copies of a rank take more of its host than hardware.host_gib."""
     room = job.hardware.host_gib
     if room is None:
         return
@@ -37,7 +37,7 @@ def check_host(job: Job, program: Program, costs: Costs) -> None:
         node = sum(sizes[: job.hardware.ranks_per_node])
         detail = f"{size(node)} on a node of {min(len(sizes), job.hardware.ranks_per_node)} ranks, pinned"
         hint = f'a larger memory_limit, "recompute+offload", or host_gib = {at_least(sizes[rank] / GIB)}'
-        raise ZbcError("E305", text, where=job.where("hardware", "host_gib"), details=[detail], hint=hint)
+        raise ZbcError("E301", text, where=job.where("hardware", "host_gib"), details=[detail], hint=hint)
 
 
 def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:

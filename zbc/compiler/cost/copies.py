@@ -29,7 +29,7 @@ class Speed(NamedTuple):
 
 
 def speed_of(job: Job, *, bytes_known: bool) -> Speed:
-    """From `costs.offload`, else hardware.host_gbps, else the profile. Raises E144 if none of them has it."""
+    """From `costs.offload`, else hardware.host_gbps, else the profile. Raises E141 if none of them has it."""
     given, gbps = job.costs.offload, job.hardware.host_gbps
     if given is not None:
         out, back = given if isinstance(given, list) else (given, given)
@@ -45,7 +45,7 @@ def speed_of(job: Job, *, bytes_known: bool) -> Speed:
     if gbps is not None:
         text += ", and the bytes of this model are not known before it is built"
         hint = "give costs.offload (ms), or plan with --profile"
-    raise ZbcError("E144", text, where=job.where("memory", "activations"), hint=hint)
+    raise ZbcError("E141", text, where=job.where("memory", "activations"), hint=hint)
 
 
 def alone(job: Job) -> float:

@@ -559,11 +559,11 @@ def less_links(links: tuple[Links, ...], busy: tuple[Links, ...], share: float) 
 
 
 def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:
-    """Raise E124 if `what` is an order of slices of microbatches and nothing gives their lengths."""
+    """Raise E110 if `what` is an order of slices of microbatches and nothing gives their lengths."""
     if slices != 1:
         text = f"{what} cuts microbatches into {slices} slices, and no job says where, so nobody knows what they cost"
         hint = f"set schedule.slices = {slices} in the job; or make ops of whole microbatches: slices = 1"
-        raise ZbcError("E124", text, where=where, hint=hint)
+        raise ZbcError("E110", text, where=where, hint=hint)
 
 
 def links_of(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[Links, ...]:

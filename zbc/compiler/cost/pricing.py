@@ -32,7 +32,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
 
     If a stage recomputes, B takes the time of F as well, and F keeps the inputs of the layers only; activations given
     in [costs] then keep the same share as the estimated bytes do, or all if no bytes are known. Raises E110
-    (memory.activations names a stage that doesn't exist), E140 (a list has the wrong length), E144 (the speed of copies
+    (memory.activations names a stage that doesn't exist), E141 (a list has the wrong length), E141 (the speed of copies
     to the host is not known).
     """
     check_stages(job, placement)
@@ -600,7 +600,7 @@ def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
     count = placement.ranks if per == "rank" else placement.stages
     if isinstance(value, list) and len(value) != count:
         text = f"costs: {key} has {len(value)} numbers, there are {count} {per}s"
-        raise ZbcError("E140", text, where=job.where("costs", key), hint=f"give one number, or {count}")
+        raise ZbcError("E141", text, where=job.where("costs", key), hint=f"give one number, or {count}")
     numbers = [float(x) for x in value] if isinstance(value, list) else [float(value)] * count
     if per == "stage":
         return tuple(numbers)

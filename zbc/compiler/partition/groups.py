@@ -21,7 +21,7 @@ _ROOM = 1e-9
 
 
 def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
-    """The layers of each stage and the graph of stages, one on each rank. Raises E128, E131."""
+    """The layers of each stage and the graph of stages, one on each rank. Raises E110, E130."""
     groups = spans(job.model)
     ranks = job.parallel.pp
     if len(groups) > ranks or ranks > job.model.layers:
@@ -31,8 +31,8 @@ def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
         hint = f"set parallel.pp = {fewest if ranks < fewest else most}" + (
             " or more" if ranks < fewest else " or less"
         )
-        raise ZbcError("E128", text, where=job.where("parallel", "pp"), hint=hint)
-    if job.partition.layers_per_stage is not None:
+        raise ZbcError("E110", text, where=job.where("parallel", "pp"), hint=hint)
+    if isinstance(job.partition.layers_per_stage, list):
         runs = _listed(job, groups, job.partition.layers_per_stage)
     else:
         ms = times(job, on_the_mean(job, table), [1.0])[0] if is_open(job) else [1.0] * len(table)
@@ -99,7 +99,7 @@ def _listed(job: Job, groups: dict[str, range], given: Sequence[int]) -> Runs:
     if len(given) != job.parallel.pp or sum(given) != job.model.layers:
         text = f"partition: layers_per_stage has {len(given)} entries for {sum(given)} layers"
         hint = f"give {job.parallel.pp} numbers, {job.model.layers} in all"
-        raise ZbcError("E131", text, where=where, hint=hint)
+        raise ZbcError("E130", text, where=where, hint=hint)
     runs, left = list[list[int]](), [*given]
     for name, layers in groups.items():
         run: list[int] = []
@@ -108,6 +108,6 @@ def _listed(job: Job, groups: dict[str, range], given: Sequence[int]) -> Runs:
         if sum(run) != len(layers) or 0 in run:
             text = f"partition: layers_per_stage = {list(given)} does not end a stage where group {name} ends"
             hint = f"its {len(layers)} layers come after {layers.start} others; no stage is empty"
-            raise ZbcError("E131", text, where=where, hint=hint)
+            raise ZbcError("E130", text, where=where, hint=hint)
         runs.append(run)
     return runs

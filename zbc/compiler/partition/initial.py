@@ -20,9 +20,9 @@ Stages = tuple[tuple[int, ...], ...]  # stage -> indices of its layers
 
 
 def initial(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
-    """The layers of each stage. Raises E130 (too few layers), E131 (wrong sums) or E132 (no layout)."""
+    """The layers of each stage. Raises E130 (too few layers), E130 (wrong sums) or E130 (no layout)."""
     stages, asked = placement.stages, job.partition
-    if asked.layers_per_stage is not None:
+    if isinstance(asked.layers_per_stage, list):
         return _listed(job, stages, table, asked.layers_per_stage, "layers_per_stage")
     if asked.layout is not None:
         counts = megatron_layout.loads(asked.layout, job.where("partition", "layout"))
@@ -50,7 +50,7 @@ def uniform(table: Sequence[Layer], stages: int) -> Stages:
 def is_open(job: Job) -> bool:
     """Whether layers may move. Costs given per rank or stage do not depend on the layers, so these are only spread."""
     asked = job.partition
-    given = asked.layers_per_stage is not None or asked.layout is not None or asked.mode == "uniform"
+    given = asked.layers_per_stage is not None or asked.layout is not None
     return not given and (job.costs.f is None or job.costs.per == "layer")
 
 
@@ -83,15 +83,15 @@ def _listed(job: Job, stages: int, table: Sequence[Layer], given: Sequence[int],
     if len(given) != stages:
         text = f"partition: {key} has {len(given)} {'entries' if key != 'layout' else 'stages'}"
         hint = f"give {stages} numbers" if key != "layout" else f"it needs {stages - 1} bars"
-        raise ZbcError("E131", f"{text}, the schedule has {stages} stages", where=where, hint=hint)
+        raise ZbcError("E130", f"{text}, the schedule has {stages} stages", where=where, hint=hint)
     if sum(given) != blocks:
         hint = f"{key} = {list(given)} sums to {sum(given)}, model.layers is {blocks} ({job.where('model', 'layers')})"
-        raise ZbcError("E131", "partition: layers do not add up", where=where, hint=hint)
+        raise ZbcError("E130", "partition: layers do not add up", where=where, hint=hint)
     parts = _with_ends(given, table)
     for stage, part in enumerate(parts):
         if not part:
             text = f"partition: stage {stage} has no layers"
-            raise ZbcError("E131", text, where=job.where("partition", key, stage))
+            raise ZbcError("E130", text, where=job.where("partition", key, stage))
     return parts
 
 

@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"(?P<group>\((?P<inner>[^()]*)\)|[A-Za-z|])(?:\*(?P<times>\
 def loads(layout: str, where: str | None = None) -> tuple[int, ...]:
     """The transformer layers of each stage; the embedding is in the first, the head in the last.
 
-    Raises E132 with the place in the string for an invalid layout or one that zbc cannot place.
+    Raises E130 with the place in the string for an invalid layout or one that zbc cannot place.
     """
     stages = "".join(_unrolled(layout, where)).split("|")
     for number, stage in enumerate(stages):
@@ -62,7 +62,7 @@ def _unrolled(layout: str, where: str | None) -> list[str]:
 
 def _error(layout: str, where: str | None, found: str, hint: str) -> ZbcError:
     text = f"partition: not a layout for zbc: {layout[:60]!r}: {found}"
-    return ZbcError("E132", text, where=where, hint=hint)
+    return ZbcError("E130", text, where=where, hint=hint)
 
 
 def _squeezed(flat: str) -> str:

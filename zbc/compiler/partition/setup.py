@@ -418,7 +418,7 @@ def start_of(job: Job, placement: Placement, table: Sequence[estimate.Layer]) ->
 
 
 def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Program:
-    """The program with the job's settings for all steps; `stages` are the layers of each. Raises E115 and E118."""
+    """The program with the job's settings for all steps; `stages` are the layers of each. Raises E110."""
     refuse_placement(job, program.placement, costs, program.history[0])
     trained = set() if job.adapter.rank else job.model.tied_layers
     tied = [s for s, part in enumerate(stages) if trained & set(part)]
@@ -465,7 +465,7 @@ def freezing_refused(job: Job, found: Ordered) -> ZbcError | None:
 
 
 def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) -> None:
-    """Raise E115 or E118 if this placement, of the schedule `name`, cannot do what the job's replicas need."""
+    """Raise E110 if this placement, of the schedule `name`, cannot do what the job's replicas need."""
     if len(placement.pipes) > 1:
         raise_all(excludes.of_schedule(vars(job), job.document.where, name, {"copies"}))
     parallel, size = job.parallel, job.hardware.ranks_per_node
@@ -473,7 +473,7 @@ def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) ->
     if parallel.shard != "none" and alone:
         text = f'config: parallel.shard = "{job.shard}" has nobody to share with: each rank has weights of its own'
         hint = "set parallel.dp to 2 or more, or drop parallel.shard"
-        raise ZbcError("E115", text, where=job.where("parallel", "shard"), hint=hint)
+        raise ZbcError("E110", text, where=job.where("parallel", "shard"), hint=hint)
     if not parallel.one_sided:
         return
     run = replace(parallel.topology, node=costs.node)
@@ -485,7 +485,7 @@ def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) ->
             text = f'config: parallel.exchange = "one-sided", and the {whose} are on {len(hosts)} nodes'
             count = parallel.copies * len(holders)
             hint = f'use "collective", or a node for {count} {whose.split()[0]}: hardware.ranks_per_node is {size}'
-            raise ZbcError("E118", text, where=job.where("parallel", "exchange"), hint=hint)
+            raise ZbcError("E110", text, where=job.where("parallel", "exchange"), hint=hint)
 
 
 def _whole(limit: Limit, placement: Placement, microbatches: int) -> Limit:

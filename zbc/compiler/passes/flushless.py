@@ -52,7 +52,7 @@ class Flushless:
     name: ClassVar[str] = "flushless"
 
     def run(self, program: Program, context: Context) -> Program:
-        """Raises E210 if a rank would be ahead by more than one step, E118 for other schedules."""
+        """Raises E210 if a rank would be ahead by more than one step, E110 for other schedules."""
         m = program.microbatches
         whole = self._unrolled(program)
         early = _EARLY if context.costs.rendezvous else POSTED
@@ -72,7 +72,7 @@ class Flushless:
         rounds = 1 if v == 1 else self.group or -(-p // k)
         if m % rounds:
             text = f"schedule: without a flush {name} needs a multiple of {rounds} microbatches, not {m}"
-            raise ZbcError("E118", text, hint=f"set schedule.microbatches = {m + -m % rounds}")
+            raise ZbcError("E110", text, hint=f"set schedule.microbatches = {m + -m % rounds}")
         for rank, ops in enumerate(longer.ranks):
             ahead = next(i for i, op in enumerate(ops) if op.kind is not Kind.F) - 1
             if ahead > m * k * v:
@@ -85,7 +85,7 @@ class Flushless:
         hint = f"set schedule.microbatches = {least + -least % rounds} or more"
         if self.every:
             text = f"schedule: rank {rank} is {ahead} forwards ahead, and a step has {length}: more than one step"
-            return ZbcError("E118", text, hint=hint)
+            return ZbcError("E110", text, hint=hint)
         text = f"schedule: rank {rank} would run forwards of a step before the STEP of the step two earlier"
         details = [f"it is {ahead} forwards ahead, and a step has {length}: two versions of the weights are too few"]
         return ZbcError("E210", text, details=details, hint=hint)

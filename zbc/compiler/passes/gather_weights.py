@@ -30,7 +30,7 @@ class GatherWeights:
     fewer); on a tie, the one used least recently, whose room was free first. Its FREE follows its last use, and the
     stage that takes its room is gathered right after it, ahead of its own use. A rank's vocabulary shard takes no part
     in that: it is gathered once, ahead of all. `resident` None: as many as fit `room` bytes, 2 if that is None, too.
-    `with_w`: W needs the weights, too. Raises E115 if there is no room, or more than can be used.
+    `with_w`: W needs the weights, too. Raises E110 if there is no room, or more than can be used.
     """
 
     name: ClassVar[str] = "gather-weights"
@@ -44,7 +44,7 @@ class GatherWeights:
         room = self._auto(program, context, most, words) if self.resident is None else self.resident
         if not 1 <= room <= most:
             text = f"config: memory.resident is {room}, a rank of this schedule has {most} stage{'s' * (most > 1)}"
-            raise ZbcError("E115", text, hint=f"set memory.resident to a number from 1 to {most}, or drop it")
+            raise ZbcError("E110", text, hint=f"set memory.resident to a number from 1 to {most}, or drop it")
         return self._placed(program, room, words)
 
     def _placed(self, program: Program, room: int, words: _Words) -> Program:
@@ -205,7 +205,7 @@ def _place(ops: Sequence[Op], uses: Sequence[_Use], room: int) -> list[Op]:
     for now, use in enumerate(uses):
         if len(use.stages) > room:
             text = f"config: memory.resident is {room}, a group of this schedule needs {len(use.stages)} stages at once"
-            raise ZbcError("E115", text, hint=f"set memory.resident = {len(use.stages)}")
+            raise ZbcError("E110", text, hint=f"set memory.resident = {len(use.stages)}")
         for stage in sorted(use.stages - last.keys()):
             after = -1
             if len(last) == room:

@@ -174,16 +174,16 @@ def is_run(folder: Path) -> bool:
 
 
 def read(folder: Path) -> RunLog:
-    """Read a run directory. Raises E430 if it is none or no step ended, E431 for a damaged file."""
+    """Read a run directory. Raises E430 if it is none or no step ended, E430 for a damaged file."""
     about = _objects(folder / RUN, whole=True)[0]
     if about.get("format") != "zbc-run":
-        raise ZbcError("E431", f"run: {folder / RUN} is not what a run writes (format {about.get('format')!r})")
+        raise ZbcError("E430", f"run: {folder / RUN} is not what a run writes (format {about.get('format')!r})")
     rows = _objects(folder / METRICS, whole=False)
     steps = tuple(row for row in rows if "step_ms" in row)
     for row in steps:
         for name, value in row.items():
             if any(isinstance(one, str) for one in (value if isinstance(value, list) else (value,))):
-                raise ZbcError("E431", f"run: damaged: {name} of a step is a text", where=str(folder / METRICS))
+                raise ZbcError("E430", f"run: damaged: {name} of a step is a text", where=str(folder / METRICS))
     if not steps:
         text = f"run: {folder / METRICS} holds no step"
         raise ZbcError("E430", text, hint="the run ended before its first step; run it again")
@@ -203,8 +203,8 @@ def _objects(path: Path, *, whole: bool) -> list[dict[str, Any]]:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ZbcError("E431", f"run: damaged: not JSON: {error}", where=f"{path}:{number}") from None
+            raise ZbcError("E430", f"run: damaged: not JSON: {error}", where=f"{path}:{number}") from None
         if not isinstance(values, dict):
-            raise ZbcError("E431", "run: damaged: not an object", where=f"{path}:{number}")
+            raise ZbcError("E430", "run: damaged: not an object", where=f"{path}:{number}")
         rows.append(values)
     return rows

@@ -47,10 +47,10 @@ class Direction(NamedTuple):
 
 
 def dualpipe(request: Request) -> Program:
-    """Two pipes in opposite directions. Raises E120 for an odd number of ranks."""
+    """Two pipes in opposite directions. Raises E110 for an odd number of ranks."""
     p, m = request.p, request.m
     if p % 2:
-        raise ZbcError("E120", f"schedule: dualpipe needs an even number of ranks, not {p}")
+        raise ZbcError("E110", f"schedule: dualpipe needs an even number of ranks, not {p}")
     n = max(p, (m + 1) // 2)
     ranks = []
     for r in range(p):

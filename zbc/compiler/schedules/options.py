@@ -13,7 +13,7 @@ OPTIONS = ("group", "early", "overlap")
 
 
 def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[ScheduleCard]) -> list[ZbcError]:
-    """E120 for everything in a job that `schedule` cannot do; `known` are all schedules."""
+    """E110 for everything in a job that `schedule` cannot do; `known` are all schedules."""
     section, parallel = draft.sections.get("schedule"), draft.sections.get("parallel")
     if section is None or parallel is None:
         return []
@@ -30,7 +30,7 @@ def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[Schedu
 
 
 def undecided(draft: Draft, known: Iterable[ScheduleCard]) -> list[ZbcError]:
-    """E120 for keys that are not supported by an order chosen among all schedules, or read from a file."""
+    """E110 for keys that are not supported by an order chosen among all schedules, or read from a file."""
     section = draft.sections.get("schedule")
     if section is None or (section.kind is None and section.file is None):  # a plugin gets them
         return []
@@ -48,7 +48,7 @@ def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[ScheduleCa
             continue
         meant = [card.name for card in known if key in card.options]
         text = f"schedule: schedule.{key} is for {', '.join(meant)}, not for {name}"
-        yield ZbcError("E120", text, where=draft.document.where(("schedule", key)), hint="leave it out")
+        yield ZbcError("E110", text, where=draft.document.where(("schedule", key)), hint="leave it out")
 
 
 def _group(draft: Draft, schedule: ScheduleCard, group: int, p: int) -> Iterator[ZbcError]:
@@ -57,10 +57,10 @@ def _group(draft: Draft, schedule: ScheduleCard, group: int, p: int) -> Iterator
     groups = schedule.groups(p) if schedule.groups else None
     if groups is not None and group not in groups:
         text = f"schedule: schedule.group = {group}; {schedule.name} on {p} ranks takes {groups[0]} to {groups[-1]}"
-        yield ZbcError("E120", text, where=where, hint=f"{groups[-1]} is fastest, {groups[0]} holds least")
+        yield ZbcError("E110", text, where=where, hint=f"{groups[-1]} is fastest, {groups[0]} holds least")
         return
     pipes = len(schedule.placement(p, schedule.default_chunks).pipes)
     if group % pipes:
         text = f"schedule: schedule.group = {group} cannot be dealt evenly to the {pipes} pipes of {schedule.name}"
         near = [str(n) for n in (group - group % pipes, group + -group % pipes) if n > 0]
-        yield ZbcError("E120", text, where=where, hint=f"set it to {' or '.join(near)}, or leave it out")
+        yield ZbcError("E110", text, where=where, hint=f"set it to {' or '.join(near)}, or leave it out")

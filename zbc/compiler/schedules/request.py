@@ -95,14 +95,14 @@ class ScheduleCard:
         return chunks is None or (chunks >= low and (high is None or chunks <= high) and chunks % self.chunks_in == 0)
 
     def stages_per_rank(self, asked: int | None) -> int:
-        """The chunks to use. Raises E120 if the schedule does not allow the requested number."""
+        """The chunks to use. Raises E110 if the schedule does not allow the requested number."""
         low, high = self.chunks
         v = self.default_chunks if asked is None else asked
         if not self.allows(v):
             allowed = f"{low}" if high == low else f"{low} or more" if high is None else f"{low} to {high}"
             allowed += f", in multiples of {self.chunks_in}," if self.chunks_in > 1 else ""
             raise ZbcError(
-                "E120",
+                "E110",
                 f"schedule: {self.name} has {allowed} stages per rank, schedule.chunks is {v}",
                 hint=f"set schedule.chunks = {max(low, v + -v % self.chunks_in) if high is None else low}, "
                 "or leave it out",
@@ -117,9 +117,9 @@ class ScheduleCard:
         return frozenset(name for name, there in has.items() if there)
 
     def check_ranks(self, p: int) -> None:
-        """Raise E120 with the nearest numbers that work if the schedule cannot have p ranks."""
+        """Raise E110 with the nearest numbers that work if the schedule cannot have p ranks."""
         step = self.ranks_in
         if p % step:
             near = [str(n) for n in (p - p % step, p + -p % step) if n > 0]
             text = f"schedule: {self.name} needs a multiple of {step} ranks, parallel.pp is {p}"
-            raise ZbcError("E120", text, hint=f"set parallel.pp = {' or '.join(near)}")
+            raise ZbcError("E110", text, hint=f"set parallel.pp = {' or '.join(near)}")

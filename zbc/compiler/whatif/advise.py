@@ -40,7 +40,7 @@ FILLED = 2  # times the ranks of a pipeline: microbatches beyond which 1F1B repe
 FEW = 3  # faster schedules that are planned in full, if looks are rough
 AHEAD = 0.001  # of a step, below which another schedule is no faster
 ACTIVATIONS = "memory", "activations"
-WHOLE = {("partition", "mode"): "uniform"}  # settings of the looks at shapes
+WHOLE = {("partition", "layers_per_stage"): "equal"}  # settings of the looks at shapes
 SPARE = 1.03  # ratio of memory or guesses up to which they count as equal
 
 
@@ -343,14 +343,14 @@ def _mixed(row: Row) -> Row:
 
 
 def _no_shape(document: toml.Document, shapes: Sequence[world.Shape]) -> ZbcError:
-    """E116 with the reason of each shape, and the nearest batch of which each GPU gets a share."""
+    """E110 with the reason of each shape, and the nearest batch of which each GPU gets a share."""
     count, schedule = int(document.values["parallel"]["world"]), document.values["schedule"]
     each = count * int(schedule.get("microbatch_size", 1))
     batch = max(1, round(int(schedule["batch"]) / each)) * each
     details = [f"= {text}" for text in dict.fromkeys(f"{shape}: {shape.why}" for shape in shapes)]
     text = f"advise: no shape of {count} GPUs can be planned"
     hint = f"set a batch of {batch} (--batch), or another number of GPUs (--gpus)"
-    return ZbcError("E116", text, where=document.where(("parallel", "world")), hint=hint, details=details)
+    return ZbcError("E110", text, where=document.where(("parallel", "world")), hint=hint, details=details)
 
 
 def _nothing_fits(

@@ -298,7 +298,7 @@ class Asked:
             return load_job(self.path, overrides, schedule, self.profile)
         except ZbcError as error:
             fixed = chooser_of(schedule) == "kind"
-            if error.code != "E120" or len(error.errors) > 1 or "schedule.chunks" in dict(settings) or not fixed:
+            if error.code != "E110" or len(error.errors) > 1 or "schedule.chunks" in dict(settings) or not fixed:
                 raise
         chunks = f"schedule.chunks={find(schedule).default_chunks}"
         return load_job(self.path, [*overrides, chunks], schedule, self.profile)

@@ -42,7 +42,7 @@ class Noise:
     def __post_init__(self) -> None:
         if self.jitter < 0 or self.straggler < 0 or self.trials < 1:
             text = f"noise: jitter {self.jitter:g}, straggler {self.straggler:g}, {self.trials} trials"
-            raise ZbcError("E113", text, hint="noise is 0 or more, a share of the times: 0.05; and one trial at least")
+            raise ZbcError("E103", text, hint="noise is 0 or more, a share of the times: 0.05; and one trial at least")
 
 
 @dataclass(frozen=True, slots=True)

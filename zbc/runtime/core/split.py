@@ -330,7 +330,7 @@ def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT, 
 
 
 def refuse_wrapped(name: str, layer: nn.Module) -> None:
-    """Raises E507 for data-parallel wrappers and sharded parameters inside `layer`.
+    """Raises E509 for data-parallel wrappers and sharded parameters inside `layer`.
 
     Their hooks fire when autograd accumulates a gradient, which a deferred W bypasses: gradients would silently not
     be summed over ranks, and the collectives would run in an order unknown to the plan.
@@ -342,7 +342,7 @@ def refuse_wrapped(name: str, layer: nn.Module) -> None:
         if wrapper is not None:
             where = f"{name}.{path}" if path else name
             text = f"model: layer {where} uses {wrapper}, whose gradient exchange does not work inside a pipeline stage"
-            raise ZbcError("E507", text, hint="return plain layers; copies of a stage are summed by the plan itself")
+            raise ZbcError("E509", text, hint="return plain layers; copies of a stage are summed by the plan itself")
 
 
 def _patch_for(module: nn.Module, fused: bool) -> Patch | None:

@@ -110,7 +110,7 @@ class Staged(Around):
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
         if device.type != "cpu":
             text = "run: ranks that share a GPU cannot take weights from each other's memory"
-            raise ZbcError("E620", text, hint='set parallel.exchange = "collective"')
+            raise ZbcError("E603", text, hint='set parallel.exchange = "collective"')
         return self.inner.share(size, ranks, device)
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ class Network(Transport):
                 return Shared(symmetric(size, self._circle(ranks), len(ranks), device), _nobody_told)
             except (ImportError, RuntimeError) as error:
                 text = f"run: the GPUs of ranks {', '.join(map(str, ranks))} cannot see each other's memory"
-                raise ZbcError("E620", text, details=[_first_line(error)], hint=shared_memory.COLLECTIVE) from error
+                raise ZbcError("E603", text, details=[_first_line(error)], hint=shared_memory.COLLECTIVE) from error
         return Shared(shared_memory.share(size, self.rank, ranks, partial(self._say, ranks)), _nobody_told)
 
     def _say(self, ranks: tuple[int, ...], word: bytes) -> list[bytes]:

@@ -139,7 +139,7 @@ class Transport(Protocol):
         self.start_sum(tensor, ranks).wait()
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
-        """`size` zero bytes of each of `ranks` as shared memory; all call this; blocks. Raises E620 if impossible."""
+        """`size` zero bytes of each of `ranks` as shared memory; all call this; blocks. Raises E603 if impossible."""
 
     def watch(self, pending: Pending, *, gather: bool) -> Pending:
         """Wraps a gather, or a sum, through shared memory, for wrappers that observe waits."""

@@ -119,7 +119,7 @@ class Site:
 
     @cached_property
     def dealer(self) -> Dealer | None:
-        """The dealer of samples of unequal length, if any. Raises E117, E501 to E505, E530 to E532."""
+        """The dealer of samples of unequal length, if any. Raises E110, E501 to E505."""
         return dealer_of(self.manifest, self.tokens)
 
     @cached_property

@@ -43,7 +43,7 @@ def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
 def optimizers_of(
     site: Site, stages: Mapping[int, Stage], tied: Collection[str], shared: Shared
 ) -> dict[int, StageOptimizer]:
-    """The optimizers by owner: stages, and the experts of each stage with some that are sharded. Raises E506 for
+    """The optimizers by owner: stages, and the experts of each stage with some that are sharded. Raises E505 for
     experts in a stage that has none by the plan."""
     late = lateness(site.plan.ops) if site.manifest.flushless else {}
     wholes = {
@@ -56,7 +56,7 @@ def optimizers_of(
         of = dict(zip((s, experts_of(s)), split(stages[s].parameters, shared.experts), strict=True))
         experts = {id(parameter) for parameter in of[experts_of(s)].values()}
         if (not site.manifest.ep or s in site.manifest.dense) and of.pop(experts_of(s)):
-            raise ZbcError("E506", f"run: the plan has no experts in stage {s}, the model has", hint="plan again")
+            raise ZbcError("E505", f"run: the plan has no experts in stage {s}, the model has", hint="plan again")
         for owner, own in of.items():
             trained = [cast for cast in stages[s].casts if cast.module.weight.requires_grad]
             casts = [cast for cast in trained if (id(cast.module.weight) in experts) == (owner != s)]

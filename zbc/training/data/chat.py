@@ -36,7 +36,7 @@ class Chat:
     """A map-style dataset of pairs (input, target) of at most `longest` tokens, padded to as many if `padded`; targets
     that are not the assistant's are -100.
 
-    Raises E501 and E503 for files, E502 for the tokenizer, E505 for a sample, E610 if a package is missing.
+    Raises E501 for files, E502 for the tokenizer, E505 for a sample, E602 if a package is missing.
     """
 
     def __init__(self, paths: Sequence[str], tokenizer: str, longest: int, how: Mapping[str, Any], *, padded: bool):
@@ -150,7 +150,7 @@ def _load(folder: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         text = "data: chat templates are rendered by transformers, which is not installed"
-        raise ZbcError("E610", text, hint="pip install 'zbc[hf]'") from None
+        raise ZbcError("E602", text, hint="pip install 'zbc[hf]'") from None
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
@@ -176,9 +176,9 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ZbcError("E503", f"data: a line is not JSON: {error}", where=where, hint=_FORMS) from None
+        raise ZbcError("E501", f"data: a line is not JSON: {error}", where=where, hint=_FORMS) from None
     if not isinstance(found, dict):
-        raise ZbcError("E503", f"data: a line is no JSON object: {str(found)[:60]}", where=where, hint=_FORMS)
+        raise ZbcError("E501", f"data: a line is no JSON object: {str(found)[:60]}", where=where, hint=_FORMS)
     return found
 
 
@@ -187,9 +187,9 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         from pyarrow import ArrowInvalid, parquet
     except ImportError:
         text = f"data: {file} is a Parquet file, and pyarrow is not installed"
-        raise ZbcError("E610", text, hint="pip install pyarrow, or write it as .jsonl") from None
+        raise ZbcError("E602", text, hint="pip install pyarrow, or write it as .jsonl") from None
     try:
         rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
     except ArrowInvalid as error:
-        raise ZbcError("E503", f"data: {file} is not a Parquet file: {error}") from None
+        raise ZbcError("E501", f"data: {file} is not a Parquet file: {error}") from None
     return rows

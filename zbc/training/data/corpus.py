@@ -18,7 +18,7 @@ def read(path: str | Sequence[str] | None) -> bytearray:
     """The bytes of a file, of all files below a folder in sorted order, or of a list of both, joined.
 
     None reads the sources of this Python's standard library, at most 16 MiB of them: real text that needs no download.
-    Raises E501 (missing or unreadable) or E503 (not UTF-8 text).
+    Raises E501 (missing or unreadable) or E501 (not UTF-8 text).
     """
     if path is None:
         return standard_library()
@@ -83,13 +83,13 @@ def unreadable(file: Path, error: OSError) -> ZbcError:
 
 
 def not_text(file: Path, raw: bytes, start: int = 0) -> ZbcError | None:
-    """E503 if `raw`, which begins at byte `start` of `file`, is not text: invalid UTF-8, or NUL."""
+    """E501 if `raw`, which begins at byte `start` of `file`, is not text: invalid UTF-8, or NUL."""
     bad = first_bad_byte(raw)
     if bad is None:
         return None
     text = f"data: {file} is not UTF-8 text: byte {start + bad} is 0x{raw[bad]:02x}"
     hint = 'convert it (iconv -t UTF-8), or use data.kind = "package.module:factory"'
-    return ZbcError("E503", text, where=line_at(file, start + bad), hint=hint)
+    return ZbcError("E501", text, where=line_at(file, start + bad), hint=hint)
 
 
 def line_at(file: Path, byte: int) -> str:

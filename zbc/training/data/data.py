@@ -61,7 +61,7 @@ class Samples(Protocol):
         return
 
     def digest(self) -> int:
-        """A digest of a few samples, 40 bits, which ranks compare. Raises E516 if two reads of one sample differ.
+        """A digest of a few samples, 40 bits, which ranks compare. Raises E505 if two reads of one sample differ.
 
         0 for data that depend only on files and the seed, which are not compared.
         """
@@ -156,7 +156,7 @@ class Pairs:
             if first != second:
                 text = f"data: two looks at sample {index} of {self._name} differ"
                 hint = "draw from torch's, Python's or numpy's own generator, which are seeded for each sample"
-                raise ZbcError("E516", text, hint=hint)
+                raise ZbcError("E505", text, hint=hint)
             seen.update(first)
         return int.from_bytes(seen.digest()[:5], "big")
 
@@ -439,7 +439,7 @@ def in_epochs(indices: Sequence[int], position: int, count: int) -> list[int]:
 def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
     """The training samples of `[data]`; `both`: this rank reads inputs and targets.
 
-    Raises E501 to E505, E530 to E532.
+    Raises E501 to E505.
     """
     samples = all_samples(data, model, seed, both=both)
     kept = kept_of(data, samples)

@@ -56,7 +56,7 @@ class RandomDocuments(Documents):
 class TokenDocuments(Documents):
     """Documents of token files, in pieces of at most `longest` tokens; a target is its piece shifted by one token.
 
-    Raises E117 for a file without an end-of-document token, E532 for a token outside of the vocabulary.
+    Raises E110 for a file without an end-of-document token, E505 for a token outside of the vocabulary.
     """
 
     def __init__(self, paths: Sequence[str], dtype: str | None, longest: int, vocab: int | None) -> None:
@@ -76,7 +76,7 @@ class TokenDocuments(Documents):
         largest = int(tokens.max())
         if self._vocab is not None and largest >= self._vocab:
             text = f"data: a token of {file.path} is {largest}, model.vocab is {self._vocab}"
-            raise ZbcError("E532", text, hint="tokenized for another model, damaged, or data.dtype is wrong")
+            raise ZbcError("E505", text, hint="tokenized for another model, damaged, or data.dtype is wrong")
         return tokens[:-1], tokens[1:]
 
 
@@ -85,7 +85,7 @@ def _pieces(file: TokenFile, longest: int) -> tuple[Tensor, Tensor]:
     end, tokens = file.about.end, file.about.tokens
     if end is None:
         text = f"data: {file.path} does not say which token ends a document, so its samples have no length"
-        raise ZbcError("E117", text, hint='tokenize it with an end token, or set data.balance = "none"')
+        raise ZbcError("E110", text, hint='tokenize it with an end token, or set data.balance = "none"')
     ends = [torch.nonzero(file.read(a, min(AT_ONCE, tokens - a)) == end)[:, 0] + a for a in range(0, tokens, AT_ONCE)]
     last = torch.tensor([tokens - 1] * (tokens > 0), dtype=torch.int64)
     stops = torch.tensor(sorted({*torch.cat([*ends, last]).tolist()}), dtype=torch.int64) + 1
@@ -101,7 +101,7 @@ def _pieces(file: TokenFile, longest: int) -> tuple[Tensor, Tensor]:
 class PairDocuments(Documents):
     """A user's dataset of (input, target) sequences with an attribute `lengths`, one number for each.
 
-    Raises E117 for a dataset without it, or with a sample longer than `longest` tokens, the length of a row.
+    Raises E110 for a dataset without it, or with a sample longer than `longest` tokens, the length of a row.
     """
 
     def __init__(self, pairs: Pairs, dataset: Any, name: str, longest: int) -> None:
@@ -110,13 +110,13 @@ class PairDocuments(Documents):
         if given is None or len(given) != len(pairs):
             found = "has no lengths" if given is None else f"has {len(given)} lengths for {len(pairs)} samples"
             text = f"data: {name} {found}, and data.balance needs one for each sample"
-            raise ZbcError("E117", text, hint="give the dataset an attribute lengths: tokens of each sample")
+            raise ZbcError("E110", text, hint="give the dataset an attribute lengths: tokens of each sample")
         self.lengths = torch.as_tensor(given).long()
         wrong = torch.nonzero((self.lengths > longest) | (self.lengths < 1))[:, 0]
         if len(wrong):
             first = int(wrong[0])
             text = f"data: sample {first} of {name} has {int(self.lengths[first])} tokens, a row has room for {longest}"
-            raise ZbcError("E117", text, hint="cut it, or set a larger model.seq_len")
+            raise ZbcError("E110", text, hint="cut it, or set a larger model.seq_len")
 
     def digest(self) -> int:
         return self._pairs.digest()
@@ -127,7 +127,7 @@ class PairDocuments(Documents):
         for what, found in (("input", x), ("target", y)):
             if found.dim() == 0 or len(found) != wanted:
                 text = f"data: the {what} of sample {index} of {self._name} has shape {list(found.shape)}"
-                raise ZbcError("E117", f"{text}, its length is {wanted}", hint="let both have one row for each token")
+                raise ZbcError("E110", f"{text}, its length is {wanted}", hint="let both have one row for each token")
         for which, found in enumerate((x, y)):
             self._pairs.words.checked(found, which, lambda row: f"sample {index} of {self._name}")
         return x, y

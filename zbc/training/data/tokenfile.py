@@ -42,7 +42,7 @@ def sidecar(path: Path) -> Path:
 
 
 def describe(path: Path, dtype: str | None = None) -> Tokens:
-    """The description of a token file; `dtype`: its type without a JSON. Raises E530 (unreadable), E531 (damaged)."""
+    """The description of a token file; `dtype`: its type without a JSON. Raises E501 (unreadable), E501 (damaged)."""
     try:
         size = path.stat().st_size
         if not os.path.isfile(path):
@@ -50,10 +50,10 @@ def describe(path: Path, dtype: str | None = None) -> Tokens:
         text = sidecar(path).read_bytes() if os.path.exists(sidecar(path)) else None
     except OSError as error:
         hint = "`zbc tokenize TEXT... -o FILE` makes one"
-        raise ZbcError("E530", f"data: cannot read {path}: {error.strerror}", hint=hint) from None
+        raise ZbcError("E501", f"data: cannot read {path}: {error.strerror}", hint=hint) from None
     if text is None and dtype is None:
         hint = 'set data.dtype = "uint16" if it holds plain numbers of that type, or make it with `zbc tokenize`'
-        raise ZbcError("E530", f"data: {sidecar(path)} is missing, which says what {path.name} holds", hint=hint)
+        raise ZbcError("E501", f"data: {sidecar(path)} is missing, which says what {path.name} holds", hint=hint)
     if text is None:
         width = WIDTHS[dtype or "uint16"]
         known = Tokens(dtype or "uint16", size // width)
@@ -61,7 +61,7 @@ def describe(path: Path, dtype: str | None = None) -> Tokens:
         known = _parse(sidecar(path), text)
     if size != known.tokens * known.width:
         shown = f"{known.tokens} tokens of {known.width} bytes, but {size} bytes"
-        raise ZbcError("E531", f"data: {path} should be {shown}", hint="it is cut off or was changed: make it again")
+        raise ZbcError("E501", f"data: {path} should be {shown}", hint="it is cut off or was changed: make it again")
     return known
 
 
@@ -73,14 +73,14 @@ def _parse(path: Path, text: bytes) -> Tokens:
         known = Tokens(**{key: data.get(key) for key in Tokens.__dataclass_fields__})
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         details = [f"{type(error).__name__}: {error}"[:200]]
-        raise ZbcError("E531", f"data: {path} is damaged", details=details, hint="make the file again") from None
+        raise ZbcError("E501", f"data: {path} is damaged", details=details, hint="make the file again") from None
     counts = [known.tokens, *(n for n in (known.vocab, known.end, known.documents) if n is not None)]
     if (
         not isinstance(known.dtype, str)
         or known.dtype not in WIDTHS
         or any(type(n) is not int or n < 0 for n in counts)
     ):
-        raise ZbcError("E531", f"data: {path} is damaged: {text[:100]!r}", hint="make the file again")
+        raise ZbcError("E501", f"data: {path} is damaged: {text[:100]!r}", hint="make the file again")
     return known
 
 

@@ -55,27 +55,27 @@ class Json:
     """A tokenizer.json, through the tokenizers library. Adds no special tokens except the end of a document."""
 
     def __init__(self, path: Path, end: str | None) -> None:
-        """`end` names the token after each document; by default a common name in the vocabulary. Raises E533, E610."""
+        """`end` names the token after each document; by default a common name in the vocabulary. Raises E501, E602."""
         try:
             from tokenizers import Tokenizer as Library
         except ImportError:
-            raise ZbcError("E610", "data: tokenizers is not installed", hint="pip install 'zbc[tokenizers]'") from None
+            raise ZbcError("E602", "data: tokenizers is not installed", hint="pip install 'zbc[tokenizers]'") from None
         try:
             raw = path.read_bytes()
             self._library = Library.from_buffer(raw)
         except OSError as error:
             hint = "--tokenizer names a tokenizer.json; without it bytes are tokens"
-            raise ZbcError("E533", f"data: cannot read {path}: {error.strerror}", hint=hint) from None
+            raise ZbcError("E501", f"data: cannot read {path}: {error.strerror}", hint=hint) from None
         except Exception as error:  # the library raises Exception itself
             text, hint = f"data: {path} is not a tokenizer.json", "take the tokenizer.json of the model's folder"
-            raise ZbcError("E533", text, hint=hint, details=[str(error)[:200]]) from None
+            raise ZbcError("E501", text, hint=hint, details=[str(error)[:200]]) from None
         self.name = hashlib.sha256(raw).hexdigest()
         self.vocab = max(self._library.get_vocab().values(), default=-1) + 1
         names = _ENDS if end is None else (end,)
         found = [number for name in names if (number := self._library.token_to_id(name)) is not None]
         if not found:
             text = f"data: {path} has no token {' or '.join(names)} to end documents with"
-            raise ZbcError("E533", text, hint="name one of its tokens with --end")
+            raise ZbcError("E501", text, hint="name one of its tokens with --end")
         self.end: int | None = found[0]
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
@@ -87,10 +87,10 @@ def tokenize(
 ) -> Tokens:
     """Writes `out` and its JSON sidecar; calls `done(bytes)` after every piece of text.
 
-    Raises E501 and E503 (the text), E533 (`out` exists), E608 (cannot be written).
+    Raises E501 (the text), E501 (`out` exists), E608 (cannot be written).
     """
     if os.path.exists(out):
-        raise ZbcError("E533", f"data: {out} exists", hint="name another file with -o, or remove this one")
+        raise ZbcError("E501", f"data: {out} exists", hint="name another file with -o, or remove this one")
     files = _inputs(texts, out)
     dtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
     part, count, documents = out.with_name(out.name + ".part"), 0, 0
@@ -129,13 +129,13 @@ def _inputs(texts: Sequence[str], out: Path) -> list[Path]:
 
 
 def _alone(target: BinaryIO, out: Path) -> None:
-    """Raises E533 if another process is making the same file. Not checked if the file system has no locks."""
+    """Raises E501 if another process is making the same file. Not checked if the file system has no locks."""
     try:
         fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released at the end of the process, however it ends
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             text = f"data: another process is making {out}"
-            raise ZbcError("E533", text, hint="wait for it, or name another file with -o") from None
+            raise ZbcError("E501", text, hint="wait for it, or name another file with -o") from None
 
 
 def _size(file: Path) -> int:
@@ -199,7 +199,7 @@ def _documents(file: Path, raw: bytes, start: int) -> Iterator[str]:
 
 
 def _text_of(file: Path, line: bytes, start: int) -> str:
-    """The text of a line that begins at byte `start`. Raises E503 with its number."""
+    """The text of a line that begins at byte `start`. Raises E501 with its number."""
     try:
         text = json.loads(line)["text"]
     except (ValueError, RecursionError, KeyError, TypeError):
@@ -207,12 +207,12 @@ def _text_of(file: Path, line: bytes, start: int) -> str:
     if not isinstance(text, str) or "\0" in text:
         shown = f'data: {file} has a line that is no object with a "text" without NUL: {line[:60]!r}'
         hint = "one JSON object a line; other text belongs into files with other names"
-        raise ZbcError("E503", shown, where=line_at(file, start), hint=hint)
+        raise ZbcError("E501", shown, where=line_at(file, start), hint=hint)
     if (half := _SURROGATE.search(text)) is not None:
         near = text[max(0, half.start() - 20) : half.end()]
         shown = f"data: {file} has a line with half of a character, {half[0]!a}, after {near[:-1]!a}: {line[:60]!r}"
         hint = r"\ud800 to \udfff come in pairs in JSON; drop or replace the ones that are alone"
-        raise ZbcError("E503", shown, where=line_at(file, start), hint=hint)
+        raise ZbcError("E501", shown, where=line_at(file, start), hint=hint)
     return text
 
 

@@ -22,14 +22,14 @@ _TYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 
 
 class TokenFile:
-    """One token file, open for reading. Raises E530, E531 when opened or read."""
+    """One token file, open for reading. Raises E501 when opened or read."""
 
     def __init__(self, path: Path, dtype: str | None) -> None:
         self.path, self.about = path, describe(path, dtype)
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise ZbcError("E530", f"data: cannot read {path}: {error.strerror}") from None
+            raise ZbcError("E501", f"data: cannot read {path}: {error.strerror}") from None
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -41,18 +41,18 @@ class TokenFile:
         try:
             raw = os.pread(self._file, count * width, start * width)
         except OSError as error:
-            raise ZbcError("E530", f"data: cannot read {self.path}: {error.strerror}") from None
+            raise ZbcError("E501", f"data: cannot read {self.path}: {error.strerror}") from None
         if len(raw) < count * width:
             end = os.fstat(self._file).st_size
             text = f"data: {self.path} ends at byte {end}, token {start + count - 1} lies after it"
-            raise ZbcError("E531", text, hint="the file became shorter while it was read: make it again")
+            raise ZbcError("E501", text, hint="the file became shorter while it was read: make it again")
         return torch.frombuffer(bytearray(raw), dtype=_TYPES[self.about.dtype]).long()
 
 
 class TokenWindows:
     """Consecutive windows of `seq_len` tokens within each file; a target is its window shifted by one token.
 
-    Raises E532 for a token outside of the model's vocabulary.
+    Raises E505 for a token outside of the model's vocabulary.
     """
 
     def __init__(self, paths: Sequence[str], dtype: str | None, seq_len: int, vocab: int | None) -> None:
@@ -64,7 +64,7 @@ class TokenWindows:
             known = file.about.vocab
             if vocab is not None and known is not None and known > vocab:
                 text = f"data: {file.path} has tokens up to {known - 1}, model.vocab is {vocab}"
-                raise ZbcError("E532", text, hint=f"set model.vocab = {known} or more and plan again")
+                raise ZbcError("E505", text, hint=f"set model.vocab = {known} or more and plan again")
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -91,5 +91,5 @@ class TokenWindows:
             where = start + int(tokens.argmax())
             text = f"data: token {where} of {file.path} is {largest}, model.vocab is {self._vocab}"
             hint = "tokenized for another model, damaged, or data.dtype is wrong"
-            raise ZbcError("E532", text, hint=hint)
+            raise ZbcError("E505", text, hint=hint)
         return tokens

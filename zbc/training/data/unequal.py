@@ -47,7 +47,7 @@ KEPT = 3  # cached steps
 def dealer_of(manifest: Manifest, own: Tokens | None = None) -> Dealer | None:
     """The dealer of a plan's samples, if they are of unequal length, for a rank with the tokens `own` of all rows.
 
-    Raises E117, E501 to E505, E530 to E532.
+    Raises E110, E501 to E505.
     """
     planning, training, how = manifest.planning, manifest.training, manifest.balance
     data = spec.Data.model_validate(training["data"], strict=False)
@@ -64,7 +64,7 @@ def dealer_of(manifest: Manifest, own: Tokens | None = None) -> Dealer | None:
 
 
 def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
-    """The training samples of `[data]`. Raises E117, E501 to E505, E530 to E532."""
+    """The training samples of `[data]`. Raises E110, E501 to E505."""
     found = all_documents(data, model, seed)
     kept = kept_of(data, found)
     return Some(found, 0, len(found) - kept) if kept else found
@@ -101,7 +101,7 @@ def _documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
         return TokenDocuments(paths, data.dtype, longest, model.vocab)
     if data.kind == "synthetic" and model.vocab is not None:
         return RandomDocuments(model.vocab, longest, seed)
-    raise ZbcError("E117", f"data: samples of {data.kind} have no length", hint='set data.balance = "none"')
+    raise ZbcError("E110", f"data: samples of {data.kind} have no length", hint='set data.balance = "none"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Dealer(Work):
         return int.from_bytes(hashlib.sha256(raw).digest()[:5], "big")
 
     def step(self, step: int) -> StepWork:
-        """The work of a step. Raises E117 if its samples do not fit into `max_microbatches`."""
+        """The work of a step. Raises E110 if its samples do not fit into `max_microbatches`."""
         found = self._known.get(step)
         if found is None:
             position = self.phases.position(step)
@@ -239,7 +239,7 @@ class Gain(NamedTuple):
 
 
 def predicted(manifest: Manifest, steps: int = 20) -> Gain:
-    """The gain in the first steps of a plan, by the cost of samples. Raises E117, E501 to E505, E530 to E532."""
+    """The gain in the first steps of a plan, by the cost of samples. Raises E110, E501 to E505."""
     dealer = dealer_of(manifest)
     if dealer is None:
         raise ValueError("replicas of this plan have equally many microbatches")
@@ -269,7 +269,7 @@ class Dealt(NamedTuple):
 
 
 def dealt(manifest: Manifest, steps: int = 20) -> Dealt:
-    """The microbatches of the first steps of a plan. Raises E117, E501 to E505, E530 to E532."""
+    """The microbatches of the first steps of a plan. Raises E110, E501 to E505."""
     dealer, planned = dealer_of(manifest), manifest.tokens
     if dealer is None:
         raise ValueError("samples of this plan are not dealt")
@@ -285,7 +285,7 @@ def dealt(manifest: Manifest, steps: int = 20) -> Dealt:
 def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
     needs = max(map(len, dealt_evenly(lengths, shape)))
     text = f"data: the samples of step {step + 1} do not fit into {shape.most} microbatches of {shape.tokens} tokens"
-    return ZbcError("E117", text, hint=f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches")
+    return ZbcError("E110", text, hint=f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches")
 
 
 class Fixed(Work):

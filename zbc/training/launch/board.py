@@ -206,7 +206,7 @@ class Board:
         return texts
 
     def agree(self, identity: Mapping[str, str], limit: timedelta, name: Callable[[int], str] = plain_name) -> None:
-        """Waits for the `identity` of every rank. Raises E605 that names the ranks that differ, and their entries.
+        """Waits for the `identity` of every rank. Raises E601 that names the ranks that differ, and their entries.
 
         Entries that only some ranks have are compared among these. The entries are sent where their digests differ.
         """
@@ -226,7 +226,7 @@ def _unlike(said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> Zb
     text = f"run: the ranks differ in {what}: {who}"
     details = [f"and in {what}: {who}" for what, who in rest]
     hint = "give every machine the same plan directory, the same code and the same environment"
-    return ZbcError("E605", text, hint=hint, details=details)
+    return ZbcError("E601", text, hint=hint, details=details)
 
 
 def hosts_of(processes: Iterable[str]) -> list[str]:

@@ -150,7 +150,7 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
     total = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
     if options.trace and max(options.trace) >= total:
         text = f"run: --trace asks for step {max(options.trace) + 1}, the run has {total}"
-        raise ZbcError("E160", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
+        raise ZbcError("E109", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
 
 
 def check_forward(options: RunOptions, manifest: Manifest, *, begun: bool = False) -> None:

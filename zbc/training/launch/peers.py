@@ -24,7 +24,7 @@ SHARED = "ranks share a GPU: what they send goes through the host's memory, whic
 def connected(
     manifest: Manifest, device: torch.device, board: Board, connect: Connect, limit: timedelta
 ) -> tuple[Transport, bool]:
-    """A rank's transport, and whether ranks share GPUs. Raises E609 or E615 if the others cannot be reached, E603 if
+    """A rank's transport, and whether ranks share GPUs. Raises E609 if the others cannot be reached, E603 if
     ranks share a GPU although each could have one.
 
     NCCL refuses ranks that share a GPU; if any do, all of them use gloo.

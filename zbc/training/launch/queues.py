@@ -13,7 +13,7 @@ _MOST = "32"  # the maximum; without the variable it is 8, less than a rank may 
 
 
 def set_queues(folder: Path, manifest: Manifest) -> None:
-    """Sets a queue for every stream, unless the user set it otherwise. Raises E618 if that is one, and the plan may
+    """Sets a queue for every stream, unless the user set it otherwise. Raises E603 if that is one, and the plan may
     deadlock with it; see zbc/compiler/check/device.py.
     """
     if os.environ.setdefault(VARIABLE, _MOST) != "1":
@@ -23,4 +23,4 @@ def set_queues(folder: Path, manifest: Manifest) -> None:
         text = (
             f"run: {VARIABLE} is 1: all streams of a GPU then share one queue, and ranks of this plan may wait forever"
         )
-        raise ZbcError("E618", text, hint=f"unset {VARIABLE}, or set it to {_MOST}")
+        raise ZbcError("E603", text, hint=f"unset {VARIABLE}, or set it to {_MOST}")

@@ -63,7 +63,7 @@ class Doorstep:
 
 
 def check_reach(board: Board, here: Doorstep, limit: timedelta, name: Callable[[int], str]) -> None:
-    """Connects to every other machine of the run, on the first rank of each; all call this together. Raises E615 that
+    """Connects to every other machine of the run, on the first rank of each; all call this together. Raises E609 that
     names all failed pairs."""
     with ExitStack() as stack:
         port = 0
@@ -95,9 +95,9 @@ def _try(other: dict[str, Any]) -> str | None:
 
 
 def unconnected(who: str, error: BaseException) -> ZbcError:
-    """E615 for a group that cannot be made, with torch's message."""
+    """E609 for a group that cannot be made, with torch's message."""
     text = f"run: {who} cannot connect to the others"
-    return ZbcError("E615", text, hint=_HINT, details=[str(error).partition("\n")[0]])
+    return ZbcError("E609", text, hint=_HINT, details=[str(error).partition("\n")[0]])
 
 
 def _unreachable(failures: list[list[Any]], said: dict[int, dict[str, Any]], name: Callable[[int], str]) -> ZbcError:
@@ -107,4 +107,4 @@ def _unreachable(failures: list[list[Any]], said: dict[int, dict[str, Any]], nam
 
     lines = [f"{where(a)} cannot reach {where(b)}: {why}" for a, pairs in enumerate(failures) for b, why in pairs]
     details = [*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])]
-    return ZbcError("E615", "run: the machines of this run cannot reach each other", hint=_HINT, details=details)
+    return ZbcError("E609", "run: the machines of this run cannot reach each other", hint=_HINT, details=details)

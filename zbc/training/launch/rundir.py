@@ -28,7 +28,7 @@ def begun(parent: Path, name: str, out: Path | None, about: Mapping[str, Any]) -
     """A new run directory with the run.json `about`, and its `metrics.jsonl`: `out`, or the next free one.
 
     Free ones are called `<parent>/<name>-<n>`. If the block raises, the files made here are removed. Raises OSError,
-    and E607 if `out` holds a run already.
+    and E614 if `out` holds a run already.
     """
     with folders_for(parent / name if out is None else out / METRICS):
         folder = _numbered(parent, name) if out is None else out
@@ -91,7 +91,7 @@ def _claimed(folder: Path) -> LineFile:
     except FileExistsError:
         text = f"run: {folder} holds the metrics of another run"
         hint = "go on with it by --resume auto, choose another directory with --out, or remove this one"
-        raise ZbcError("E607", text, hint=hint) from None
+        raise ZbcError("E614", text, hint=hint) from None
 
 
 def _drop_after(metrics: Path, step: int) -> None:

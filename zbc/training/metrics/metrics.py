@@ -62,7 +62,7 @@ class RunRecord:
         """Makes the directory: `--out`, or the first free `<log.dir>/<plan name>-<n>`; or reuses the resumed run's.
 
         There the metrics of steps after the first `settings.first` are dropped: they are trained again.
-        Raises E606 if it cannot be written, E607 if `--out` holds a run already.
+        Raises E608 if it cannot be written, E614 if `--out` holds a run already.
         """
         self._manifest, self._settings, self._steps = manifest, settings, settings.steps
         self._options, self._first = settings.options, settings.first
@@ -78,7 +78,7 @@ class RunRecord:
         except OSError as error:
             place = Path(error.filename or self._options.out or self._log["dir"])
             text = f"run: cannot write the run directory {place}: {unwritten(place, error)}"
-            raise ZbcError("E606", text, hint="make room there, or choose another one with --out DIR") from None
+            raise ZbcError("E608", text, hint="make room there, or choose another one with --out DIR") from None
 
     def _open(self, go_on: Path | None) -> None:
         about, told = self._about(), {} if go_on is None else rundir.told(go_on)
@@ -144,7 +144,7 @@ class RunRecord:
         )
 
     def _write(self, numbers: dict[str, Any]) -> None:
-        """Writes a line of metrics. Raises E606 if that fails; existing lines stay complete."""
+        """Writes a line of metrics. Raises E608 if that fails; existing lines stay complete."""
         known = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in numbers.items()}
         text = json.dumps(known)  # JSON has no NaN
         try:
@@ -156,7 +156,7 @@ class RunRecord:
             hint = "make room there, or choose another run directory with --out DIR"
             if self._manifest.training.get("checkpoint", {}).get("every"):
                 hint += "; --resume auto goes on from the newest checkpoint"
-            raise ZbcError("E606", f"run: {what}", hint=hint) from None
+            raise ZbcError("E608", f"run: {what}", hint=hint) from None
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
         samples = self._phases.samples(result.step)

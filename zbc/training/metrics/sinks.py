@@ -24,12 +24,12 @@ class Sink(Protocol):
 
 
 def check(log: Mapping[str, Any]) -> None:
-    """Raises E610 if `[log]` needs a package that is not installed; does not import it."""
+    """Raises E602 if `[log]` needs a package that is not installed; does not import it."""
     for package, wanted in (("tensorboard", log.get("tensorboard")), ("wandb", log.get("wandb"))):
         spec = importlib.util.find_spec(package) if wanted else None
         if wanted and (spec is None or spec.origin is None):  # without origin: a folder of that name, no package
             hint = f"pip install 'zbc[{package}]', or drop log.{package}; metrics.jsonl is always written"
-            raise ZbcError("E610", f"run: {package} is not installed", hint=hint)
+            raise ZbcError("E602", f"run: {package} is not installed", hint=hint)
 
 
 def names(log: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
@@ -85,7 +85,7 @@ class WeightsAndBiases:
             said = (str(error).strip() or type(error).__name__).splitlines()
             hint = "`wandb login`, or set WANDB_MODE=offline to keep the run on this machine, or drop log.wandb"
             text = f"run: Weights & Biases does not start: {said[0]}"
-            raise ZbcError("E616", text, hint=hint, details=said[1:4]) from error
+            raise ZbcError("E602", text, hint=hint, details=said[1:4]) from error
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
         self._run.log(dict(scalars(numbers)), step=step)

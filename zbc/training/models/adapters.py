@@ -185,7 +185,7 @@ _SIDES = {"down": "lora_A", "up": "lora_B"}
 
 
 def check_target(folder: Path, adapter: Adapter) -> None:
-    """Checks before training whether adapters can be written. Raises E525 (files exist), E604 (no adapters), E610."""
+    """Checks before training whether adapters can be written. Raises E524 (files exist), E604 (no adapters), E602."""
     if not adapter.rank:
         text = "run: --save-adapter writes adapters, and the plan has none"
         raise ZbcError("E604", text, hint="set adapter.rank and plan again, or use --save-hf")

@@ -64,7 +64,7 @@ _outside: Callable[..., Tensor] = torch.compiler.disable(lambda forward, *x: for
 
 
 def not_compiled(layer: str, error: Exception) -> ZbcError:
-    """E511 or E617 for a layer that torch cannot compile, with torch's messages."""
+    """E509 or E602 for a layer that torch cannot compile, with torch's messages."""
     chain: list[BaseException] = [error]
     while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) and inner not in chain:
         chain.append(inner)
@@ -72,9 +72,9 @@ def not_compiled(layer: str, error: Exception) -> ZbcError:
     if any(cls.__name__ in _NO_COMPILER for cause in chain for cls in type(cause).__mro__):
         hint = "install g++ or clang (on CUDA: triton), name one in CXX, or set model.compile = false and plan again"
         text = "run: model.compile needs a compiler, and torch finds none that works"
-        return ZbcError("E617", text, hint=hint, details=details)
+        return ZbcError("E602", text, hint=hint, details=details)
     text = f"model: torch.compile fails for layer {layer}"
-    return ZbcError("E511", text, hint="set model.compile = false and plan again", details=details)
+    return ZbcError("E509", text, hint="set model.compile = false and plan again", details=details)
 
 
 def first_line(error: BaseException) -> str:

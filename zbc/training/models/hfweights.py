@@ -37,14 +37,14 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
 def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPlan]:
-    """The layers with the weights of `folder`, which are read when they are built. Raises E520, E523."""
+    """The layers with the weights of `folder`, which are read when they are built. Raises E520."""
     weights = Weights(apart(model.args["config"]), folder)
     weights.check()
     return [replace(plan, fill=weights.fill) for plan in plans]
 
 
 class Weights:
-    """The tensors of a folder, by their names in the model. Raises E520, E523."""
+    """The tensors of a folder, by their names in the model. Raises E520."""
 
     def __init__(self, model: TakenApart, folder: Path) -> None:
         self.folder, self.root, self._files = folder, model.root, tensor_files(folder)
@@ -72,7 +72,7 @@ class Weights:
         )
 
     def check(self) -> None:
-        """Raises E523 unless the folder has all weights of the model, in whole files; of those that are one tensor in a
+        """Raises E520 unless the folder has all weights of the model, in whole files; of those that are one tensor in a
         file the shape, too."""
         spared = self.root._keys_to_ignore_on_load_missing or ()
         missing = [n for n in self.known if n not in self._first and not any(re.search(s, n) for s in spared)]
@@ -122,7 +122,7 @@ class Weights:
         return next(rule for rule in self._converters if pattern in rule.source_patterns)
 
     def _opened(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Names with the open file of each. Raises E523."""
+        """Names with the open file of each. Raises E520."""
         with ExitStack() as stack:
             files = dict[Path, Any]()
             for name in names:

@@ -117,7 +117,7 @@ def _shared(names: list[str]) -> ZbcError:
 
 
 def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
-    """All layers in order. Raises E502 (factory) or E506 (another number of layers than in the job)."""
+    """All layers in order. Raises E502 (factory) or E505 (another number of layers than in the job)."""
     return _family(model) if model.builtin else _factory(model, seed)
 
 
@@ -159,7 +159,7 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
     found = _as_list(made, model.family)
     if len(found) != model.layers:
         text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
-        raise ZbcError("E506", text, hint=f"set model.layers = {len(found)} and plan again")
+        raise ZbcError("E505", text, hint=f"set model.layers = {len(found)} and plan again")
     _refuse_shared(found, [_ties(model, i) for i in range(len(found))])
     return [
         LayerPlan(f"layers.{i}", _builder(item), getattr(item, "like", None), ties=_ties(model, i), compiles=True)
@@ -168,20 +168,20 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
 
 
 def _grouped(model: spec.Model, made: Any) -> list[LayerPlan]:
-    """The layers of a graph, group by group. Raises E502 for no dict, E506 for other groups or numbers of layers."""
+    """The layers of a graph, group by group. Raises E502 for no dict, E505 for other groups or numbers of layers."""
     if not isinstance(made, Mapping):
         text = f"model: {model.family} returned {type(made).__name__}, and model.graph has groups of layers"
         raise ZbcError("E502", text, hint="return a dict with a list of layers for each group, or drop model.graph")
     if {*made} != {*model.graph}:
         text = f"model: {model.family} returned groups {', '.join(sorted(map(str, made)))}"
         text += f", model.graph has {', '.join(sorted(model.graph))}"
-        raise ZbcError("E506", text, hint="name the same groups in both, and plan again")
+        raise ZbcError("E505", text, hint="name the same groups in both, and plan again")
     plans = list[LayerPlan]()
     for group, span in graph.spans(model).items():
         found = _as_list(made[group], f"group {group} of {model.family}")
         if len(found) != len(span):
             text = f"model: {model.family} returned {len(found)} layers for {group}, model.groups has {len(span)}"
-            raise ZbcError("E506", text, hint=f"set groups.{group} = {len(found)} and model.layers, and plan again")
+            raise ZbcError("E505", text, hint=f"set groups.{group} = {len(found)} and model.layers, and plan again")
         after = tuple(f"{source}.{model.groups[source] - 1}" for source in model.graph[group])
         for i, item in enumerate(found):
             plans.append(LayerPlan(f"{group}.{i}", _builder(item), after=after, compiles=True))

@@ -31,8 +31,8 @@ _IGNORED = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPlan]:
     """The layers with the weights of `folder`, which are read when they are built.
 
-    Raises E520 (no such folder), E521 (its model is not one of zbc's), E522 (the job has another model), E523 (a tensor
-    is missing or is not one of the model's); when a layer is built E523 (a tensor has another shape, or is damaged).
+    Raises E520 (no such folder), E521 (its model is not one of zbc's), E521 (the job has another model), E520 (a tensor
+    is missing or is not one of the model's); when a layer is built E520 (a tensor has another shape, or is damaged).
     """
     source = str(folder / hfconfig.CONFIG)
     theirs = hfconfig.check_fits(model, hfconfig.read_config(folder), source)
@@ -54,7 +54,7 @@ class Weights:
         self._prefix = prefix if not any(name.startswith(prefix) for name in self._files) else ""
 
     def check(self, wanted: Sequence[str]) -> None:
-        """Raises E523 unless the folder has exactly the tensors of these parameters."""
+        """Raises E520 unless the folder has exactly the tensors of these parameters."""
         needed = {part.name for parameter in wanted for part in self._parts(parameter)}
         missing = sorted(needed - self._files.keys())
         extra = sorted(name for name in self._files.keys() - needed if not _IGNORED.fullmatch(name) and name != HEAD)
@@ -101,9 +101,9 @@ def shown(tensor: Tensor) -> str:
 
 
 def misfit(name: str, file: Path, found: str, target: Tensor) -> ZbcError:
-    """E523 for a tensor, `found`, of another shape than the model's."""
+    """E520 for a tensor, `found`, of another shape than the model's."""
     text = f"model: {name} in {file} is {found}, the model needs {list(target.shape)}"
-    return ZbcError("E523", text, hint="config.json and the weights belong to different models")
+    return ZbcError("E520", text, hint="config.json and the weights belong to different models")
 
 
 def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None = None) -> dict[str, Tensor]:

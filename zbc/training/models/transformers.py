@@ -488,7 +488,7 @@ def called(config: Mapping[str, Any], name: str) -> str:
 
 
 def facts(config: Mapping[str, Any], folder: str | None, chunked: bool) -> dict[str, Any]:
-    """The keys of [model] that follow from a configuration. Raises E521; for the `folder` of its weights E520, E523."""
+    """The keys of [model] that follow from a configuration. Raises E521; for the `folder` of its weights E520."""
     model = apart(config)
     _ = chunked and model.output
     if folder is not None:

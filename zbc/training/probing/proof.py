@@ -30,8 +30,8 @@ TOLERANCE = {"float32": (1e-4, 1e-6), "bfloat16": (5e-2, 5e-3), "float16": (5e-2
 def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None] = lambda text: None) -> None:
     """Compiles the layers of a stage that are to be compiled, and compares each with its uncompiled self.
 
-    `tell` is called before each of them, since it takes long. Raises E511 for a layer that cannot be compiled or gives
-    different results, E617 without a compiler.
+    `tell` is called before each of them, since it takes long. Raises E509 for a layer that cannot be compiled or gives
+    different results, E602 without a compiler.
     """
     if all(layer.compiled is None for layer in stage.layers):
         return
@@ -53,7 +53,7 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
 
 
 def _compiled(stage: Stage, layer: StageLayer, x: Tensor, slot: Slot | None) -> dict[str, Tensor]:
-    """The results of the compiled layer for `x`. Raises E511 if other numbers make torch compile it again: every step
+    """The results of the compiled layer for `x`. Raises E509 if other numbers make torch compile it again: every step
     would."""
     try:
         found = _run(stage, layer, layer.call, x, slot)
@@ -68,7 +68,7 @@ def _compiled(stage: Stage, layer: StageLayer, x: Tensor, slot: Slot | None) -> 
     except RuntimeError as error:
         text = f"model: layer {layer.name} depends on its data: torch compiles it again for other numbers"
         hint = "set model.compile = false and plan again, or take what looks at values (item) out of its forward"
-        raise ZbcError("E511", text, hint=hint, details=[first_line(error)]) from error
+        raise ZbcError("E509", text, hint=hint, details=[first_line(error)]) from error
     return found
 
 
@@ -90,7 +90,7 @@ def _run(
 
 
 def _hold(layer: StageLayer, plain: dict[str, Tensor], found: dict[str, Tensor], dtype: str, way: str) -> None:
-    """Raises E511 unless both are equal up to rounding."""
+    """Raises E509 unless both are equal up to rounding."""
     share, floor = TOLERANCE[dtype]
     least = floor * max((largest(grad) for name, grad in plain.items() if name != OUTPUT), default=0.0)
     wrong = []
@@ -102,4 +102,4 @@ def _hold(layer: StageLayer, plain: dict[str, Tensor], found: dict[str, Tensor],
     if wrong:
         text = f"model: layer {layer.name} compiled ({way}) is not what it is uncompiled: {', '.join(wrong[:4])} differ"
         hint = "set model.compile = false and plan again, or take what torch compiles wrongly out of the layer"
-        raise ZbcError("E511", text if len(wrong) > 1 else f"{text}s", hint=hint)
+        raise ZbcError("E509", text if len(wrong) > 1 else f"{text}s", hint=hint)

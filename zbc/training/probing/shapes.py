@@ -128,7 +128,7 @@ def derive(
     `lowered` is the type that parameters are cast to for forward, if it is not their own. `rows`: the number of tokens
     of a slice, if `first` is one. `flow`: the input of the first layer requires a gradient.
 
-    Raises E505 if a layer cannot run or the plan has other boundary tensors, E506 if it has other layers, E508 if two
+    Raises E505 if a layer cannot run or the plan has other boundary tensors, E505 if it has other layers, E508 if two
     layers share a parameter, E509 if a layer cannot be trained in a pipeline.
     """
     _check_layers(plans, manifest)
@@ -281,7 +281,7 @@ def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
         what = f"{len(planned)} layers" if where is None else f"{planned[where]!r} as layer {where}"
         have = f"{len(found)}" if where is None else f"{found[where]!r}"
         hint = "the model changed after planning: plan again"
-        raise ZbcError("E506", f"run: the plan has {what}, the model has {have}", hint=hint)
+        raise ZbcError("E505", f"run: the plan has {what}, the model has {have}", hint=hint)
 
 
 def _output(

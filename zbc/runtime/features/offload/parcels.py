@@ -11,7 +11,7 @@ with recompute, the parcel has the inputs of the layers. A storage stays on the 
     weights, tables, attributes of a layer. Offloading it would free nothing
     if it is the stage's output, which is sent or passed on
 
-The hooks disable autograd's own check for tensors that change after they are saved, so it is done here (E514).
+The hooks disable autograd's own check for tensors that change after they are saved, so it is done here (E509).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Stays(NamedTuple):
 
 def _changed(layer: str) -> ZbcError:
     text = f"run: layer {layer}: a tensor that its backward needs was changed in place after it was saved"
-    return ZbcError("E514", text, hint=f"change a copy in {layer}: x + 1 in place of x += 1, or x.clone() before")
+    return ZbcError("E509", text, hint=f"change a copy in {layer}: x + 1 in place of x += 1, or x.clone() before")
 
 
 class Parcel:
@@ -170,7 +170,7 @@ class Parcel:
     # ---- offload and reload ---------------------------------------------------------------------------------
 
     def offload(self, op: Op) -> None:
-        """OFFLOAD: starts the copy to the host. Raises E514."""
+        """OFFLOAD: starts the copy to the host. Raises E509."""
         self._turn(op, "kept", "going")
         size = 0
         for kept in self._found.values():

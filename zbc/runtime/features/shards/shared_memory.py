@@ -20,7 +20,7 @@ Exchange = Callable[[bytes], list[bytes]]  # an all-gather over the ranks
 
 
 def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> list[Tensor]:
-    """`size` zero bytes of each of `ranks`, which all call this. Raises E620 if one cannot make or map them."""
+    """`size` zero bytes of each of `ranks`, which all call this. Raises E603 if one cannot make or map them."""
     made, problem = _make(size)
     names = exchange(b"" if made is None else os.fsencode(made))
     maps = list[Tensor]()
@@ -28,13 +28,13 @@ def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> l
         if problem is not None:
             break
         if not name:
-            problem = ZbcError("E620", f"run: rank {peer} cannot share memory with rank {rank}", hint=COLLECTIVE)
+            problem = ZbcError("E603", f"run: rank {peer} cannot share memory with rank {rank}", hint=COLLECTIVE)
             break
         try:
             maps.append(_map(os.fsdecode(name), size))
         except (OSError, RuntimeError) as error:
             text = f"run: rank {rank} cannot see the memory of rank {peer}: they are on two hosts, or in two containers"
-            problem = ZbcError("E620", text, details=[str(error).splitlines()[0][:200]], hint=COLLECTIVE)
+            problem = ZbcError("E603", text, details=[str(error).splitlines()[0][:200]], hint=COLLECTIVE)
     said = exchange(b"" if problem is None else b"!")  # all ranks have mapped all files
     if made is not None:
         Path(made).unlink(missing_ok=True)
@@ -42,7 +42,7 @@ def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> l
         raise problem
     if any(said):
         failed = ", ".join(str(peer) for peer, word in zip(ranks, said, strict=True) if word)
-        raise ZbcError("E620", f"run: rank {failed} cannot share memory with rank {rank}", hint=COLLECTIVE)
+        raise ZbcError("E603", f"run: rank {failed} cannot share memory with rank {rank}", hint=COLLECTIVE)
     return maps
 
 
@@ -61,7 +61,7 @@ def _make(size: int) -> tuple[str | None, ZbcError | None]:
         if path is not None:
             Path(path).unlink(missing_ok=True)
         text = f"run: no {size:,} bytes of shared memory in {folder}: {error.strerror or error}"
-        return None, ZbcError("E620", text, hint=f"make {folder} larger (docker: --shm-size), or {COLLECTIVE}")
+        return None, ZbcError("E603", text, hint=f"make {folder} larger (docker: --shm-size), or {COLLECTIVE}")
     return path, None
 
 

@@ -236,7 +236,7 @@ class Flushless(Feature):
         run.wrap([kind for kind in Kind if kind.steps], lambda handler: stage_step)
         handlers = {op.kind: handler for handler, op, _ in run.script}
         texts = tuple(text for *_, text in run.script)
-        run.ending = Cycle(plan.ops, texts, plan.manifest.microbatches, handlers, options.clip_stage_norm, every)
+        run.ending = Cycle(plan.ops, texts, plan.manifest.microbatches, handlers, options.clip_grad_norm, every)
 
 
 def build(context: Context) -> Flushless | None:
