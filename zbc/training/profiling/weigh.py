@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +21,7 @@ from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.route import stage_loss
 from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.stage import Stage
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Entry, Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.slices.stage_slice import StageSlice
 from zbc.runtime.transports.transport import Offer
@@ -29,7 +29,6 @@ from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import Rig
 from zbc.training.recording.measure import Ledger, Reading, Scale, categories
 
-Handler = Callable[[Worker, Op], None]
 # Microbatches: the first has a BW that makes the gradients, then come B and W and a BW that add to them, B and W that
 # make them again, and an F that recomputes.
 _MADE, _APART, _WHOLE, _AGAIN, _ALONE = range(5)
@@ -54,11 +53,10 @@ def parts(
 
     worker = rig.worker(device, cuts=cuts, joined=joined)
     alone = _unsplit(rig, device, cuts) if worker.meets else {}
-    gradients, buffers = _gradients(worker), _buffers(worker)
     if kernels is not None:
         kernels.watch(worker, _name)
     scales.append(scale := Scale(worker))
-    _prepare(worker)
+    gradients, buffers = _prepare(worker)
     run_step(worker, 0)
     changes = _changes(scale.readings, rig.placement)
     whole = rig.worker(device) if cuts else worker  # a slice alone keeps as the whole does
@@ -160,67 +158,41 @@ def _changes(readings: Iterable[Reading], placement: Placement) -> dict[Op, _Cha
     return found
 
 
-def _prepare(worker: Worker) -> None:
-    """Changes stages between the microbatches of a step: gradients go, then F recomputes."""
+def _prepare(worker: Worker) -> tuple[dict[int, int], dict[int, int]]:
+    """Changes stages between the microbatches of a step: gradients go, then F recomputes; at its end they become 0, so
+    that the optimizer has no state if steps are skipped. The results will have, once it has run, the bytes of each
+    stage's gradients, and those of keys and values that it keeps for all slices of a microbatch."""
+    gradients, buffers, script = dict[int, int](), dict[int, int](), list[Entry]()
 
-    def forgets(stage: Stage) -> None:
-        for parameter in stage.parameters.values():
+    def forget(worker: Worker, op: Op) -> None:
+        for parameter in worker.stages[op.stage].parameters.values():
             parameter.grad = None
 
-    def recomputes(stage: Stage) -> None:
-        for one in (stage, *stage.slices):
+    def recompute(worker: Worker, op: Op) -> None:
+        for one in (worker.stages[op.stage], *worker.stages[op.stage].slices):
             one.recompute = True
 
-    def after(change: Callable[[Stage], None], handler: Handler) -> Handler:
-        def run(worker: Worker, op: Op) -> None:
-            change(worker.stages[op.stage])
-            handler(worker, op)
-
-        return run
-
-    split, changed = round_trip(split=True), list[tuple[Handler, Op, str]]()
-    for handler, op, text in worker.script:
-        if op.mb == _AGAIN and op.kind is split[1]:
-            handler = after(forgets, handler)
-        elif op.mb == _ALONE and op.kind is split[0]:
-            handler = after(recomputes, handler)
-        changed.append((handler, op, text))
-    worker.script[:] = changed
-
-
-def _buffers(worker: Worker) -> dict[int, int]:
-    """A dict that will have the bytes of keys and values that each stage keeps for all slices of a microbatch."""
-    found: dict[int, int] = {}
-
-    def looks(handler: Handler) -> Handler:
-        def run(worker: Worker, op: Op) -> None:
-            handler(worker, op)
-            stage = worker.stages[op.stage].slices[0]
-            if isinstance(stage, StageSlice):
-                found[op.stage] = sum(past.nbytes for each in stage.pasts.values() for past in each.values())
-
-        return run
-
-    for at, (handler, op, text) in enumerate(worker.script):
-        if op.kind.is_forward and op.mb == _APART and op.slice == 0 and worker.stages[op.stage].slices:
-            worker.script[at] = looks(handler), op, text
-    return found
-
-
-def _gradients(worker: Worker) -> dict[int, int]:
-    """A dict that will have the bytes of each stage's gradients, once a step has run. Makes them 0 from then on: the
-    optimizer has no state after steps that are skipped."""
-    found: dict[int, int] = {}
-
     def look(worker: Worker, op: Op) -> None:
-        found.update({stage: _held(worker, stage)["gradients"] for stage in worker.stages})
+        for first in worker.stages[op.stage].slices[:1]:
+            if isinstance(first, StageSlice):
+                buffers[op.stage] = sum(past.nbytes for each in first.pasts.values() for past in each.values())
+
+    def end(worker: Worker, op: Op) -> None:
+        gradients.update({stage: _held(worker, stage)["gradients"] for stage in worker.stages})
         for gradient in (p.grad for stage in worker.stages.values() for p in stage.parameters.values()):
             if gradient is not None:
                 gradient.zero_()
 
-    at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind.is_barrier)
-    worker.script.insert(at, (look, worker.script[at][1], "look"))
-    return found
+    f, b, _ = round_trip(split=True)
+    before = {(f, _ALONE): recompute, (b, _AGAIN): forget}
+    for entry in worker.script:
+        op = entry[1]
+        place = op.kind, op.mb
+        script += [(before[place], op, "")] if place in before else []
+        script += [entry, (look, op, "")] if place == (f, _APART) and op.slice == 0 else [entry]
+    at = next(index for index, (_, op, _) in enumerate(script) if op.kind.is_barrier)
+    worker.script[:] = [*script[:at], (end, script[at][1], ""), *script[at:]]
+    return gradients, buffers
 
 
 def _layer(
