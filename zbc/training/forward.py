@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from zbc.runtime.features.words.words import PLAIN
 from zbc.topology import At
 from zbc.training.building.context import Settings, steps_of, tokens_of
 from zbc.training.building.shares import log_probabilities_of
-from zbc.training.data.data import Batches, SampleRange, Samples, Tokens, all_samples, place
+from zbc.training.data.data import Batches, Samples, Tokens, all_samples, place
 from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.data.unequal import Padded, all_documents
 from zbc.training.evaluate import EvaluationRun, forward_run, forwards, total
@@ -52,23 +52,6 @@ class InOrder(NamedTuple):
     most: int  # batches
     cut: Cut
     work: Work
-
-
-class _Repeated(SampleRange):
-    """The first ones are repeated after the last."""
-
-    def _numbers(self, indices: Sequence[int]) -> list[int]:
-        return [i % len(self._samples) for i in indices]
-
-
-class _Batches(Batches):
-    def taken(self, position: int, count: int) -> list[int]:
-        return [min(i, self.count - 1) for i in range(position, position + count)]
-
-
-class _Steps(SplitBatches):
-    def _number(self, step: int) -> int:
-        return step
 
 
 class _Packed(Work):
@@ -97,15 +80,11 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
     if not total:
         text, hint = "data: there are no samples to run forward", "is data.path the right file, and long enough?"
         raise ZbcError("E504", text, where=place(data, chosen), hint=hint)
+    tokens, lowered, most = tokens_of(manifest, chosen, at), settings.lowered, -(-total // per_batch)
     if isinstance(samples, Steps):
-        tokens, lowered = tokens_of(manifest, chosen, at), settings.lowered
-        given = _Steps(samples, seed=0, lowered=lowered, where=settings.where, tokens=tokens)
+        given = SplitBatches(samples, seed=None, lowered=lowered, where=settings.where, tokens=tokens)
         return InOrder(given, total, _of_steps(samples, size), Work())
-    padded = _Repeated(samples, 0, -(-total // per_batch) * per_batch)
-    batches = _Batches(
-        padded, seed=0, microbatches=count, size=size, lowered=settings.lowered, tokens=tokens_of(manifest, chosen, at)
-    )
-    most = len(padded) // per_batch
+    batches = Batches(samples, seed=None, microbatches=count, size=size, lowered=lowered, tokens=tokens)
     if not isinstance(samples, Padded):
         return InOrder(batches, most, lambda batch, rows: (rows[: total - batch * per_batch], None), Work())
     cut = _of_rows(samples, chosen.seq_len or 1, per_batch)

@@ -327,6 +327,7 @@ class RankBatches(BatchSource):
 class Batches(RankBatches):
     """The microbatches of every step.
 
+    `seed`: of the order; None: that of the samples, with the first ones once more after the last.
     `phases` has the positions of steps; by default all have `microbatches`, otherwise that is the maximum of a step.
     `lengths`: those of the rows of each microbatch of a replica, to which sequences are cut. `order`: by phase, the
     microbatches of a step in the order in which they are asked for.
@@ -337,7 +338,7 @@ class Batches(RankBatches):
         self,
         samples: Samples,
         *,
-        seed: int,
+        seed: int | None,
         microbatches: int,
         size: int,
         phases: Phases | None = None,
@@ -348,7 +349,7 @@ class Batches(RankBatches):
         order: Sequence[Sequence[int]] = (),
     ) -> None:
         needed, self._count = microbatches * size, len(samples)
-        if self._count < needed:
+        if seed is not None and self._count < needed:
             parts = f"{microbatches} microbatch{'es' * (microbatches > 1)} of {size}"
             text = f"data: {self._count} samples, one step needs {needed} ({parts})"
             hint = "give more data, shorter sequences, or fewer or smaller microbatches"
@@ -357,7 +358,7 @@ class Batches(RankBatches):
         super().__init__(lowered, tokens)
         self._lengths, self._asked = lengths, order
         self._samples, self._seed, self._size = samples, seed, size
-        self._orders: dict[int, Permutation] = {}
+        self._orders: dict[int, Sequence[int] | Permutation] = {}
         self._steps: dict[int, dict[int, list[int]]] = {}  # numbers of samples, by microbatch
         self._ahead = True
 
@@ -422,7 +423,9 @@ class Batches(RankBatches):
             epoch, place = epoch + 1, 0
         return found
 
-    def _order(self, epoch: int) -> Permutation:
+    def _order(self, epoch: int) -> Sequence[int] | Permutation:
+        if self._seed is None:
+            return range(self._count)
         order = self._orders.get(epoch)
         if order is None:
             while len(self._orders) >= _ORDERS:

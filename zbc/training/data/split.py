@@ -186,9 +186,9 @@ class SplitBatches(RankBatches):
     """Microbatches of steps; the order of an epoch's steps is that of samples."""
 
     def __init__(
-        self, steps: Steps, *, seed: int, lowered: torch.dtype | None, where: str, tokens: Tokens | None = None
+        self, steps: Steps, *, seed: int | None, lowered: torch.dtype | None, where: str, tokens: Tokens | None = None
     ) -> None:
-        """`tokens`: this rank's tokens of each sequence, if ranks share them."""
+        """`seed`: as of `Batches`; `tokens`: this rank's tokens of each sequence, if ranks share them."""
         super().__init__(lowered, tokens)
         self._steps = steps
         self._order = Batches(steps, seed=seed, microbatches=1, size=1, where=where)
