@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,7 +154,8 @@ class Watched:
         timing = stamped.timing()
         self.usual = usual(worker, timing)
         if result is not None:
-            worker.script[:] = [(paced(handler, self._pace(result)), op, text) for handler, op, text in worker.script]
+            pace, began = self._pace(result), lambda: self.scale.began
+            worker.script[:] = [(paced(handler, pace, began), op, text) for handler, op, text in worker.script]
         self.scale = Scale(worker)
         return result
 
@@ -164,13 +165,12 @@ class Watched:
         return {what: factor * seconds for what, seconds in self.usual.items()}
 
 
-def paced(handler: Handler, pace: Pace) -> Handler:
-    """A handler that takes as long as `pace` says, from when an op has its inputs, by the clock of a `Scale`."""
+def paced(handler: Handler, pace: Pace, began: Callable[[], int]) -> Handler:
+    """A handler that takes as long as `pace` says, from when an op has its inputs."""
 
     def run(worker: Worker, op: Op) -> None:
         handler(worker, op)
-        began: int = worker.clock.began  # type: ignore[attr-defined]
-        time.sleep(max(0.0, pace.get((op.kind, op.stage), 0.0) - (time.perf_counter_ns() - began) / 1e9))
+        time.sleep(max(0.0, pace.get((op.kind, op.stage), 0.0) - (time.perf_counter_ns() - began()) / 1e9))
 
     return run
 

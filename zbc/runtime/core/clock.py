@@ -42,6 +42,18 @@ class WallClock:
         return lambda: busy
 
 
+class Begins:
+    """A `Clock` that calls `begun` when an op begins to compute."""
+
+    def __init__(self, inner: Clock, begun: Callable[[], object]) -> None:
+        self._start, self._begun = inner.start, begun
+        self.stop, self.read = inner.stop, inner.read
+
+    def start(self) -> float:
+        self._begun()
+        return self._start()
+
+
 def clock_for(device: torch.device, progress: Progress) -> Clock:
     """The clock of a device: events on CUDA, whose ops run asynchronously, otherwise the host's clock."""
     if device.type != "cuda":

@@ -154,6 +154,7 @@ class Stage:
         finish: Callable[[Tensor], Tensor],
         slot: Slot | None,
         parcel: Parcel | None = None,
+        /,
     ) -> tuple[Tensor, Tape]:
         """`finish` of the stage's output (a message, the loss), and the tape for backward.
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 from zbc.job.userobject import FAILURES
-from zbc.ops import round_trip
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.core.bundle import call, names_of
 from zbc.runtime.core.execute import run_step
@@ -38,6 +37,7 @@ from zbc.training.data.data import Batches, RankBatches
 from zbc.training.probing.refusals import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
 from zbc.training.probing.trials import ROUNDING, apart, largest
+from zbc.training.profiling.rig import passes
 from zbc.training.worker import build_worker
 
 CPU = torch.device("cpu")
@@ -142,21 +142,11 @@ def _alone(plan: StoredPlan, slices: int) -> tuple[StoredPlan, Worker]:
 def _single(plan: StoredPlan, slices: int) -> StoredPlan:
     """The plan's stages on one rank, without the end of a step, for two microbatches: both in flight if the plan has
     several in flight."""
-    manifest, stages = plan.manifest, range(plan.manifest.stages)
-    parts = range(slices)
-    split, (f, b, w), (_, bw) = plan.program.split, round_trip(split=True), round_trip(split=False)
+    manifest, stages, split = plan.manifest, range(plan.manifest.stages), plan.program.split
     count = min(2, manifest.microbatches)
     together = any(overlaps(ops, s) for ops in plan.program.ranks for s in stages)
-    ops = list[Op]()
-    for mbs in [range(count)] if together else [[mb] for mb in range(count)]:
-        ops += [Op(f, s, mb, 0, part) for mb in mbs for part in parts for s in stages]
-        ops += [
-            Op(b if s in split else bw, s, mb, 0, part)
-            for mb in mbs
-            for part in reversed(parts)
-            for s in reversed(stages)
-        ]
-        ops += [Op(w, s, mb, 0, part) for mb in mbs for part in parts for s in reversed(stages) if s in split]
+    each = [range(count)] if together else [[mb] for mb in range(count)]
+    ops = [op for mbs in each for op in passes(mbs, len(stages), slices, lambda s, mb: s in split)]
     placement = replace(manifest.to_placement(), pipes=((0,) * len(stages),))
     program = Program(
         placement,

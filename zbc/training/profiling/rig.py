@@ -177,15 +177,20 @@ def _shapes(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> Shape
     return Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
 
 
+def passes(mbs: Sequence[int], stages: int, slices: int, split: Callable[[int, int], bool]) -> list[Op]:
+    """F, then B or BW, then W of some microbatches through all stages; `split`: whether B and W of a stage and
+    microbatch are apart."""
+    parts, (f, b, w), (_, bw) = range(slices), round_trip(split=True), round_trip(split=False)
+    ops = [Op(f, s, mb, 0, part) for mb in mbs for part in parts for s in range(stages)]
+    back = [(s, mb, part) for mb in mbs for part in reversed(parts) for s in reversed(range(stages))]
+    ops += [Op(b if split(s, mb) else bw, s, mb, 0, part) for s, mb, part in back]
+    return ops + [Op(w, s, mb, 0, part) for mb in mbs for part in parts for s in range(stages) if split(s, mb)]
+
+
 def _ops(program: Program, microbatches: int, slices: int, split: Sequence[int]) -> list[Op]:
     """The ops of `program`, which has none yet; B and W of microbatches in `split` are apart."""
-    stages = program.placement.stages
-    ops, parts, (f, b, w), (_, bw) = [], range(slices), round_trip(split=True), round_trip(split=False)
-    for mb in range(microbatches):
-        back = b if mb in split else bw
-        ops += [Op(f, s, mb, 0, part) for part in parts for s in range(stages)]
-        ops += [Op(back, s, mb, 0, part) for part in reversed(parts) for s in reversed(range(stages))]
-        ops += [Op(w, s, mb, 0, part) for part in parts for s in range(stages) if mb in split]
+    each = (passes([mb], program.placement.stages, slices, lambda s, mb: mb in split) for mb in range(microbatches))
+    ops = [op for some in each for op in some]
     closing = [kind for kind in Kind if kind.row.closes == "barrier"]
     return ops + [Op(kind, s) for kind in closing for s in (program.owners(0) if kind.stage_wide else [0])]
 

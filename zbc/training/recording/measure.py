@@ -35,7 +35,7 @@ from torch import Tensor
 
 from zbc.ir import Message, Op
 from zbc.ops import Lane
-from zbc.runtime.core.clock import Clock
+from zbc.runtime.core.clock import Begins
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.private import TorchDispatchMode, shares_memory, tree_leaves
 from zbc.runtime.core.route import Edges, Here
@@ -214,12 +214,12 @@ class Scale:
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
         worker.features.of(Braids).one_by_one = True  # tensors of two interleaved ops could not be distinguished
         worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
-        self._clock = worker.clock = _Begins(worker.clock)
+        self._clock, worker.clock = worker.clock, Begins(worker.clock, self._begin)
 
     def close(self) -> None:
         """Restores the worker."""
         self.worker.script[:] = self._plain
-        self.worker.clock = self._clock.inner
+        self.worker.clock = self._clock
         self.worker.features.of(Braids).one_by_one = False
         if self.worker.batches is not None:
             self.worker.batches.open()
@@ -242,7 +242,7 @@ class Scale:
             last = ledger.count
             ledger.changes.clear()
             ledger.left.clear()
-            self._clock.began = time.perf_counter_ns()
+            self._begin()
             with ledger:
                 handler(worker, op)
             if worker.features.of(Gathers).freed:
@@ -260,6 +260,9 @@ class Scale:
 
         return run
 
+    def _begin(self) -> None:
+        self.began = time.perf_counter_ns()  # of the current op: not its waits before
+
     def met(self) -> None:
         """To be called where the current op meets other ranks."""
         if self._ledger.meets is None:
@@ -267,7 +270,7 @@ class Scale:
 
     def _left(self) -> int:
         """Bytes in flight that were freed during the last op, each weighted by its share of the op's time."""
-        began, ended = self._clock.began, time.perf_counter_ns()
+        began, ended = self.began, time.perf_counter_ns()
         shares = ((size, (at - began) / max(1, ended - began)) for size, at in list(self._ledger.left))
         return round(sum(size * min(1.0, max(0.0, share)) for size, share in shares))
 
@@ -351,18 +354,6 @@ def categories(
     yield "gradients", [p.grad for p in parameters if p.grad is not None]
     yield "masters", [p for opt in updated for group in opt.param_groups for p in group["params"]]
     yield "optimizer", [leaf for opt in updated for leaf in tree_leaves(opt.state) if isinstance(leaf, Tensor)]
-
-
-class _Begins:
-    """A `Clock` that also stores when the current op began to compute, to exclude its waits before."""
-
-    def __init__(self, inner: Clock) -> None:
-        self.inner, self.began = inner, 0
-        self.stop, self.read = inner.stop, inner.read
-
-    def start(self) -> float:
-        self.began = time.perf_counter_ns()
-        return self.inner.start()
 
 
 def _id(tensor: Tensor) -> int:

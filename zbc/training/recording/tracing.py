@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from zbc.host.cores import cores
-from zbc.runtime.core.clock import Clock
+from zbc.runtime.core.clock import Begins
 from zbc.runtime.core.execute import StepResult, run_step
 from zbc.runtime.core.state import Entry, Worker
 from zbc.runtime.features.groups.units import Braids
@@ -242,7 +242,7 @@ class Recorder:
         transport, clock = worker.transport, worker.clock
         stamps.open()
         worker.transport = _Transport(transport, worker, stamps.stamp, self._waits)
-        worker.clock = _Clock(clock, worker, stamps.stamp, self._leads)
+        worker.clock = Begins(clock, self._begun)
         offloads = worker.features.of(Offloads)
         moves = bool(offloads.of(worker.phase_run))
         spans = self._copies() if moves else []
@@ -264,6 +264,10 @@ class Recorder:
         copies = read([moment for span in spans for moment in span])
         marks, taken = read(self._marks), (turns[0], read(turns[1]))
         return result, Stamped(step, worker.script, marks, leads, waits, read([close])[0], copies, taken)
+
+    def _begun(self) -> None:
+        self._leads[0].append(self.worker.progress.index)
+        self._leads[1].append(self._stamps.stamp())
 
     def _copies(self) -> list[list[Any]]:
         """The list to which offloads and reloads append their times; also records waits for them."""
@@ -289,22 +293,6 @@ class Recorder:
             handler(worker, op)
             mark(stamp())
         progress.index = len(worker.script)  # waits from here on belong to the close
-
-
-class _Clock:
-    """A `Clock` that also records when an op begins to compute."""
-
-    def __init__(
-        self, inner: Clock, worker: Worker, stamp: Callable[[], Any], leads: tuple[list[int], list[Any]]
-    ) -> None:
-        self._begin, self._progress, self._stamp = inner.start, worker.progress, stamp
-        self._ops, self._at = leads
-        self.stop, self.read = inner.stop, inner.read
-
-    def start(self) -> float:
-        self._ops.append(self._progress.index)
-        self._at.append(self._stamp())
-        return self._begin()
 
 
 class _Transport(Around):

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from zbc.runtime.core.feature import Context, Feature
-from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tape import Alone, Tape
 from zbc.runtime.core.tensors import Part
-from zbc.runtime.features.offload.parcels import Parcel
 from zbc.runtime.features.slices.slicing import Inside, Pasts, within
 
 if TYPE_CHECKING:
@@ -44,16 +42,8 @@ class StageSlice(Stage):
     def alone(self) -> Alone:
         return self._whole.alone
 
-    def forward(
-        self,
-        x: Tensor,
-        step: int,
-        mb: int,
-        finish: Callable[[Tensor], Tensor],
-        slot: Slot | None,
-        parcel: Parcel | None = None,
-    ) -> tuple[Tensor, Tape]:
-        y, tape = super().forward(x, step, mb, finish, slot, parcel)
+    def forward(self, x: Tensor, step: int, mb: int, /, *how: Any) -> tuple[Tensor, Tape]:
+        y, tape = super().forward(x, step, mb, *how)
         return y, _Last(tape, self.pasts, (self.seed, step, mb)) if self._part.number == 0 else tape
 
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
