@@ -36,8 +36,8 @@ def keys(schema, whole):
 
 COUNTED = {
     "commands": (len(COMMANDS), 13),
-    "options": (len({*OPTIONS}), 59),
-    "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 105),
+    "options": (len({*OPTIONS}), 57),
+    "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 103),
     "keys": (keys(json_schema(), json_schema()), 222),
     "codes": (len(errors.CATALOGUE), 65),
 }

@@ -13,7 +13,6 @@ from tests.listing import listing
 from tests.viz.drawing import drawn, whole
 from zbc.ir import Placement
 from zbc.viz.look import LOOKS
-from zbc.viz.strip import captioned
 from zbc.viz.svg import LEFT, MARGIN, RIGHT, SvgView, draw, measured
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -162,12 +161,11 @@ def test_stages_of_a_rank_have_bars_below_above_and_both():
     ]
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_several_plans_have_letters_and_share_an_axis_unless_each_has_its_own(own):
-    plans = captioned([drawn("1f1b"), drawn("zb-v"), drawn("1f1b", costs=(10.0, 13.0, 6.0, 2.0))], ["one", "V", "slow"])
-    root = read(draw(plans, SvgView(own=own)))
-    titles = [text.text for text in root.iter(f"{SPACE}text") if text.get("class") == "t"]
-    assert titles == ["(a) one", "(b) V", "(c) slow"]
+def test_several_plans_share_an_axis():
+    plans = [drawn("1f1b"), drawn("zb-v"), drawn("1f1b", costs=(10.0, 13.0, 6.0, 2.0))]
+    root = read(draw(plans, SvgView()))
+    titles = [text.text.partition(":")[0] for text in root.iter(f"{SPACE}text") if text.get("class") == "t"]
+    assert titles == ["1f1b", "zb-v", "1f1b"]
     ends = [max(float(r.get("x")) + float(r.get("width")) for r in blocks(read(draw([one])))) for one in plans]
     last = max(float(r.get("x")) + float(r.get("width")) for r in blocks(root)[: plans[0].program.size // 2])
-    assert (last == pytest.approx(ends[0], abs=0.1)) is own
+    assert last < ends[0] - 1

@@ -51,16 +51,9 @@ def visualize(
     width: Annotated[
         int | None, typer.Option(min=NARROWEST, metavar="N", help="Columns; default: those of the terminal.")
     ] = None,
-    captions: Annotated[
-        list[str] | None, typer.Option("--caption", metavar="TEXT", help="What a plan is called: one for each.")
-    ] = None,
-    own_axis: Annotated[bool, typer.Option("--own-axis", help="Give each plan a time axis of its own.")] = False,
     steps: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Draw this many steps in a row.")] = 1,
     first: Annotated[
         int | None, typer.Option("--from", min=1, metavar="STEP", help="Of a recorded run: from this step on.")
-    ] = None,
-    barrier: Annotated[
-        bool | None, typer.Option(help="With --steps: whether steps end together; default: the job's way.")
     ] = None,
     schedule: ScheduleName = None,
     settings: Settings = None,
@@ -77,20 +70,15 @@ def visualize(
     form = form or form_of(output)
     if output is None and form in (Form.PNG, Form.PDF):
         raise typer.BadParameter(f"--as {form.value} needs a file: -o FILE.{form.value}", param_hint="--as")
-    given = {"--by slot": by is By.SLOT, "--width": width is not None, "--zoom": zoom is not None}
-    refuse_unused(form, {**given, "--own-axis": own_axis, "--caption": bool(captions)})
-    if own_axis and zoom is not None:
-        raise typer.BadParameter("--zoom shows the same times of all plans", param_hint="--own-axis")
+    refuse_unused(form, {"--by slot": by is By.SLOT, "--width": width is not None, "--zoom": zoom is not None})
     changes = Changes(settings, schedule, profile, budget)
-    drawn = _drawn([target, *(others or ())], changes, steps, first, barrier)
-    if captions:
-        drawn = _captioned(drawn, captions)
+    drawn = _drawn([target, *(others or ())], changes, steps, first)
     strips = [plan.strip for plan in drawn]
     shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
     window = None if zoom is None else _parse_zoom(zoom, max(strip.length for strip in strips))
-    wanted = Wanted(form, shown, window, width, by is By.SLOT, verbose, output is not None, own_axis)
+    wanted = Wanted(form, shown, window, width, by is By.SLOT, verbose, output is not None)
     if output is not None:
         wanted.write(drawn, output)
     elif not json:
@@ -102,20 +90,11 @@ def visualize(
         tell(f"wrote {output}")
 
 
-def _captioned(drawn: list[Drawn], captions: Sequence[str]) -> list[Drawn]:
-    from zbc.viz.strip import captioned
-
-    if len(captions) != len(drawn):
-        text = f"{len(captions)} given for {len(drawn)} pictures: write one for each, in their order"
-        raise typer.BadParameter(text, param_hint="--caption")
-    return captioned(drawn, captions)
-
-
 def _named(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _drawn(paths: Sequence[Path], changes: Changes, steps: int, first: int | None, barrier: bool | None) -> list[Drawn]:
+def _drawn(paths: Sequence[Path], changes: Changes, steps: int, first: int | None) -> list[Drawn]:
     from zbc.api import Run
 
     targets = opened_both(paths, changes)
@@ -123,7 +102,7 @@ def _drawn(paths: Sequence[Path], changes: Changes, steps: int, first: int | Non
         raise typer.BadParameter("works with a recorded run, which has several steps", param_hint="--from")
     drawn: list[Drawn] = []
     for target in targets:
-        drawn += target.drawn(steps, first=first) if isinstance(target, Run) else [target.drawn(steps, barrier=barrier)]
+        drawn += target.drawn(steps, first=first) if isinstance(target, Run) else [target.drawn(steps)]
     return drawn
 
 

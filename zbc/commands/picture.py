@@ -44,8 +44,6 @@ _TAKEN_BY = {
     "--by slot": (Form.TERM,),
     "--width": (Form.TERM,),
     "--zoom": (Form.TERM, *_DRAWN),
-    "--own-axis": (Form.TERM, *_DRAWN),
-    "--caption": (Form.TERM, *_DRAWN, Form.HTML),
 }
 _PNG_SCALE = 2.0
 
@@ -77,14 +75,13 @@ class Wanted:
     by_slot: bool
     bubbles: bool
     to_file: bool
-    own: bool = False
 
     def text(self, drawn: Sequence[Drawn]) -> str:
         """The picture as text; for PNG and PDF the SVG that they are made from."""
         if self.form in _DRAWN:
             from zbc.viz.svg import SvgView, draw
 
-            return draw(drawn, SvgView(ranks=self.ranks, zoom=self.zoom, bubbles=self.bubbles, own=self.own))
+            return draw(drawn, SvgView(ranks=self.ranks, zoom=self.zoom, bubbles=self.bubbles))
         if self.form is Form.HTML:
             from zbc.viz import html
 
@@ -118,7 +115,7 @@ class Wanted:
 
         columns = self.width or (WIDTH if self.to_file else columns_here())
         unicode = self.to_file or "utf" in (sys.stdout.encoding or "").lower()
-        return View(columns, "slot" if self.by_slot else "time", self.ranks, self.zoom, unicode, self.bubbles, self.own)
+        return View(columns, "slot" if self.by_slot else "time", self.ranks, self.zoom, unicode, self.bubbles)
 
 
 def columns_here() -> int:

@@ -315,8 +315,8 @@ def _invite(run: _Run) -> None:
         folder = run.saves = resume.save_folder(run.manifest, place)
         try_out(run.board, folder)
         board = context.place.board()
-        best_now = lambda: evaluations.best  # noqa: E731
-        run.guests.append(Checkpoints(worker, board, options, folder, str(place), context.emit, run.first, best_now))
+        told = folder, str(place), context.emit, run.first, lambda: evaluations.best
+        run.guests.append(Checkpoints(worker, board, options, *told))
 
 
 class _Outside(Guest):

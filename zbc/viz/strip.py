@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
@@ -146,7 +146,6 @@ class Drawn:
     costs: Costs
     recorded: Recording | None = None
     groups: str = ""  # the groups of layers of the stages of a graph
-    caption: str = ""  # given by the user
 
     @property
     def braided(self) -> bool:
@@ -155,7 +154,7 @@ class Drawn:
 
     def heading(self, *, several: bool) -> str:
         """Its heading, alone or among several plans."""
-        return self.caption or (f"{self.name}: {self.title}" if several else self.title)
+        return f"{self.name}: {self.title}" if several else self.title
 
     @property
     def title(self) -> str:
@@ -204,20 +203,6 @@ def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, 
         ends = [last.closes(rank) for rank in range(last.ranks)]
         timelines.append(run(last.graph, costs, ends))
     return Strip(tuple(timelines))
-
-
-def captioned(drawn: Sequence[Drawn], captions: Sequence[str]) -> list[Drawn]:
-    """The plans with captions; several ones with letters: (a), (b), .."""
-    letters = [f"({chr(ord('a') + k)}) " if len(drawn) > 1 else "" for k in range(len(drawn))]
-    return [
-        replace(plan, caption=f"{letter}{text}") for plan, letter, text in zip(drawn, letters, captions, strict=True)
-    ]
-
-
-def windows(strips: Sequence[Strip], zoom: Window | None, *, own: bool) -> list[Window]:
-    """The window of each strip: all of it on a shared axis, or on its `own`, or the `zoom`."""
-    most = longest(strips)
-    return [zoom or (0.0, longest([strip]) if own else most) for strip in strips]
 
 
 def longest(strips: Sequence[Strip]) -> float:

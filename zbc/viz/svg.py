@@ -18,7 +18,7 @@ from zbc.text import short, visible, wrap
 from zbc.viz.cells import by_time
 from zbc.viz.look import HIDDEN, IDLE, MEETING, chunk_entries, chunks_of, entries, label, look
 from zbc.viz.scale import ticks
-from zbc.viz.strip import Drawn, Window, signs, windows
+from zbc.viz.strip import Drawn, Window, longest, signs
 from zbc.viz.words import verdict
 
 MARGIN, LEFT, RIGHT = 14, 38, 56  # px: around everything, for rank numbers, for peaks
@@ -45,7 +45,6 @@ class SvgView:
     zoom: Window | None = None
     title: str | None = None
     bubbles: bool = False  # show the papers' rates, too
-    own: bool = False  # a time axis for each plan
 
 
 class _Block(NamedTuple):
@@ -56,11 +55,11 @@ class _Block(NamedTuple):
 
 
 def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
-    """An SVG document of one plan, or of several below one another, on one time axis or on separate ones."""
-    shown = windows([plan.strip for plan in drawn], sheet.zoom, own=sheet.own)
+    """An SVG document of one plan, or of several below one another, on one time axis."""
+    window = sheet.zoom or (0.0, longest([plan.strip for plan in drawn]))
     body: list[str] = []
     y = float(MARGIN)
-    for plan, window in zip(drawn, shown, strict=True):
+    for plan in drawn:
         several = len(drawn) > 1
         name = sheet.title if sheet.title and not several else plan.heading(several=several)
         lines, y = _panel(plan, sheet, window, name, y)

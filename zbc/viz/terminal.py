@@ -26,7 +26,7 @@ from zbc.viz.cells import Block, CellGrid, by_slot, by_time
 from zbc.viz.look import chunks_of, entries, letter, look
 from zbc.viz.look import label as label_of
 from zbc.viz.scale import ticks
-from zbc.viz.strip import Drawn, Strip, Window, signs, windows
+from zbc.viz.strip import Drawn, Strip, Window, longest, signs
 from zbc.viz.words import verdict
 
 _IDLE_STYLE = "dim"
@@ -45,21 +45,20 @@ class View:
     zoom: Window | None = None
     unicode: bool = True
     bubbles: bool = False  # show the papers' rates, too
-    own: bool = False  # a time axis for each plan
 
 
 def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
-    """One plan, or several below one another, on one time axis or on separate ones.
+    """One plan, or several below one another, on one time axis.
 
     With titles, axis and legend; lines are at most `view.width` wide, and the last one has no newline.
     """
     several = len(drawn) > 1
-    shown = windows([plan.strip for plan in drawn], view.zoom, own=view.own)
-    tails = [_tails(plan.strip, plan.costs, view, window) for plan, window in zip(drawn, shown, strict=True)]
+    window = view.zoom or (0.0, longest([plan.strip for plan in drawn]))
+    tails = [_tails(plan.strip, plan.costs, view, window) for plan in drawn]
     width = max((len(tail) for plan_tails in tails for tail in plan_tails), default=0)
     legend = [Text(note) for note in _legend(drawn, view)]
     lines: list[Text] = []
-    for plan, plan_tails, window in zip(drawn, tails, shown, strict=True):
+    for plan, plan_tails in zip(drawn, tails, strict=True):
         panel, grid = _panel(plan, view, window, [tail.ljust(width) for tail in plan_tails], exactly=several)
         words = wrap(verdict(plan.strip.steps[0], bubbles=view.bubbles).split("; "), view.width, between="; ")
         notes = [Text(note) for note in [*words, *_steps(plan.strip, view), *_hidden(grid, window, view)]]
