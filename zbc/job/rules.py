@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 from zbc import excludes
@@ -18,12 +19,14 @@ from zbc.job.sections import (
     ACTIVATIONS,
     BY_RANK,
     SECTIONS,
+    Checkpoint,
     Data,
     Filler,
     GivenCosts,
     Hardware,
     LayerCost,
     Memory,
+    Optimizer,
     Parallel,
     Partition,
     Schedule,
@@ -33,21 +36,30 @@ from zbc.job.sections import (
 from zbc.job.unread import KINDS_OF_FILES, asks
 from zbc.job.wording import did_you_mean
 
+Found = Iterator[ZbcError]
+Where = Callable[..., str]  # key path -> its place
 REPLICATED = "replicated-1f1b"  # the schedule that reads parallel.replicas
 
 
-def _model_rules(draft: Draft) -> Iterator[ZbcError]:
-    model: Model | None = draft.sections.get("model")
-    if model is not None:
-        yield from model_section.problems(model, draft.document)
+def given(rule: Callable[..., Found]) -> Callable[[Draft], Found]:
+    """A rule that is asked if all tables it names without a default could be read; it may take `draft` or `where`."""
+    named = [*signature(rule).parameters.values()]
+
+    def asked(draft: Draft) -> Found:
+        found = {**draft.sections, "draft": draft, "where": draft.document.where}
+        if all(table.default is None or found.get(table.name) is not None for table in named):
+            yield from rule(**{table.name: found.get(table.name) for table in named})
+
+    return asked
 
 
-def _data_rules(draft: Draft) -> Iterator[ZbcError]:
-    data: Data | None = draft.sections.get("data")
-    model: Model | None = draft.sections.get("model")
-    if data is None:
-        return
-    where = draft.document.where
+@given
+def _model_rules(draft: Draft, model: Model) -> Found:
+    yield from model_section.problems(model, draft.document)
+
+
+@given
+def _data_rules(draft: Draft, where: Where, data: Data, model: Model | None = None) -> Found:
     kinds = ("text", "tokens", "chat", "synthetic")
     if data.kind not in kinds and not FACTORY.fullmatch(data.kind):
         choices = 'use "text", "tokens", "chat", "synthetic" or "package.module:factory"'
@@ -70,18 +82,15 @@ def _data_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E150", text, where=where(("data",)), hint='or give data.kind = "package.module:factory"')
 
 
-def _evaluation_rules(draft: Draft) -> Iterator[ZbcError]:
-    train, data = draft.sections.get("train"), draft.sections.get("data")
-    if train is None or data is None:
-        return
+@given
+def _evaluation_rules(where: Where, train: Train, data: Data, checkpoint: Checkpoint | None = None) -> Found:
     if train.eval_every and not data.validation and data.validation_path is None:
         text = "config: train.eval_every evaluates on data that are kept for it, and [data] keeps none"
         hint = "set data.validation = 0.01, or data.validation_path"
-        yield ZbcError("E110", text, where=draft.document.where(("train", "eval_every")), hint=hint)
+        yield ZbcError("E110", text, where=where(("train", "eval_every")), hint=hint)
     if "eval_every" in train.model_fields_set and train.eval_every:
         return
-    checkpoint = draft.sections.get("checkpoint")
-    reads = [(train, "train", "patience"), (checkpoint, "checkpoint", "keep_best")]
+    reads: list[tuple[Any, str, str]] = [(train, "train", "patience"), (checkpoint, "checkpoint", "keep_best")]
     if "eval_every" not in train.model_fields_set:
         reads += [(train, "train", "eval_batches"), (data, "data", "validation_path")]
     for section, name, key in reads:
@@ -89,13 +98,12 @@ def _evaluation_rules(draft: Draft) -> Iterator[ZbcError]:
             text = f"config: train.eval_every is missing, without which nothing is evaluated and {name}.{key} not read"
             hint = "add eval_every = 100 (steps between two) to [train]"
             hint += ", or drop it" if key in ("patience", "keep_best") else ", or eval_every = 0 for none"
-            yield ZbcError("E105", text, where=draft.document.where((name, key)), hint=hint)
+            yield ZbcError("E105", text, where=where((name, key)), hint=hint)
 
 
-def _writing_rules(draft: Draft) -> Iterator[ZbcError]:
+@given
+def _writing_rules(draft: Draft, where: Where, checkpoint: Checkpoint | None = None) -> Found:
     """Settings of output that would silently write nothing, or into the current directory."""
-    where = draft.document.where
-    checkpoint = draft.sections.get("checkpoint")
     if checkpoint is not None and checkpoint.model_fields_set and "every" not in checkpoint.model_fields_set:
         text = "config: checkpoint.every is missing, without which there are no checkpoints"
         hint = "add every = 500 (steps between two), or every = 0 for none"
@@ -107,7 +115,7 @@ def _writing_rules(draft: Draft) -> Iterator[ZbcError]:
             yield ZbcError("E103", text, where=where((section, key)), hint="give it a name, or leave it out")
 
 
-def _path_rules(data: Data, document: toml.Document) -> Iterator[ZbcError]:
+def _path_rules(data: Data, document: toml.Document) -> Found:
     if data.kind in ("tokens", "chat") and not data.path:
         text = f"config: data.path is missing (files of {data.kind})"
         hint = 'add path = "train.bin"; `zbc tokenize` makes such files'
@@ -122,12 +130,8 @@ def _path_rules(data: Data, document: toml.Document) -> Iterator[ZbcError]:
         yield ZbcError("E150", text, where=document.where(("data", "validation_path")), hint=hint)
 
 
-def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
-    costs: GivenCosts | None = draft.sections.get("costs")
-    model: Model | None = draft.sections.get("model")
-    if costs is None:
-        return
-    where = draft.document.where
+@given
+def _cost_rules(draft: Draft, where: Where, costs: GivenCosts, model: Model | None = None) -> Found:
     given = [key for key in ("f", "b", "w") if getattr(costs, key) is not None]
     if 0 < len(given) < 3:
         missing = ", ".join(key for key in ("f", "b", "w") if key not in given)
@@ -158,7 +162,7 @@ def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
                 yield ZbcError("E141", text, where=where(("costs", key)), hint=hint)
 
 
-def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Iterator[ZbcError]:
+def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Found:
     """E141 for costs of embedding or head without costs of the blocks, as they would not be read."""
     layer: LayerCost = getattr(costs, end)
     for key, blocks in (("f", "f"), ("b", "b"), ("w", "w"), ("act_b", "act_b"), ("act_w", "act_b")):
@@ -168,11 +172,8 @@ def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Iterator
             yield ZbcError("E141", text, where=where, hint=f"give costs.{blocks}, or drop it")
 
 
-def _sharding_rules(draft: Draft) -> Iterator[ZbcError]:
-    parallel, memory = draft.sections.get("parallel"), draft.sections.get("memory")
-    if parallel is None or memory is None:
-        return
-    where = draft.document.where
+@given
+def _sharding_rules(where: Where, parallel: Parallel, memory: Memory) -> Found:
     if not parallel.frees and asks(memory, "resident"):
         text = f'config: memory.resident goes with parallel.shard = "weights" or "all", shard is "{parallel.shard}"'
         yield ZbcError("E110", text, where=where(("memory", "resident")), hint="drop it, or share out the weights")
@@ -181,14 +182,12 @@ def _sharding_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=where(("parallel", "exchange")), hint="drop it, or share out the weights")
 
 
-def _idle_rules(draft: Draft) -> Iterator[ZbcError]:
+def _idle_rules(draft: Draft) -> Found:
     yield from idle.problems(draft.sections, draft.document)
 
 
-def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
-    schedule: Schedule | None = draft.sections.get("schedule")
-    if schedule is None:
-        return
+@given
+def _memory_limit_rule(draft: Draft, schedule: Schedule) -> Found:
     if schedule.memory_limit is not None and parse_limit(schedule.memory_limit) is None:
         text = f"config: cannot read schedule.memory_limit {schedule.memory_limit!r}"
         where = draft.document.where(("schedule", "memory_limit"))
@@ -202,10 +201,10 @@ def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key), hint=hint)
 
 
-def _extent_rule(draft: Draft) -> Iterator[ZbcError]:
-    model: Model | None = draft.sections.get("model")
-    parallel: Parallel | None = draft.sections.get("parallel")
-    schedule: Schedule | None = draft.sections.get("schedule")
+@given
+def _extent_rule(
+    draft: Draft, model: Model | None = None, parallel: Parallel | None = None, schedule: Schedule | None = None
+) -> Found:
     ranks, ops = None if parallel is None else parallel.ranks, None
     if parallel is not None and schedule is not None:
         slices = schedule.slices if isinstance(schedule.slices, int) else 1
@@ -213,10 +212,9 @@ def _extent_rule(draft: Draft) -> Iterator[ZbcError]:
     yield from extent.problems(draft.document, model.layers if model is not None else None, ranks, ops)
 
 
-def _partition_rules(draft: Draft) -> Iterator[ZbcError]:
-    partition: Partition | None = draft.sections.get("partition")
-    model: Model | None = draft.sections.get("model")
-    if partition is None or partition.layout is None:
+@given
+def _partition_rules(draft: Draft, partition: Partition, model: Model | None = None) -> Found:
+    if partition.layout is None:
         return
     where = draft.document.where(("partition", "layout"))
     if partition.layers_per_stage is not None:
@@ -227,10 +225,9 @@ def _partition_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=where, hint="use layers_per_stage")
 
 
-def _node_rule(draft: Draft) -> Iterator[ZbcError]:
-    parallel: Parallel | None = draft.sections.get("parallel")
-    hardware: Hardware | None = draft.sections.get("hardware")
-    if parallel is None or parallel.node is None:
+@given
+def _node_rule(draft: Draft, parallel: Parallel, hardware: Hardware | None = None) -> Found:
+    if parallel.node is None:
         return
     where, (parts, copies) = draft.document.where(("parallel", "node")), parallel.node
     if parallel.pp % parts or parallel.dp % copies:
@@ -241,12 +238,11 @@ def _node_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {seats}")
 
 
-def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
-    parallel: Parallel | None = draft.sections.get("parallel")
-    if parallel is None or parallel.tp == 1:
+@given
+def _tensor_parallel_rules(draft: Draft, parallel: Parallel, model: Model | None = None) -> Found:
+    if parallel.tp == 1:
         return
     tp, where = parallel.tp, draft.document.where(("parallel", "tp"))
-    model: Model | None = draft.sections.get("model")
     if model is not None and model.builtin:
         widths: dict[str, int | None] = {"ffn": model.mlp_width}
         if model.experts:
@@ -262,11 +258,10 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
                 break
 
 
-def _context_rules(draft: Draft) -> Iterator[ZbcError]:
+@given
+def _context_rules(draft: Draft, parallel: Parallel, model: Model) -> Found:
     """E119 for sequences that context parallelism cannot split into two equal chunks per rank."""
-    parallel: Parallel | None = draft.sections.get("parallel")
-    model: Model | None = draft.sections.get("model")
-    if parallel is None or model is None or parallel.cp == 1:
+    if parallel.cp == 1:
         return
     where, chunks = draft.document.where(("parallel", "cp")), 2 * parallel.cp
     if not model.builtin and model.family != TRANSFORMERS:
@@ -278,17 +273,16 @@ def _context_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E119", text, where=where, hint=f"set seq_len = {near}, or another cp")
 
 
-def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
+@given
+def _sequence_rules(draft: Draft, parallel: Parallel, model: Model | None = None) -> Found:
     """E119 for settings that exclude sequence parallelism (`tp_sequence`)."""
-    parallel: Parallel | None = draft.sections.get("parallel")
-    if parallel is None or not parallel.tp_sequence:
+    if not parallel.tp_sequence:
         return
     where = draft.document.where(("parallel", "tp_sequence"))
     if parallel.tp == 1:
         text = "config: parallel.tp_sequence shares tokens among ranks that share layers, and parallel.tp is 1"
         yield ZbcError("E119", text, where=where, hint="set parallel.tp, or leave tp_sequence out")
         return
-    model: Model | None = draft.sections.get("model")
     if model is not None and not model.builtin:
         text = f"config: parallel.tp_sequence is for the built-in models, model.family is {model.family!r}"
         yield ZbcError("E119", text, where=where, hint="leave tp_sequence out")
@@ -299,10 +293,10 @@ def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E119", text, where=where, hint=f"set seq_len = {near}, or leave tp_sequence out")
 
 
-def _vocabulary_rules(draft: Draft) -> Iterator[ZbcError]:
+@given
+def _vocabulary_rules(draft: Draft, parallel: Parallel) -> Found:
     """E110 for a vocabulary that ranks cannot share; "auto" leaves it at the ends then."""
-    parallel: Parallel | None = draft.sections.get("parallel")
-    if parallel is None or parallel.vocabulary != "shared":
+    if parallel.vocabulary != "shared":
         return
     where = draft.document.where(("parallel", "vocabulary"))
     for text, hint in unshareable(draft.sections):
@@ -325,21 +319,21 @@ def unshareable(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield text, f"set parallel.pp = {max(1, model.vocab // parallel.tp)} or less, or {ends}"
 
 
-def _order_rule(draft: Draft) -> Iterator[ZbcError]:
-    parallel: Parallel | None = draft.sections.get("parallel")
-    if parallel is None or parallel.order is None:
+@given
+def _order_rule(where: Where, parallel: Parallel) -> Found:
+    if parallel.order is None:
         return
     world = parallel.pp * parallel.dp
     if sorted(parallel.order) != list(range(world)):
         what = "ranks" if parallel.width == 1 else f"groups of {parallel.width} ranks"
         text = f"config: parallel.order does not name each of the {what} 0 to {world - 1} once"
         hint = f"write {list(range(world))} in the order of the pipeline" if world <= 16 else "leave it out"
-        yield ZbcError("E110", text, where=draft.document.where(("parallel", "order")), hint=hint)
+        yield ZbcError("E110", text, where=where(("parallel", "order")), hint=hint)
 
 
-def _hook_rule(draft: Draft) -> Iterator[ZbcError]:
-    train: Train | None = draft.sections.get("train")
-    if train is not None and train.hook is not None and not FACTORY.fullmatch(train.hook):
+@given
+def _hook_rule(draft: Draft, train: Train) -> Found:
+    if train.hook is not None and not FACTORY.fullmatch(train.hook):
         text, where = (
             f"config: train.hook {train.hook!r} does not name a function",
             draft.document.where(("train", "hook")),
@@ -347,10 +341,8 @@ def _hook_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E103", text, where=where, hint='write hook = "package.module:function"')
 
 
-def _filler_rule(draft: Draft) -> Iterator[ZbcError]:
-    filler: Filler | None = draft.sections.get("filler")
-    if filler is None:
-        return
+@given
+def _filler_rule(draft: Draft, filler: Filler) -> Found:
     if filler.task is not None and not FACTORY.fullmatch(filler.task):
         text = f"config: filler.task {filler.task!r} does not name a function"
         where = draft.document.where(("filler", "task"))
@@ -360,11 +352,8 @@ def _filler_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E105", "config: filler.task is missing", where=where, hint='add task = "package.module:make"')
 
 
-def _replica_rule(draft: Draft) -> Iterator[ZbcError]:
-    parallel: Parallel | None = draft.sections.get("parallel")
-    schedule: Schedule | None = draft.sections.get("schedule")
-    if parallel is None or schedule is None:
-        return
+@given
+def _replica_rule(draft: Draft, parallel: Parallel, schedule: Schedule) -> Found:
     where, counts = draft.document.where(("parallel", "replicas")), parallel.replicas
     if (schedule.kind or "").lower() != REPLICATED:
         chosen = draft.document.where(("schedule", "kind")).startswith("--")  # another schedule may be tried
@@ -387,7 +376,7 @@ def fewest_microbatches(sections: Mapping[str, Any]) -> tuple[int, str]:
     return (schedule.ramp[0].microbatches, "schedule.ramp") if schedule.ramp else (schedule.microbatches, "")
 
 
-def _counted_replicas(counts: list[int], pp: int, microbatches: int, key: str, where: str) -> Iterator[ZbcError]:
+def _counted_replicas(counts: list[int], pp: int, microbatches: int, key: str, where: str) -> Found:
     if not counts or sum(counts) != pp:
         near = [*counts[:-1], pp - sum(counts[:-1])]
         fits = len(near) > 0 and near[-1] > 0
@@ -403,31 +392,29 @@ def _counted_replicas(counts: list[int], pp: int, microbatches: int, key: str, w
         yield ZbcError("E110", text, where=where, hint=f"{fix}, or fewer replicas")
 
 
-def _gpu_rules(draft: Draft) -> Iterator[ZbcError]:
-    hardware: Hardware | None = draft.sections.get("hardware")
-    if hardware is None or hardware.gpu is None:
+@given
+def _gpu_rules(where: Where, hardware: Hardware) -> Found:
+    if hardware.gpu is None:
         return
     try:
-        gpu.named(hardware.gpu, draft.document.where(gpu.GPU))
+        gpu.named(hardware.gpu, where(gpu.GPU))
     except ZbcError as error:
         yield error
 
 
-def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
-    hardware: Hardware | None = draft.sections.get("hardware")
-    if hardware is None or (least := hardware.least_gib) is None or hardware.reserve_gib is None:
+@given
+def _reserve_rule(where: Where, hardware: Hardware) -> Found:
+    if (least := hardware.least_gib) is None or hardware.reserve_gib is None:
         return
     if hardware.reserve_gib >= least:
         text = f"config: hardware.reserve_gib = {hardware.reserve_gib:g} leaves nothing of memory_gib"
         hint = f"memory_gib is {least:g}; keep less of it free"
-        yield ZbcError("E110", text, where=draft.document.where(("hardware", "reserve_gib")), hint=hint)
+        yield ZbcError("E110", text, where=where(("hardware", "reserve_gib")), hint=hint)
 
 
-def _rank_rules(draft: Draft) -> Iterator[ZbcError]:
+@given
+def _rank_rules(draft: Draft, hardware: Hardware, parallel: Parallel) -> Found:
     """E110 for lists of [hardware] without exactly one entry per rank of the pipeline."""
-    hardware, parallel = draft.sections.get("hardware"), draft.sections.get("parallel")
-    if hardware is None or parallel is None:
-        return
     for key in (*BY_RANK, "slow"):
         values = getattr(hardware, key)
         if isinstance(values, list) and len(values) != parallel.pp:
@@ -436,10 +423,8 @@ def _rank_rules(draft: Draft) -> Iterator[ZbcError]:
             yield ZbcError("E110", text, where=where, hint="give one for each rank of the pipeline, or one for all")
 
 
-def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
-    memory: Memory | None = draft.sections.get("memory")
-    if memory is None:
-        return
+@given
+def _activation_rules(draft: Draft, memory: Memory) -> Found:
     given = memory.activations if isinstance(memory.activations, dict) else {None: memory.activations}
     for stage, choice in given.items():
         place = ("memory", "activations") if stage is None else ("memory", "activations", stage)
@@ -452,45 +437,40 @@ def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
             yield ZbcError("E103", f"config: unknown memory.activations {choice!r}", where=where, hint=hint)
 
 
-def _rate_rules(draft: Draft) -> Iterator[ZbcError]:
-    optimizer, train, planned = (draft.sections.get(name) for name in ("optimizer", "train", "schedule"))
-    if optimizer is None or train is None:
-        return
+@given
+def _rate_rules(
+    draft: Draft, optimizer: Optimizer, train: Train, parallel: Parallel | None = None, schedule: Schedule | None = None
+) -> Found:
     steps = float(train.steps)
-    parallel: Parallel | None = draft.sections.get("parallel")
-    if planned is not None and planned.ramp and parallel is not None and optimizer.schedule.by == "samples":
-        per = planned.microbatch_size * parallel.dp
-        steps = ramp.full_steps(planned.ramp, planned.microbatches, per, train.steps)
+    if schedule is not None and schedule.ramp and parallel is not None and optimizer.schedule.by == "samples":
+        per = schedule.microbatch_size * parallel.dp
+        steps = ramp.full_steps(schedule.ramp, schedule.microbatches, per, train.steps)
     yield from learning_rate.problems(optimizer.lr, optimizer.schedule, steps, draft.document)
 
 
-def _ramp_rules(draft: Draft) -> Iterator[ZbcError]:
-    planned: Schedule | None = draft.sections.get("schedule")
-    parallel: Parallel | None = draft.sections.get("parallel")
-    train: Train | None = draft.sections.get("train")
-    if planned is None or not planned.ramp:
+@given
+def _ramp_rules(
+    draft: Draft, schedule: Schedule, parallel: Parallel | None = None, train: Train | None = None
+) -> Found:
+    if not schedule.ramp:
         return
     if parallel is not None and train is not None:
-        per = planned.microbatch_size * parallel.dp
-        yield from ramp.problems(planned.ramp, planned.microbatches, per, train.steps, draft.document)
+        per = schedule.microbatch_size * parallel.dp
+        yield from ramp.problems(schedule.ramp, schedule.microbatches, per, train.steps, draft.document)
 
 
-def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
+@given
+def _copies_rule(where: Where, model: Model) -> Found:
     """E110 for tied embeddings of a factory."""
-    model: Model | None = draft.sections.get("model")
-    where = draft.document.where
-    if model is not None and model.tie_embeddings and not model.builtin:
+    if model.tie_embeddings and not model.builtin:
         text = "config: model.tie_embeddings is for built-in families; a factory's layers cannot share parameters"
         yield ZbcError("E110", text, where=where(("model", "tie_embeddings")), hint="drop it")
 
 
-def _expert_rules(draft: Draft) -> Iterator[ZbcError]:
+@given
+def _expert_rules(draft: Draft, parallel: Parallel, model: Model) -> Found:
     """E110 for `parallel.ep` without experts, or that does not divide experts and the ranks of a stage, and for
     `parallel.expert_tp` without `ep`, or that is neither 1 nor tp."""
-    parallel: Parallel | None = draft.sections.get("parallel")
-    model: Model | None = draft.sections.get("model")
-    if parallel is None or model is None:
-        return
     if (asked := parallel.expert_tp) not in (None, parallel.tp if parallel.ep == 1 else 1, parallel.tp):
         wrong = "is neither 1 nor" if asked != 1 else "and parallel.ep = 1: experts are shared like other layers by"
         text = f"config: parallel.expert_tp = {asked} {wrong} parallel.tp = {parallel.tp}"
@@ -516,9 +496,9 @@ def _expert_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", f"config: parallel.ep = {parallel.ep} {text}", where=where, hint=hint)
 
 
-def _average_rules(draft: Draft) -> Iterator[ZbcError]:
-    parallel: Parallel | None = draft.sections.get("parallel")
-    if parallel is None or parallel.average is None:
+@given
+def _average_rules(draft: Draft, parallel: Parallel) -> Found:
+    if parallel.average is None:
         return
     where = draft.document.where(("parallel", "average"))
     if parallel.dp == 1 and parallel.world is None:
@@ -533,7 +513,7 @@ def _average_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=where, hint="set delay = 1, or drop ema")
 
 
-def _excluded(draft: Draft) -> Iterator[ZbcError]:
+def _excluded(draft: Draft) -> Found:
     yield from excludes.problems(draft.sections, draft.document.where)
 
 
@@ -581,7 +561,7 @@ _OF_COUNTS = (_extent_rule, _replica_rule, _excluded, flushless.problems, balanc
 _OF_PLANS = (_extent_rule, _cost_rules, _rank_rules, _average_rules)
 
 
-def of_a_plan(draft: Draft) -> Iterator[ZbcError]:
+def of_a_plan(draft: Draft) -> Found:
     """The problems of a plan's job, which somebody may have edited, that its readers do not expect."""
     return (problem for rule in _OF_PLANS for problem in rule(draft))
 

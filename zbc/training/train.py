@@ -315,8 +315,9 @@ def _invite(run: _Run) -> None:
         folder = run.saves = resume.save_folder(run.manifest, place)
         try_out(run.board, folder)
         board = context.place.board()
-        told = folder, str(place), context.emit, run.first, lambda: evaluations.best
-        run.guests.append(Checkpoints(worker, board, options, *told))
+        run.guests.append(
+            Checkpoints(worker, board, options, folder, str(place), context.emit, run.first, lambda: evaluations.best)
+        )
 
 
 class _Outside(Guest):
