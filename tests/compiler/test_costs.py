@@ -255,15 +255,6 @@ def test_an_optimizer_step_takes_the_memory_traffic_of_every_built_in_family():
 # ---- experts ---------------------------------------------------------------------------------------------------
 
 
-def test_one_expert_is_the_plain_mlp_and_a_router():
-    for family in ("gpt", "llama"):
-        described = {"model": {"family": family, "layers": 8}}
-        plain = estimate.layers(job(**described))[1]
-        single = estimate.layers(job(model={**described["model"], "experts": 1}))[1]
-        assert single.params == plain.params + 32
-        assert single.size.act_b > plain.size.act_b and single.f > plain.f
-
-
 def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations():
     """Mixtral 8x7B: 46.7 billion parameters, 12.9 billion active per token (arXiv 2401.04088)."""
     sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 32000}
@@ -292,30 +283,6 @@ def test_all_experts_have_weights_to_read_and_gradients_to_write():
     assert 1e6 * (eight.w - two.w) == pytest.approx(4 * made + added, rel=0.005)
 
 
-def test_activations_grow_with_the_experts_a_token_meets():
-    """Per additional expert: its dispatched and combined rows with places and weights, and an MLP's activations. (The
-    weight of a single one is not divided by a sum, for which more is kept.)"""
-    for family, kept, given in (("gpt", 2, 2), ("llama", 4, 3)):
-        sizes = {"family": family, "hidden": 64, "ffn_hidden": 128, "experts": 4}
-        two, three = (estimate.layers(job(model={**sizes, "top_k": top}))[1].size for top in (2, 3))
-        tokens = 2 * 16
-        assert three.act_b - two.act_b == 4 * tokens * (2 * 64 + kept * 128) + 4 * 8 * tokens
-        assert three.act_w - two.act_w == 4 * tokens * (2 * 64 + given * 128)
-
-
-def test_a_router_keeps_the_tokens_of_its_own_rank_where_an_mlp_keeps_all():
-    """It reads what is not collected yet, which is kept beside all tokens for an expert that these meet."""
-
-    def less(**more):
-        model = {"family": "llama", "hidden": 64, "ffn_hidden": 128, **more}
-        found = (job(model=model, parallel={"tp": 2, "tp_sequence": part}) for part in (False, True))
-        whole, part = (estimate.layers(one)[1].size.act_b for one in found)
-        return whole - part
-
-    assert less(experts=4) - less() == 4 * 64 * (2 * 16) / 2
-    assert less(experts=4, shared_hidden=32) == less() - 4 * 64 * (2 * 16) / 2
-
-
 @pytest.mark.parametrize("more", [{}, {"adapter": {"rank": 4}}, {"schedule": {"slices": 2}}], ids=str)
 def test_a_stage_that_runs_again_gathers_no_tokens_a_third_time(more):
     """Its second forward keeps all that a plain one would; so do the stages named, and no others."""
@@ -329,14 +296,6 @@ def test_a_stage_that_runs_again_gathers_no_tokens_a_third_time(more):
     assert sizes("recompute", "regather") == sizes("recompute", True)
     kept, second, plain = sizes({"1": "recompute"}, "regather"), sizes("recompute", True), sizes("keep", True)
     assert kept[1].rise == second[1].rise and kept[0].share < plain[0].share
-
-
-def test_tensor_parallel_ranks_keep_logits_in_their_own_type():
-    """Their loss is the one with more terms, which keeps no log-probabilities."""
-    found = [{"dtype": "bfloat16", **more} for more in ({}, {"z_loss": 0.01})]
-    plain, terms = (estimate.layers(job(model=one, parallel={"tp": 2}))[-1].size for one in found)
-    whole = estimate.layers(job(model=found[0]))[-1].size
-    assert (plain.logits, plain.more_b) == (terms.logits, terms.more_b) and plain.logits < whole.logits / 2
 
 
 def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says():

@@ -57,7 +57,6 @@ def chat(folder, *samples, template=SAID + ASK, longest=40, padded=True):
     [
         (SAID + ASK, {"messages": TURNS}, BOTH),
         (MARKED + ASK, {"messages": TURNS}, BOTH),
-        (CHANGING.replace("loop.last", "false") + ASK, {"messages": TURNS}, BOTH),
         (
             SAID + ASK,
             {"prompt": TURNS[:3], "completion": TURNS[3:]},

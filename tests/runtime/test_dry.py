@@ -46,6 +46,8 @@ KINDS = {
     "gemma": lambda: of({**LLAMA, "variant": "gemma2"}),
     "qwen": lambda: of({**LLAMA, "variant": "qwen3"}),
     "windows": lambda: of({**LLAMA, "window": 8, "whole_every": 2}),
+    "rotary, long": lambda: of({**GPT, "positions": "rotary", "seq_len": 128}),
+    "short": lambda: of({**LLAMA, "hidden": 96, "seq_len": 8, "vocab": 2000, "dtype": "bfloat16"}),
     "tied": lambda: of({**GPT, "tie_embeddings": True}),
     "bfloat16": lambda: of({**LLAMA, "dtype": "bfloat16"}),
     "parameters": lambda: of({**LLAMA, "dtype": "bfloat16", "parameters": "bfloat16"}),

@@ -20,7 +20,6 @@ from tests.runtime import ticking
 from tests.threads import scaled
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
-from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Kind, Op
 from zbc.job.profile import Profile, spread
@@ -217,54 +216,14 @@ def test_a_gpu_that_is_not_there_is_said():
 
 # ---- bytes ---------------------------------------------------------------------------------------------------
 
-FAMILIES = {
-    "fp32": {"model": {"hidden": 48, "heads": 3, "seq_len": 24}},
-    "bf16": {"model": {"hidden": 40, "heads": 5, "seq_len": 24, "vocab": 700, "dtype": "bfloat16"}},
-    "masters": {"model": {"hidden": 40, "heads": 5, "seq_len": 24, "dtype": "bfloat16", "parameters": "bfloat16"}},
-    "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
-}
-GEMMA = {**FAMILIES["llama"]["model"], "variant": "gemma2", "scores_cap": 5.0, "logits_cap": 3.0}
-FAMILIES |= {"gemma2": {"model": GEMMA}, "gemma3": {"model": {**GEMMA, "variant": "gemma3_text", "scores_cap": None}}}
-
-
-def counted_and_weighed(changes):
-    """Bytes of each kind of layer by the formulas, and as measured."""
-    described = job(data=NOISE, **changes)
-    table = estimate.layers(described)
-    counted = {"embed": table[0], "block": table[1], "head": table[-1]}
-    return [(counted[kind], one) for kind, one in weigh(build_rig(described, CPU), CPU).items()]
-
-
-@pytest.mark.parametrize("case", few(FAMILIES, ("fp32", "llama")))
-def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
-    """Two ways to one number: footprint.py counts, weigh.py measures."""
-    for counted, one in counted_and_weighed(FAMILIES[case]):
-        size, z = counted.size, one.bytes
-        assert one.parameters == counted.params
-        assert z.keeps_input
-        near = functools.partial(pytest.approx, rel=0.01)
-        assert z.kept_b + z.input == near(size.act_b)
-        assert (z.kept_w, z.input + z.kept_again, z.output) == (near(size.act_w), near(size.entry), near(size.result))
-        assert (z.more_f, z.more_alone, z.more_w) == (near(size.more_f), near(size.more_alone), near(size.more_w))
-        assert z.first_w == pytest.approx(size.first.more_w, rel=0.01, abs=1024)
-        assert z.more_bw - z.first_bw == pytest.approx(size.more_bw - size.first.more_bw, rel=0.01, abs=1024)
-        assert z.weights == near((2 if case == "masters" else 4) * one.parameters + size.casts + size.tables)
-        assert z.gradients == 4 * one.parameters and z.optimizer == near(8 * one.parameters, rel=0.02)
-        assert z.masters == (4 * one.parameters if case == "masters" else 0)
-
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_of_layers_that_ranks_share_the_part_of_one_is_measured(sequence):
-    """Activations of a block are exact to the byte; sums add nothing, so one rank can be measured without others."""
+    """Sums add nothing, so one rank can be measured without others."""
     model = {"hidden": 48, "heads": 6, "seq_len": 24, "vocab": 300}
     described = job(data=NOISE, model=model, parallel={"tp": 2, "tp_sequence": sequence})
-    table = estimate.layers(described)
-    found = weigh(build_rig(described, CPU), CPU)
-    assert [found[kind].parameters for kind in ("embed", "block", "head")] == [table[i].params for i in (0, 1, -1)]
-    size, z = table[1].size, found["block"].bytes
-    assert (z.kept_b + z.input, z.kept_w, z.more_f, z.more_b) == (size.act_b, size.act_w, size.more_f, size.more_b)
-    assert z.input == z.output == size.entry == 2 * 24 * 48 * 4 / (2 if sequence else 1)
-    assert z.optimizer == pytest.approx(8 * found["block"].parameters, rel=0.02)
+    z = weigh(build_rig(described, CPU), CPU)["block"].bytes
+    assert z.input == z.output == 2 * 24 * 48 * 4 / (2 if sequence else 1)
     watch = Stopwatch(build_rig(described, CPU), CPU)
     for _ in range(times.WARM_UP + 1):
         watch.round()
@@ -288,25 +247,6 @@ def test_optimizer_state_is_weighed_where_gradients_overflow():
 
 def infinite(output, target):
     return output.mean() * math.inf
-
-
-SHORT = {"seq_len": 8, "hidden": 96, "vocab": 2000}
-SHAPES = {**FAMILIES, "rotary": {"model": {"hidden": 48, "heads": 3, "seq_len": 24, "positions": "rotary"}}}
-SHAPES |= {"long": {"model": {"hidden": 32, "heads": 2, "seq_len": 128}}, "short": {"model": SHORT}}
-SHAPES |= {"short bf16": {"model": {**SHORT, "dtype": "bfloat16"}}}
-SHAPES |= {"short masters": {"model": {**SHORT, "dtype": "bfloat16", "parameters": "bfloat16"}}}
-SHAPES |= {"short llama": {"model": {**SHORT, "family": "llama", "kv_heads": 2, "ffn_hidden": 200}}}
-
-
-@pytest.mark.parametrize("case", few(SHAPES, ("masters", "long", "short")))
-def test_measured_bytes_of_a_first_backward_are_those_that_the_formulas_count(case):
-    """Short sequences have their peak at the last weights of a backward, long ones at the first."""
-    for counted, one in counted_and_weighed(SHAPES[case]):
-        size, z = counted.size, one.bytes
-        assert z.rise_b == pytest.approx(size.coming.more_b, rel=0.01, abs=2048)
-        assert z.rise_w == pytest.approx(size.coming.more_w, rel=0.01, abs=1024)
-        assert z.rise_bw == pytest.approx(size.coming.more_bw, rel=0.01, abs=1024)
-        assert (z.gradients_b, z.gradients) == (size.came_b, size.came_b + size.came_w)
 
 
 CUTS = {"1f1b": ([3, 4], [2, 5]), "zb-h1": ([3, 4], [4, 3]), "gpipe": ([3, 4],), "zb-v": ([1, 2, 2, 2], [2, 2, 2, 1])}
