@@ -171,7 +171,7 @@ def squares_of(grads: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
     imaginary = {name: grad.imag for name, grad in grads.items() if grad.is_complex()}
     rows = {name: (grad.real if name in imaginary else grad).detach().reshape(-1) for name, grad in grads.items()}
     parts = {name: torch.split(row, CHUNK) if len(row) > CHUNK else (row,) for name, row in rows.items()}
-    sums = (_one_by_one if all(grad.is_cpu for grad in grads.values()) else _together)(parts)
+    sums = (_together if all(grad.is_cuda for grad in grads.values()) else _one_by_one)(parts)
     for name, squares in squares_of(imaginary).items() if imaginary else ():
         sums[name] = sums[name] + squares
     return sums
