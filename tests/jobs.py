@@ -78,3 +78,9 @@ def toml_value(value: object) -> str:
 def job(**changes: object) -> Job:
     with tempfile.TemporaryDirectory() as folder:
         return load_job(write_job(Path(folder), **changes))
+
+
+def per_layer(layers, blocks=(1.0,) * 3, embed=(0.0,) * 3, head=(0.0,) * 3):
+    """`[costs]` with F, B and W of each block, of the embedding and of the head."""
+    rows = zip("fbw", embed, blocks, head, strict=True)
+    return {"per": "layer"} | {key: [first, *[block] * layers, last] for key, first, block, last in rows}

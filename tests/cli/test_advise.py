@@ -35,8 +35,8 @@ def model(tmp_path):
     return written
 
 
-def document_of(folder, *, gpus=8, gpu="a100-40g", batch="64", seq_len=1024, nodes_of=None):
-    return advising._document(folder, gpus, gpu, nodes_of, batch, seq_len, ())
+def document_of(folder, *, gpus=8, gpu="a100-40g", batch="64", seq_len=1024, settings=()):
+    return advising._document(folder, gpus, gpu, batch, seq_len, settings)
 
 
 def test_weights_and_state_are_those_of_the_model(model):
@@ -140,7 +140,7 @@ def test_the_job_of_a_row_leaves_layers_and_recompute_to_each_schedule(advice):
 )
 def test_no_schedule_is_faster_for_the_job_of_the_first_row(model, config, gpu, gpus, batch):
     folder = model(config)
-    found = core.advise(document_of(folder, gpus=gpus, gpu=gpu, batch=batch, nodes_of=1))
+    found = core.advise(document_of(folder, gpus=gpus, gpu=gpu, batch=batch, settings=["hardware.ranks_per_node=1"]))
     path = folder / "best.toml"
     path.write_text(advising.job_text(found, 1, folder))
     rows = compare(Asked(path, budget=0.0), combinations([*SCHEDULES], ()))

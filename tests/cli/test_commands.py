@@ -440,7 +440,7 @@ def test_a_plan_is_drawn_from_its_directory_as_from_its_job(name, zbc, job):
     [
         {},
         {"costs": {"f": 3.0, "b": 2.5, "w": 1.5, "comm": 0.25}},
-        {"costs": {"per": "layer", "f": [1, 2, 3, 4, 5, 6, 7, 8], "b": 2, "w": 1, "head": {"f": 2.0}}},
+        {"costs": {"per": "layer", "f": [0, 1, 2, 3, 4, 5, 6, 7, 8, 2.0], "b": 2, "w": 1}},
         {"model": {"family": "somewhere:layers"}, "data": {"kind": "somewhere:data"}},
         {"optimizer": {"kind": "sgd", "momentum": 0.9}, "hardware": {"device": "cuda", "tflops": 3}},
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import toml_text
+from tests.jobs import per_layer, toml_text
 from tests.profiles import layer, nbytes, profile_of
 from zbc.commands.console import show
 from zbc.commands.profiling import summary
@@ -138,7 +138,7 @@ def test_a_plan_says_which_times_not_to_trust_in_eighty_columns(measured, zbc, t
     assert "882.0%" in out and "more --rounds" in " ".join(out.split())
 
 
-HEAVY = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": 4.0, "b": 4.0, "w": 4.0}}
+HEAVY = per_layer(11, head=(4.0, 4.0, 4.0))
 
 
 def test_the_cut_is_printed_with_its_loss(zbc, job):

@@ -6,7 +6,7 @@ from operator import add
 
 import pytest
 
-from tests.jobs import FREE, job
+from tests.jobs import FREE, job, per_layer
 from tests.refusals import refused
 from tests.runtime.small_plans import LLAMA, make_plan, make_program, make_worker
 from zbc.compiler import recall
@@ -56,7 +56,7 @@ def test_a_list_per_stage_is_taken_as_it_is():
 def test_costs_per_layer_add_up_over_the_cut_with_embedding_and_head():
     given = costs(
         job(
-            costs={"per": "layer", "f": 1.0, "b": 2.0, "w": 3.0, "embed": {"f": 0.5}, "head": {"w": 9.0}},
+            costs=per_layer(8, (1.0, 2.0, 3.0), embed=(0.5, 0.0, 0.0), head=(0.0, 0.0, 9.0)),
             partition={"layers_per_stage": [2, 2, 2, 2]},
         )
     )

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.jobs import job
+from tests.jobs import job, per_layer
 from tests.lowered import lower
 from tests.tiers import few
 from zbc.compiler.check.memory import check_memory
@@ -44,13 +44,13 @@ def drawn(seed):
     p = 2 if kind == "chimera" else rng.choice((2, 3) if v > 1 else (2, 3, 4))
     layers = p * v + rng.randint(-1, 2)
 
-    def column(mean):
-        return [round(mean * rng.choice((1, 1, rng.uniform(0.3, 2))), 3) for _ in range(layers)]
+    def column(mean, first, last):
+        return [first, *(round(mean * rng.choice((1, 1, rng.uniform(0.3, 2))), 3) for _ in range(layers)), last]
 
-    act_b = [round(rng.uniform(0.5, 1.5), 2) for _ in range(layers)]
-    head, rest = rng.choice((0.0, 1.0, 3.0, 6.0)), {"embed": {"f": 0.1, "w": 0.2}, "comm": rng.choice((0.0, 0.3))}
-    costs = {"per": "layer", "f": column(3), "b": column(3), "w": column(2), "act_b": act_b, **rest}
-    costs["head"] = {"f": head, "b": head, "w": head, "act_b": rng.choice((0.0, 1.0))}
+    act_b = [0.0, *(round(rng.uniform(0.5, 1.5), 2) for _ in range(layers)), rng.choice((0.0, 1.0))]
+    head = rng.choice((0.0, 1.0, 3.0, 6.0))
+    costs = {"per": "layer", "f": column(3, 0.1, head), "b": column(3, 0.0, head), "w": column(2, 0.2, head)}
+    costs |= {"act_b": act_b, "comm": rng.choice((0.0, 0.3))}
     schedule = {"objective": rng.choice(("makespan", "span", "period"))}
     return {"kind": kind, "pp": p, "m": rng.randint(2, 6), "layers": layers, "costs": costs}, schedule, p * v
 
@@ -198,7 +198,7 @@ def test_nothing_is_recomputed_where_all_fits_and_what_is_set_stays():
     ids=str,
 )
 def test_a_cut_that_is_asked_for_is_kept(partition):
-    heavy_head = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": 9.0, "b": 9.0, "w": 9.0}}
+    heavy_head = per_layer(8, head=(9.0, 9.0, 9.0))
     for kind in ("1f1b", "zb-auto", "auto"):
         limits = {"chunks": 1} if kind == "auto" else {}
         made = job(kind=kind, partition=partition, costs=heavy_head, schedule=limits)
@@ -252,8 +252,7 @@ def test_what_an_order_holds_follows_from_a_few_moments(kind):
 
 def with_head(layers, head, **parts):
     """F = B = W = 1 per layer, no transfer time, and a head of `head` layers."""
-    costs = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0, "head": {"f": head, "b": head, "w": head}}
-    return job(layers=layers, costs=costs, **parts)
+    return job(layers=layers, costs=per_layer(layers, head=(head,) * 3) | {"comm": 0.0}, **parts)
 
 
 @pytest.mark.repeats

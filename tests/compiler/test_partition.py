@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.jobs import job
+from tests.jobs import job, per_layer
 from tests.refusals import refused
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition import balance as balancing
@@ -92,15 +92,15 @@ def test_large_placements_are_cut_too(p, v, layers):
     assert of_ranks(weights, where).busiest(cuts) == max(7 + (v - 1), -(-(layers + 6) // p))
 
 
-def with_head(ms=0.0):
-    """F = B = W = 1 for each block, and `head` for the head."""
-    return {"costs": {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": ms, "b": ms, "w": ms}}}
+def with_head(layers, ms=0.0):
+    """F = B = W = 1 for each block, and `ms` for the head."""
+    return {"layers": layers, "costs": per_layer(layers, head=(ms,) * 3)}
 
 
 @pytest.mark.parametrize(
     ("changes", "blocks"),
     [
-        pytest.param({"layers": 13, **with_head(3.0)}, [4, 4, 4, 1], id="a heavy head"),
+        pytest.param(with_head(13, 3.0), [4, 4, 4, 1], id="a heavy head"),
         pytest.param(
             {"layers": 10, "partition": {"layers_per_stage": "equal"}}, [3, 3, 2, 2], id="uniform spreads blocks only"
         ),
@@ -109,9 +109,9 @@ def with_head(ms=0.0):
         ),
         pytest.param({"layers": 6, "partition": {"layers_per_stage": [0, 3, 3, 0]}}, [0, 3, 3, 0], id="a given cut"),
         pytest.param(  # a layer costs 4 instead of 3 if it runs twice
-            {"layers": 14, "memory": {"activations": {"0": "recompute"}}, **with_head()}, [2, 4, 4, 4], id="recompute"
+            {"memory": {"activations": {"0": "recompute"}}, **with_head(14)}, [2, 4, 4, 4], id="recompute"
         ),
-        pytest.param({"layers": 12, "memory": {"activations": "recompute"}, **with_head()}, [3, 3, 3, 3], id="by all"),
+        pytest.param({"memory": {"activations": "recompute"}, **with_head(12)}, [3, 3, 3, 3], id="by all"),
     ],
 )
 def test_blocks_are_dealt_by_what_stages_have_to_do(changes, blocks):
@@ -121,7 +121,7 @@ def test_blocks_are_dealt_by_what_stages_have_to_do(changes, blocks):
 
 
 def test_a_rank_with_the_head_gets_fewer_blocks_over_both_its_stages():
-    parts = names(job(layers=14, **with_head(2.0)), 8, Placement.vshape(4))
+    parts = names(job(**with_head(14, 2.0)), 8, Placement.vshape(4))
     blocks = [sum(name.startswith("layers.") for name in part) for part in parts]
     assert [blocks[r] + blocks[7 - r] + 2 * (r == 0) for r in range(4)] == [4, 4, 4, 4]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.jobs import job
+from tests.jobs import job, per_layer
 from tests.recorded_runs import MS, World, record
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
@@ -324,7 +324,9 @@ ENDS = {"embed": {"f": 1.0, "b": 0.5, "w": 1.5}, "head": {"f": 3.0, "b": 2.0, "w
 def test_times_of_unequal_microbatches_tell_those_of_whole_rows(tmp_path, ran):
     """Of a run as planned, or of one whose microbatches had other lengths, which its trace has."""
     schedule = {"tokens": [16, 4, 8, 16, 2, 16, 4, 8], "renumber": False}
-    plan = compiled("zb-h1", schedule=schedule, model={"seq_len": 16, "hidden": 8}, costs=PER_LAYER | ENDS)
+    ends = [[end[name] for name in "fbw"] for end in (PER_LAYER, *ENDS.values())]
+    given = PER_LAYER | per_layer(8, *ends)
+    plan = compiled("zb-h1", schedule=schedule, model={"seq_len": 16, "hidden": 8}, costs=given)
     lengths = plan.job.tokens if ran is None else tuple(ran)
     actual = plan.job.with_tokens(lengths)
     costs = pricing.build(actual, plan.program.placement, plan.found.stages, estimate.layers(actual))

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.jobs import FREE, job, write_job
+from tests.jobs import FREE, job, per_layer, write_job
 from tests.profiles import layer, profile_of
 from tests.recorded_runs import World, record
 from tests.tiers import few
@@ -32,14 +32,7 @@ from zbc.plan.directory import program_of, read_manifest, read_rank, write
 
 LARGE = {"family": "llama", "layers": 8, "hidden": 64, "heads": 4, "vocab": 4096, "seq_len": 64}
 SHARED = {"pp": 4, "vocabulary": "shared"}
-GIVEN = {
-    "per": "layer",
-    "f": 1.0,
-    "b": 1.0,
-    "w": 1.0,
-    "head": {"f": 2.0, "b": 3.0, "w": 4.0},
-    "embed": {"f": 1.0, "w": 2.0},
-}
+GIVEN = per_layer(8, embed=(1.0, 0.0, 2.0), head=(2.0, 3.0, 4.0))
 
 
 def planned(**changes):
@@ -100,7 +93,7 @@ def test_given_heads_are_shared_out_by_rank():
     layers = estimate.layers(job(model=LARGE, parallel=SHARED, costs=GIVEN))
     assert layers[0].total == layers[-1].total == 0.0 and layers[1].total == 3.0
     own = vocabulary.columns(
-        job(model=LARGE, parallel=SHARED, costs={"f": 1.0, "b": 1.0, "w": 1.0, "s": 0.5, "t": 0.25})
+        job(model=LARGE, parallel=SHARED, costs={"f": 1.0, "b": 1.0, "w": 1.0, "vocabulary": [0.5, 0.25, 0.0, 0.0]})
     )
     assert (own["s"], own["t"], own["i"]) == (0.5, 0.25, 0.0)
 

@@ -54,7 +54,7 @@ def rungs_of(grid):
 
 UNITS = {"f": 1.0, "b": 1.0, "w": 1.0}
 BUSY = {"costs": {**UNITS, "comm": 4.0, "occupies": 4.0}, "layers": 24}
-WORDS = {"costs": {**UNITS, "s": 0.9, "t": 0.6, "i": 0.1, "e": 0.2}, "parallel": {"vocabulary": "shared"}, "layers": 24}
+WORDS = {"costs": {**UNITS, "vocabulary": [0.9, 0.6, 0.1, 0.2]}, "parallel": {"vocabulary": "shared"}, "layers": 24}
 UNSEEN = [
     ("looped-zb", "interleaved-1f1b", 3, 6, BUSY),
     ("zb-auto", "zb-h2", 4, 6, BUSY),

@@ -32,7 +32,6 @@ def advise(
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="Which: h100-sxm; `zbc explain gpu` lists them.")
     ] = None,
-    nodes_of: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs of a node; default 8.")] = None,
     batch: Annotated[
         str | None, typer.Option(metavar="N", help="Sequences of a step: 512; or tokens: 4M, the default.")
     ] = None,
@@ -55,5 +54,5 @@ def advise(
     """
     from zbc.commands.advising import advised
 
-    asked = (model, gpus, gpu, nodes_of, batch, seq_len, settings or ())
+    asked = (model, gpus, gpu, batch, seq_len, settings or ())
     advised(*asked, output, row, json=json, quiet=quiet, verbose=verbose)

@@ -42,7 +42,6 @@ def advised(
     model: Path,
     gpus: int | None,
     gpu: str | None,
-    nodes_of: int | None,
     batch: str | None,
     seq_len: int | None,
     settings: Sequence[str],
@@ -56,7 +55,7 @@ def advised(
     """`zbc advise`."""
     from zbc.compiler.whatif import advise as core
 
-    source = _document(model, gpus, gpu, nodes_of, batch, seq_len, settings or ())
+    source = _document(model, gpus, gpu, batch, seq_len, settings or ())
     if output is not None:
         refuse_unwritable(output)
     differences = approximated(model)
@@ -78,9 +77,7 @@ def advised(
     elif not quiet:
         show("", *of_advice(advice, verbose=verbose), *([""] if not differences else []))
         if output is None:
-            named = shlex.join(
-                ["zbc", "advise", str(model), *_again(gpus, gpu, nodes_of, batch, seq_len, settings or ())]
-            )
+            named = shlex.join(["zbc", "advise", str(model), *_again(gpus, gpu, batch, seq_len, settings or ())])
             show(labelled("next", f"{named} -o job.toml", "writes the job of row 1; --row 2 that of another"))
     if output is not None:
         write_text(output, job_text(advice, row, model))
@@ -101,9 +98,9 @@ def parameters_of(folder: Path) -> int:
 
 
 def _again(
-    gpus: int | None, gpu: str | None, nodes_of: int | None, batch: str | None, seq_len: int | None, more: Sequence[str]
+    gpus: int | None, gpu: str | None, batch: str | None, seq_len: int | None, more: Sequence[str]
 ) -> Iterator[str]:
-    given = (("--gpus", gpus), ("--gpu", gpu), ("--nodes-of", nodes_of), ("--batch", batch), ("--seq-len", seq_len))
+    given = (("--gpus", gpus), ("--gpu", gpu), ("--batch", batch), ("--seq-len", seq_len))
     for name, value in given:
         yield from () if value is None else (name, str(value))
     for setting in more:
@@ -134,7 +131,6 @@ def _document(
     path: Path,
     gpus: int | None,
     name: str | None,
-    nodes_of: int | None,
     batch: str | None,
     seq_len: int | None,
     settings: Sequence[str],
@@ -158,7 +154,6 @@ def _document(
         raise ZbcError("E105", f"advise: {missing} missing: how many GPUs there are, and which", hint=hint)
     if name is not None:
         hardware = {"gpu": name, **{key: hardware[key] for key in ("ranks_per_node",) if key in hardware}}
-    hardware |= {} if nodes_of is None else {"ranks_per_node": nodes_of}
     model = {**tables.get("model", {}), **({} if seq_len is None else {"seq_len": seq_len})}
     samples = samples if batch is None else _samples(batch, model.get("seq_len"))
     document = opened({**tables, "model": model, "hardware": hardware}, places, gpus, samples)

@@ -33,6 +33,7 @@ OPTIONS = {
     "--no-barrier": (("visualize",), "--steps N --set optimizer.sync=post-validate"),
     "--gpus": (("init",), "zbc advise FOLDER --gpus N --gpu NAME -o zbc.toml"),
     "--gpu": (("init",), "zbc advise FOLDER --gpus N --gpu NAME -o zbc.toml"),
+    "--nodes-of": (("advise",), "--set hardware.ranks_per_node=N"),
     "--trials": (("report",), "--jitter alone: a spread is always of 200 steps"),
     "--seed": (("report",), "--jitter alone: it draws the same times each time"),
     "--all": (("compare",), "zbc visualize A B, which shows transfers too"),

@@ -24,7 +24,6 @@ from zbc.job.sections import (
     Filler,
     GivenCosts,
     Hardware,
-    LayerCost,
     Memory,
     Optimizer,
     Parallel,
@@ -147,29 +146,13 @@ def _cost_rules(draft: Draft, where: Where, costs: GivenCosts, model: Model | No
     if asks(costs, "per") and all(getattr(costs, key) is None for key in numbers):
         text = f'config: costs.per = "{costs.per}" says what the other numbers are the costs of, and there are none'
         yield ZbcError("E141", text, where=where(("costs", "per")), hint="give f, b and w, or drop it")
-    for key in ("embed", "head"):
-        if draft.document.has(("costs", key)) and costs.per != "layer":
-            text = f'config: costs.{key} goes with per = "layer", per is "{costs.per}"'
-            yield ZbcError("E141", text, where=where(("costs", key)), hint='set per = "layer", or drop it')
-        elif costs.per == "layer":
-            yield from _end_rules(costs, key, draft.document)
     if model is not None and costs.per == "layer":
         for key in ("f", "b", "w", "optimizer", "act_b", "act_w"):
             value = getattr(costs, key)
-            if isinstance(value, list) and len(value) != model.layers:
+            if isinstance(value, list) and len(value) not in (model.layers, model.layers + 2 * model.builtin):
                 text = f"config: costs.{key} has {len(value)} numbers, model.layers is {model.layers}"
-                hint = f"give one number, or {model.layers}"
+                hint = f"give one number, or {model.layers}; {model.layers + 2} with embedding and head"
                 yield ZbcError("E141", text, where=where(("costs", key)), hint=hint)
-
-
-def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Found:
-    """E141 for costs of embedding or head without costs of the blocks, as they would not be read."""
-    layer: LayerCost = getattr(costs, end)
-    for key, blocks in (("f", "f"), ("b", "b"), ("w", "w"), ("act_b", "act_b"), ("act_w", "act_b")):
-        if asks(layer, key) and getattr(costs, blocks) is None:
-            text = f"config: costs.{end}.{key} goes with costs.{blocks}, which is not given"
-            where = document.where(("costs", end, key))
-            yield ZbcError("E141", text, where=where, hint=f"give costs.{blocks}, or drop it")
 
 
 @given

@@ -341,20 +341,14 @@ class Hardware(Section):
 BY_RANK = ("memory_gib", "tflops", "memory_gbps")  # may be lists
 
 
-class LayerCost(Section):
-    """Costs of the embedding or the head if costs are given per layer; times in ms."""
-
-    f: Ms = 0.0
-    b: Ms = 0.0
-    w: Ms = 0.0
-    act_b: Amount = 0.0
-    act_w: Amount = 0.0
-
-
 class GivenCosts(Section):
     """`[costs]`: measured times in ms, instead of estimates."""
 
-    per: Literal["rank", "stage", "layer"] = Field("rank", description="what one number of a list belongs to")
+    per: Literal["rank", "stage", "layer"] = Field(
+        "rank",
+        description="what one number of a list belongs to; layer: a block, with two numbers more the embedding first "
+        "and the head last",
+    )
     f: PerPart | None = Field(None, description="forward")
     b: PerPart | None = Field(None, description="gradient of the input")
     w: PerPart | None = Field(None, description="gradient of the weights")
@@ -373,12 +367,11 @@ class GivenCosts(Section):
         None, description="parallel.cp: the gathers inside one stage's F; the sums of its B take as long"
     )
     ep: Ms | None = Field(None, description="parallel.ep: the swaps inside one stage's F; its B has as many")
-    s: Ms | None = Field(
-        None, description="parallel.vocabulary: logits of one rank's words; default 0 where f is given"
+    vocabulary: Annotated[list[Ms], Field(min_length=4, max_length=4)] | None = Field(
+        None,
+        description="parallel.vocabulary: [s, t, i, e], of one rank's words: logits, their gradient, look-up, its "
+        "gradient; default 0 where f is given",
     )
-    t: Ms | None = Field(None, description="gradient of one rank's words; likewise")
-    i: Ms | None = Field(None, description="look-up of one rank's words; likewise")
-    e: Ms | None = Field(None, description="gradient of looked-up words; likewise")
     optimizer: PerPart | None = Field(None, description="one optimizer step; default 0 where f, b and w are given")
     overlap: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="of an F and a backward in one group, the share of the shorter that hides behind the longer"
@@ -389,8 +382,6 @@ class GivenCosts(Section):
     )
     act_b: AmountPerPart | None = Field(None, description="memory F keeps until B, any unit")
     act_w: AmountPerPart | None = Field(None, description="the part of act_b that B keeps until W; default act_b")
-    embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
-    head: LayerCost = Field(LayerCost(), description="per = layer: final norm, head and loss")
     profile: str | None = Field(None, description='a profile.json, as `zbc profile` writes it; "" for none')
 
     @classmethod

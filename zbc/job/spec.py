@@ -30,7 +30,6 @@ from zbc.job.sections import Filler as Filler
 from zbc.job.sections import Freeze as Freeze
 from zbc.job.sections import GivenCosts as GivenCosts
 from zbc.job.sections import Hardware as Hardware
-from zbc.job.sections import LayerCost as LayerCost
 from zbc.job.sections import Memory as Memory
 from zbc.job.sections import Optimizer as Optimizer
 from zbc.job.sections import Train as Train

@@ -164,7 +164,10 @@ def _number(found: Any) -> float | int | None:
     return int(value) if value.is_integer() else value
 
 
+_ENDS = "lists of costs.f, b, w and act_b with two numbers more, the embedding first and the head last"
 RETIRED = {  # key that is gone -> what to write now
+    **dict.fromkeys(("costs.embed", "costs.head"), _ENDS),
+    **dict.fromkeys(("costs.s", "costs.t", "costs.i", "costs.e"), "costs.vocabulary = [s, t, i, e]"),
     "extends": "its values here, or change a job with --set",
     "optimizer.clip_stage_norm": "optimizer.clip_grad_norm, which is of each stage where there is no flush",
     "partition.mode": 'partition.layers_per_stage = "equal", or nothing for "auto"',

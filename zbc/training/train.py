@@ -315,9 +315,8 @@ def _invite(run: _Run) -> None:
         folder = run.saves = resume.save_folder(run.manifest, place)
         try_out(run.board, folder)
         board = context.place.board()
-        run.guests.append(
-            Checkpoints(worker, board, options, folder, str(place), context.emit, run.first, lambda: evaluations.best)
-        )
+        how = (worker, board, options, folder, str(place), context.emit, run.first)
+        run.guests.append(Checkpoints(*how, lambda: evaluations.best))
 
 
 class _Outside(Guest):

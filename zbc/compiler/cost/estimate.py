@@ -22,7 +22,7 @@ from zbc.job.cuts import Cuts
 from zbc.job.graph import names
 from zbc.job.profile import Profile
 from zbc.job.sections import Memory
-from zbc.job.spec import GivenCosts, Job, LayerCost, Model
+from zbc.job.spec import GivenCosts, Job, Model
 from zbc.job.tokens import shares_of
 
 
@@ -345,22 +345,21 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
 
 def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:
     """The table with the times of `[costs]` with per = "layer"; bytes and parameters stay."""
-    block = 0
     result = []
-    for layer in table:
-        if layer.name in ("embed", "head"):
-            extra: LayerCost = getattr(costs, layer.name)
-            f, b, w = extra.f, extra.b, extra.w
-        else:
-            f, b, w = (_pick(value, block) for value in (costs.f, costs.b, costs.w))
-            block += 1
+    for layer, f, b, w in zip(table, *(each(ms, table) for ms in (costs.f, costs.b, costs.w)), strict=True):
         one = layer.measured and replace(layer.measured, f=f, b=b, w=w, bw=b + w, again=f)
         result.append(replace(layer, f=f, b=b, w=w, measured=one))
     return result
 
 
-def _pick(value: float | list[float] | None, index: int) -> float:
-    return float(value[index] if isinstance(value, list) else value or 0.0)
+def each(value: float | list[float] | None, table: Sequence[Layer]) -> list[float]:
+    """A number of `[costs]` of each layer: one number is of each block, as a list of so many; embedding and head have
+    numbers in a list with two more."""
+    if isinstance(value, list) and len(value) == len(table):
+        return [float(number) for number in value]
+    blocks = [layer.name not in ("embed", "head") for layer in table]
+    numbers = iter(value if isinstance(value, list) else [value or 0.0] * sum(blocks))
+    return [float(next(numbers)) if block else 0.0 for block in blocks]
 
 
 def given_activations(job: Job, table: list[Layer]) -> list[tuple[float, float]] | None:
@@ -368,25 +367,5 @@ def given_activations(job: Job, table: list[Layer]) -> list[tuple[float, float]]
     costs = job.costs
     if costs.per != "layer" or costs.act_b is None:
         return None
-    block = 0
-    result = []
-    for layer in table:
-        if layer.name in ("embed", "head"):
-            extra: LayerCost = getattr(costs, layer.name)
-            result.append((extra.act_b, extra.act_w))
-        else:
-            kept = _pick(costs.act_b, block)
-            result.append((kept, kept if costs.act_w is None else _pick(costs.act_w, block)))
-            block += 1
-    return result
-
-
-def given_optimizer(costs: GivenCosts, table: Sequence[Layer]) -> list[float]:
-    """`costs.optimizer` of each layer; 0 for embedding and head, which are extra."""
-    block = 0
-    result = []
-    for layer in table:
-        outside = layer.name in ("embed", "head")
-        result.append(0.0 if outside else _pick(costs.optimizer, block))
-        block += not outside
-    return result
+    kept = each(costs.act_b, table)
+    return [*zip(kept, kept if costs.act_w is None else each(costs.act_w, table), strict=True)]

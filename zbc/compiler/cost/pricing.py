@@ -501,7 +501,7 @@ def _given_optimizer(
 ) -> PerStage:
     if job.costs.per != "layer":
         return _per_stage(job, "optimizer", placement)
-    each = estimate.given_optimizer(job.costs, table)
+    each = estimate.each(job.costs.optimizer, table)
     return tuple(sum(each[i] for i in part) for part in stages)
 
 

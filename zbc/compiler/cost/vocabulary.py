@@ -32,9 +32,7 @@ def columns(job: Job, rows: float = 1.0, slow: float = 1.0) -> dict[str, float]:
     tokens, and `job` has the slice's length as its sequence length."""
     given, measured = job.costs, job.profile.words if job.profile is not None else None
     found = _computed(job, rows) if measured is None else _measured(job, measured, rows)
-    for name in found:
-        if (ms := getattr(given, name)) is not None:
-            found[name] = ms * rows
+    found |= {name: ms * rows for name, ms in zip("stie", given.vocabulary or (), strict=False)}
     if job.adapter.rank:  # frozen: no gradient of rows
         found |= {"e": 0.0} | ({"t": 0.0} if job.vocabulary == 1 else {})
     found = {name: slow * ms for name, ms in found.items()}
@@ -48,16 +46,23 @@ def _computed(job: Job, rows: float) -> dict[str, float]:
     if given.f is not None or (card := _card(job)) is None:
         if given.f is None or given.per != "layer":
             return dict.fromkeys("stie", 0.0)
-        (out, back, grow), embed = (rows / p * ms for ms in (given.head.f, given.head.b, given.head.w)), given.embed
+        ends = [rows / p * ms for at in (-1, 0) for ms in _of_end(job, at)]
+        (out, back, grow), (look, *grown) = ends[:3], ends[3:]
         grow = 0.0 if job.adapter.rank else grow
         found = {"s": out + (back if sums == 1 else 0.0), "t": grow + (back if sums == 2 else 0.0)}
-        return found | {"i": rows / p * embed.f, "e": rows / p * (embed.b + embed.w)}
+        return found | {"i": look, "e": sum(grown)}
     machine, device = Machine.of(job), job.hardware.device
     found = {name: machine.ms_of(kernels, device) for name, kernels in card.kernels.items()}
     if job.timed is None:
         return found
     first, last = (rows * pace for pace in estimate.paces_of_ends(job, job.timed))
     return {name: ms * (first if name in "ie" else last) for name, ms in found.items()}
+
+
+def _of_end(job: Job, at: int) -> list[float]:
+    """f, b and w of the first or last number of lists in `[costs]` that have embedding and head; 0 without."""
+    given, whole = (job.costs.f, job.costs.b, job.costs.w), job.model.layers + 2
+    return [float(ms[at]) if isinstance(ms, list) and len(ms) == whole else 0.0 for ms in given]
 
 
 def _measured(job: Job, words: WordTimes, rows: float) -> dict[str, float]:
