@@ -6,12 +6,15 @@ Screenshots of the page need a Chromium on the machine; without one the old ones
 from __future__ import annotations
 
 import io
+import json
 import random
 import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -35,7 +38,9 @@ from zbc.compiler.passes.weave import Weave  # noqa: E402
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard  # noqa: E402
 from zbc.compiler.schedules.searched import even_slices  # noqa: E402
 from zbc.compiler.sim.context import Context  # noqa: E402
+from zbc.explain import glossary  # noqa: E402
 from zbc.ir import Op  # noqa: E402
+from zbc.job.spec import SECTIONS, json_schema  # noqa: E402
 from zbc.text import percent, short  # noqa: E402
 from zbc.viz import svg  # noqa: E402
 from zbc.viz.strip import Drawn, once, repeated  # noqa: E402
@@ -49,6 +54,7 @@ STEPS = ("1f1b", "zb-h1", "zb-h2", "zb-v")  # of the tutorial
 WIDTH = 860
 CARD = (4, 8)  # ranks and microbatches of the pictures of schedules
 SURVIVAL = re.compile(r"<!-- survival -->\n(.*?)\n<!-- end -->", re.DOTALL)
+WORDS = re.compile(r"<!-- words -->\n(.*?)<!-- end -->", re.DOTALL)
 _FONT = re.compile(r"\s*@font-face \{\{.*?\}\}", re.DOTALL)
 
 
@@ -64,6 +70,60 @@ def main() -> None:
     vocabulary()
     braid()
     gpu()
+    write(ROOT / "docs" / "reference.md", reference())
+    write(ROOT / "docs" / "words.md", words((ROOT / "docs" / "words.md").read_text(encoding="utf-8")))
+
+
+# ---- tables --------------------------------------------------------------------------------------------------
+
+
+def reference() -> str:
+    """All keys of a job file: type, default and meaning, from the schema that `zbc explain keys --json` prints."""
+    schema = json_schema()
+    about = "Made by `make docs` from the schema of `zbc explain keys --json`; `zbc explain KEY` shows one of them."
+    parts = [f"# Keys of a job file\n\n{about}\n"]
+    for name in SECTIONS:
+        lines = [f"## [{name}]\n", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        parts.append("\n".join([*lines, *rows(name, schema["$defs"][name], schema["$defs"])]) + "\n")
+    return "\n".join(parts)
+
+
+def rows(name: str, section: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    """A row of a table for each key, with those of the tables inside."""
+    for key, value in section["properties"].items():
+        kind, below = typed(value, known)
+        default = "" if value.get("default") is None else f"`{json.dumps(value['default'])}`"
+        if key in section.get("required", ()):
+            default = "required"
+        cells = (f"`{key}`", kind, "" if below else default, value.get("description", ""))
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+        inside = {"properties": {f"{key}.{part}": of for part, of in below.get("properties", {}).items()}}
+        yield from rows(name, inside, known)
+
+
+def typed(value: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The type of a value in words, and the table that it is, {} for others."""
+    if "$ref" in value:
+        return "table", known[value["$ref"].rpartition("/")[2]]
+    if "anyOf" in value:
+        kinds = [typed(one, known) for one in value["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kind for kind, _ in kinds)), next((below for _, below in kinds if below), {})
+    if "enum" in value or "const" in value:
+        return ", ".join(f"`{json.dumps(one)}`" for one in value.get("enum", [value.get("const")])), {}
+    if value.get("type") == "array":
+        items = value.get("items", {})
+        return ("tables" if "$ref" in items else f"list of {typed(items, known)[0]}s"), {}
+    names = {"integer": "whole number", "boolean": "true or false", "object": "table"}
+    return names.get(value.get("type", ""), value.get("type", "any value")), {}
+
+
+def words(page: str) -> str:
+    """The page with all words that `zbc explain` knows."""
+    lines = ["| word | also | meaning |", "| --- | --- | --- |"]
+    for word in glossary.WORDS:
+        own, *others = word.names
+        lines.append(f"| [{own}]({word.page}) | {', '.join(others)} | {word.text} |")
+    return WORDS.sub(lambda _: "<!-- words -->\n" + "\n".join(lines) + "\n<!-- end -->", page)
 
 
 def planned(path: Path, schedule: str) -> Plan:
