@@ -51,14 +51,14 @@ OWN: dict[str, dict[str, Any]] = {  # what the rule does not give
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 MOST = 3e7  # parameters
 TOLERANCE, SMALL = 1e-6, 1e-3
+HALVES = 3e-6  # of sums in two terms, which round otherwise
 
 
 def row(name: str, *, routed: bool = True) -> tuple[str, ...]:
-    """Whether it trains, its attention, whether replicas share out its experts, whether its routers have a loss, and
-    why not."""
+    """Whether it trains, its attention, whether two ranks share its layers, whether replicas share out its experts,
+    whether its routers have a loss, and why not."""
     import torch
     import transformers
-    from torch import nn
 
     from zbc.errors import ZbcError
     from zbc.training.models.transformers import DecoderOfExperts, apart, config_of, layers
@@ -75,7 +75,7 @@ def row(name: str, *, routed: bool = True) -> tuple[str, ...]:
         with torch.device("meta"):  # first: some stay as large as they are
             large = transformers.AutoModelForCausalLM.from_config(made)
         if sum(p.numel() for p in large.parameters()) > MOST:
-            return "", "", "", "", "the rule gives no tiny configuration"
+            return "", "", "", "", "", "the rule gives no tiny configuration"
         theirs, error = None, None
         for attention in ("sdpa", "eager"):
             try:
@@ -92,44 +92,94 @@ def row(name: str, *, routed: bool = True) -> tuple[str, ...]:
     except Exception as error:
         if routed:
             return row(name, routed=False)
-        return "", "", "", "", f"the rule gives no configuration that runs: {type(error).__name__}"
+        return "", "", "", "", "", f"the rule gives no configuration that runs: {type(error).__name__}"
     try:
         model, parts = apart(config), [build() for build in layers(config)]
     except ZbcError as error:
         if "loss of its routers" in error.message:
             return row(name, routed=False)
         why = error.details[-1].partition("attention: ")[2] if error.details else error.message
-        return "no", "", "", "", why.partition("apart: ")[2] or why
+        return "no", "", "", "", "", why.partition("apart: ")[2] or why
     try:
-        saved, grads = theirs.state_dict(keep_vars=True), dict[int, torch.Tensor]()
-        with torch.no_grad():
-            for part in parts:
-                for _, key, tensor in part.theirs():
-                    tensor.copy_(saved[key])
-        y = ids
-        for part in parts:
-            y = part(*y) if isinstance(y, tuple) else part(y)
-        y.square().sum().backward()
-        for part in parts:
-            own = dict(part.named_parameters())
-            for mine, key, tensor in part.theirs():
-                if mine in own and own[mine].grad is not None:
-                    grad = own[mine].grad
-                    grad = grad.mT if tensor.stride() != own[mine].stride() else grad
-                    grads[id(saved[key])] = grads.get(id(saved[key]), 0) + grad
-        off = ((y - wanted).abs().max() / wanted.abs().max()).item()
-        trained = {id(p): p for p in saved.values() if isinstance(p, nn.Parameter) and p.grad is not None}
-        small = max(p.grad.norm() for p in trained.values()) * SMALL  # some gradients are 0 but for rounding
-        for key, p in trained.items():
-            grad = grads.get(key, torch.zeros_like(p))
-            off = max(off, ((grad - p.grad).norm() / (p.grad.norm() + small)).item())
+        off, y = compared(parts, theirs, ids, wanted)
     except Exception as error:
-        return "no", "", "", "", f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        return "no", "", "", "", "", f"{type(error).__name__}: {error}".splitlines()[0][:100]
     shared = "yes" if any(isinstance(part, DecoderOfExperts) for part in parts) else ""
     if not off <= TOLERANCE:
-        return "no", "", "", "", f"off by {off:.0e}"
-    told = "yes" if model.balance is not None else ""
-    return "yes", "yes" if model.attention == "zbc" and sliced(parts, ids, y) else "", shared, told, ""
+        return "no", "", "", "", "", f"off by {off:.0e}"
+    told, halves = "yes" if model.balance is not None else "", halved(config, theirs, ids, wanted)
+    sliced_too = "yes" if model.attention == "zbc" and sliced(parts, ids, y) else ""
+    return "yes", sliced_too, "yes" if halves is None else "", shared, told, halves or ""
+
+
+def compared(parts: list[Any], theirs: Any, ids: Any, wanted: Any, group: Any = None) -> tuple[float, Any]:
+    """How far the logits and gradients of layers are off those of the model, and the logits; with a group those of a
+    rank that shares the layers."""
+    import torch
+    from torch import nn
+
+    saved, cuts, terms, grads = theirs.state_dict(keep_vars=True), dict[Any, Any](), set[Any](), dict[int, Any]()
+    names = [(place, *found) for place, part in enumerate(parts) for found in part.theirs()]
+    with torch.no_grad():
+        for _, _, key, tensor in names:
+            tensor.copy_(saved[key])
+    turned = {(place, mine) for place, mine, _, t in names if t.stride() != parts[place].state_dict()[mine].stride()}
+    for place, part in enumerate(parts if group is not None else ()):
+        shares = part.shares(group, joined=True)
+        cuts |= {(place, name): cut for name, cut in shares.cuts.items()}
+        terms |= {(place, name) for name in shares.partial}
+    y = ids
+    for part in parts:
+        y = part(*y) if isinstance(y, tuple) else part(y)
+    y.square().sum().backward()
+    off, first = ((y - wanted).abs().max() / wanted.abs().max()).item(), dict[int, Any]()
+    for place, mine, key, _ in names:
+        p = dict(parts[place].named_parameters()).get(mine)
+        if p is not None and p.grad is not None:
+            grad = p.grad
+            if (place, mine) in terms:
+                group.start(grad).wait()
+            first.setdefault(id(saved[key]), (place, mine))
+            grads[id(saved[key])] = grads.get(id(saved[key]), 0) + grad
+    trained = {id(p): p.grad for p in saved.values() if isinstance(p, nn.Parameter) and p.grad is not None}
+    small = max(grad.norm() for grad in trained.values()) * SMALL  # some gradients are 0 but for rounding
+    for key, grad in trained.items():
+        at = first.get(key)
+        grad = grad.mT if at in turned else grad
+        grad = cuts[at].of(grad) if at in cuts else grad
+        if at is not None or group is None or not group.place:  # only the first rank has some biases
+            off = max(off, ((grads.get(key, torch.zeros_like(grad)) - grad).norm() / (grad.norm() + small)).item())
+    return off, y
+
+
+def halved(config: dict[str, Any], theirs: Any, ids: Any, wanted: Any) -> str | None:
+    """Why two ranks do not share the layers by the model's plan; None if they do."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from zbc.errors import ZbcError
+    from zbc.runtime.features.tensor_parallel import Group
+    from zbc.runtime.transports.hub import Hub, HubTransport
+    from zbc.training.models.transformers import layers, shared
+
+    hub = Hub(2)
+
+    def rank(place: int) -> float:
+        try:
+            group = Group((0, 1), place, HubTransport(hub, place))
+            return compared([build() for build in layers(config)], theirs, ids, wanted, group)[0]
+        except Exception as error:
+            hub.poison(place, str(error))
+            raise
+
+    try:
+        shared(config, 2)
+        with ThreadPoolExecutor(2) as ranks:
+            off = max(ranks.map(rank, range(2)))
+    except Exception as error:
+        if isinstance(error, ZbcError) and "has no plan of tensor" in error.message:
+            return ""
+        return f"tp: {type(error).__name__}: {error}".splitlines()[0][:100]
+    return None if off <= HALVES else f"tp: off by {off:.0e}"
 
 
 def sliced(parts: list[Any], ids: Any, whole: Any) -> bool:
@@ -163,7 +213,8 @@ def main(names: list[str]) -> None:
             print("|", " | ".join((name, *row(name))), "|", flush=True)
         return
     names, found = names or sorted(known), list[str]()
-    print("| model | trains | slices, cp | ep | loss of routers | why not |\n| --- | --- | --- | --- | --- | --- |")
+    columns = ("model", "trains", "slices, cp", "tp", "ep", "loss of routers", "why not")
+    print("|", " | ".join(columns), "|\n" + "| --- " * len(columns) + "|")
     while names:  # a few in each process: some take long, or end it
         some, names = names[:12], names[12:]
         try:

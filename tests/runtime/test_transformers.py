@@ -29,8 +29,8 @@ from zbc.training.probing import mixing
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
-from zbc.training.models import hfweights
-from zbc.training.models.transformers import config_of, facts
+from zbc.training.models import hfsharding, hfweights
+from zbc.training.models.transformers import config_of, facts, shared
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -47,10 +47,14 @@ CONFIGS = {
     "opt": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "bloom": {**SIZES, "n_layer": 4, "n_head": 4},
     "qwen3": SIZES,
+    "phi3": {**SIZES, "original_max_position_embeddings": 64},
+    "olmo2": SIZES,
+    "gemma2": {**SIZES, "sliding_window": 5, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
     "gemma3_text": {**SIZES, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "qwen3_moe": {**MOE, **ROUTED, "num_experts": 4},
     "glm4_moe": {**MOE, **GROUPS},
     "deepseek_v3": {**MOE, **GROUPS, **LATENT, "num_key_value_heads": 4},
+    "deepseek_v2": {**MOE, **GROUPS, **LATENT, "num_key_value_heads": 4, "topk_method": "greedy"},
     "gpt_oss": {**MOE, **ROUTED, "num_local_experts": 4, "sliding_window": 5},
     "qwen3_next": {**MOE, **LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "llama4_text": {**MOE, "intermediate_size_mlp": 48, "num_local_experts": 4},  # its prefix names no part of it
@@ -58,7 +62,7 @@ CONFIGS = {
     "mamba": {**SIZES, "state_size": 4},
     "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
 }
-OURS = ("qwen3", "gemma3_text", "qwen3_moe")  # which zbc's own families compute, too
+OURS = ("qwen3", "phi3", "olmo2", "gemma2", "gemma3_text", "qwen3_moe")  # which zbc's own families compute, too
 
 
 def config(kind):
@@ -153,7 +157,7 @@ def test_a_step_is_that_of_transformers_itself(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", few(("opt", "deepseek_v3", "mamba"), 1))
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_the_loss_of_a_head(kind, chunk, tmp_path):
+def test_the_loss_of_a_head(kind, chunk, tmp_path, parallel=None):
     def criterion(logits, targets):
         return (
             functional.cross_entropy(logits, targets, label_smoothing=0.2) + 0.1 * logits.logsumexp(-1).square().mean()
@@ -162,10 +166,15 @@ def test_the_loss_of_a_head(kind, chunk, tmp_path):
     theirs = peer(kind)
     theirs.save_pretrained(tmp_path / "weights")
     keys = {"z_loss": 0.1, "label_smoothing": 0.2, **({} if chunk is None else {"loss_chunk": chunk})}
-    workers = trained(tmp_path, kind, weights=tmp_path / "weights", model=keys)
+    workers = trained(tmp_path, kind, weights=tmp_path / "weights", model=keys, parallel=parallel or {})
     loss = one_step(theirs, next(worker for worker in workers if 0 in worker.stages), criterion)
     norm = sum(p.grad.square().sum() for p in theirs.parameters() if p.grad is not None).sqrt().item()
     assert numbers(workers)[0] == pytest.approx((loss, norm), rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [7, None])
+def test_the_loss_of_a_head_that_ranks_share(chunk, tmp_path):
+    test_the_loss_of_a_head("deepseek_v3", chunk, tmp_path, parallel={"tp": 2})
 
 
 def test_a_loss_by_chunks_needs_a_plain_head():
@@ -173,15 +182,17 @@ def test_a_loss_by_chunks_needs_a_plain_head():
         facts({"model_type": "cohere", **SIZES}, None, True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "slices"), [("qwen3", 1), ("gpt_oss", 1), ("deepseek_v3", 1), ("deepseek_v3", 2), ("opt", 2)]
-)
-def test_memory(kind, slices, tmp_path):
-    made = compiled(tmp_path, kind, slices=slices)
+MEASURED = [("qwen3", 1, 1), ("gpt_oss", 1, 1), ("deepseek_v3", 1, 1), ("deepseek_v3", 2, 1), ("opt", 2, 1)]
+MEASURED += [("phi3", 1, 2), ("deepseek_v3", 1, 2)]
+
+
+@pytest.mark.parametrize(("kind", "slices", "tp"), MEASURED)
+def test_memory(kind, slices, tp, tmp_path):
+    made = compiled(tmp_path, kind, slices=slices, parallel={"tp": tp})
     made.write(tmp_path / "plan")
     _, scales = scaled(StoredPlan.read(tmp_path / "plan"))
     got = [scale.held.peak for scale in scales]
-    predicted = [rank.bytes for rank in peaks(made.program, made.costs)]
+    predicted = [rank.bytes for rank in peaks(made.program, made.costs) for _ in range(tp)]
     assert got == pytest.approx(predicted, rel=0.01)
 
 
@@ -274,24 +285,34 @@ WAYS = {
     "shards": {"parallel": {"dp": 2, "shard": "all"}},
     "slices": {"slices": 2},
     "ep": {"parallel": {"dp": 2, "ep": 2}},
+    "tp": {"parallel": {"tp": 2}},
+    "tp of experts": {"parallel": {"tp": 2, "dp": 2, "ep": 2, "expert_tp": 2}, "schedule": "zb-v"},
+    "tp of adapters": {"parallel": {"tp": 2}, "slices": 2, "adapter": {"rank": 2, "targets": ["*"]}},
     "cp": {"parallel": {"cp": 2}},
     "cp of slices": {"parallel": {"cp": 2}, "slices": 2},
 }
 KINDS = {"slices": ("qwen3", "gemma3_text", "deepseek_v3"), "ep": ("qwen3_moe", "deepseek_v3")}
+KINDS |= {"tp": ("qwen3", "phi3", "olmo2", "gemma2", "llama4_text", "deepseek_v2"), "tp of experts": ("qwen3_moe",)}
 KINDS |= {"cp": ("deepseek_v3", "gemma3_text", "opt", "qwen3_moe"), "cp of slices": ("qwen3",)}
+KINDS |= {"tp of adapters": ("phi3",)}
 CASES = [(way, kind) for way in WAYS for kind in KINDS.get(way, ("deepseek_v3",))]
 
 
-@pytest.mark.parametrize(("way", "kind"), few(CASES, ("zb-v", "recompute", "slices", "ep", ("cp", "deepseek_v3"))))
+QUICK = ("zb-v", "recompute", "slices", "ep", ("cp", "deepseek_v3"), "tp of adapters")
+
+
+@pytest.mark.parametrize(("way", "kind"), few(CASES, QUICK))
 def test_other_plans_train_the_same(way, kind, tmp_path):
     """Ranks that share experts do as replicas without."""
-    ways = {"a": {"parallel": {"dp": 2}} if "dp" in WAYS[way].get("parallel", {}) else {}, "b": WAYS[way]}
+    alone = {"parallel": {"dp": 2}} if "dp" in WAYS[way].get("parallel", {}) else {}
+    ways = {"a": {**alone, **{key: WAYS[way][key] for key in ("adapter",) if key in WAYS[way]}}, "b": WAYS[way]}
     one, other = (numbers(trained(tmp_path / name, kind, 2, **of)) for name, of in ways.items())
     assert [n for pair in one for n in pair] == pytest.approx([n for pair in other for n in pair], rel=1e-6)
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
-    plan = plan_of(tmp_path, "deepseek_v3", checkpoint={"every": 1})
+@pytest.mark.parametrize(("kind", "tp"), [("deepseek_v3", 1), ("qwen3_moe", 2)])
+def test_a_run_goes_on_from_its_checkpoint(kind, tp, tmp_path):
+    plan = plan_of(tmp_path, kind, checkpoint={"every": 1}, parallel={"tp": tp})
     whole = numbers(run_threads(plan, 2, folder=tmp_path / "run"))
     resumed = run_threads(plan, 2, folder=tmp_path / "again", resume=at(tmp_path / "run", 1))
     assert numbers(resumed) == whole[1:]
@@ -308,6 +329,21 @@ def test_adapters_are_those_of_lora_by_the_names_of_peft(kind, targets, tmp_path
     loss = one_step(model.train(), next(worker for worker in workers if 0 in worker.stages))
     assert workers[-1].results[0].loss == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(ours, {name: p.detach() for name, p in named.items()}, rtol=1e-6, atol=1e-6)
+
+
+NOT_SHARED = [("opt", 2, "opt of transformers has no plan of tensor"), ("apertus", 2, "no plan of tensor parallelism")]
+
+
+@pytest.mark.parametrize(("kind", "tp", "words"), [*NOT_SHARED, ("qwen3", 4, "k_proj of qwen3 has 2 parts")])
+def test_layers_that_ranks_cannot_share_are_refused(kind, tp, words):
+    with refused("E119", words, hint="set parallel.tp = 1"):
+        shared({"model_type": kind, **CONFIGS.get(kind, SIZES)}, tp)
+
+
+def test_a_style_of_sharing_that_is_not_known_is_named():
+    some = {key: style for key, style in hfsharding.STYLES.items() if key != "rowwise"}
+    with mock.patch.object(hfsharding, "STYLES", some), refused("E119", "o_proj of qwen3 is 'rowwise'"):
+        shared(config("qwen3"), 2)
 
 
 @pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3"), 1))

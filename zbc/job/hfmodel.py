@@ -20,7 +20,7 @@ from zbc.job import hfconfig, userobject
 from zbc.job.model_section import TRANSFORMERS, Model
 from zbc.job.toml import Document, KeyPath
 
-_FACTS, _CALLED = (f"zbc.training.models.transformers:{name}" for name in ("facts", "called"))
+_FACTS, _CALLED, _SHARED = (f"zbc.training.models.transformers:{name}" for name in ("facts", "called", "shared"))
 
 
 def filled(document: Document) -> Document:
@@ -74,6 +74,12 @@ def called(model: Model, linear: str) -> str:
         return linear
     found: str = userobject.load(_CALLED, "the reader of models")(model.args["config"], linear)
     return found
+
+
+@lru_cache(64)
+def check_shared(config: str, ranks: int) -> None:
+    """Raises E119 for a model of transformers, by its config.json, whose layers so many ranks cannot share."""
+    userobject.load(_SHARED, "the reader of models")(json.loads(config), ranks)
 
 
 @lru_cache(16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from zbc import excludes
 from zbc.errors import ZbcError, raise_all
 from zbc.job import adapter, balance, cuts, extent, flushless, gpu, learning_rate, model_section, ramp, tokens, toml
 from zbc.job import unread as idle
+from zbc.job.hfmodel import check_shared
 from zbc.job.job import Draft, Job
 from zbc.job.model_section import TRANSFORMERS, Model
 from zbc.job.section import FACTORY
@@ -239,6 +241,11 @@ def _tensor_parallel_rules(draft: Draft, parallel: Parallel, model: Model | None
                 text = f"config: parallel.tp = {tp} does not divide model.{key} = {count}"
                 yield ZbcError("E119", text, where=where, hint=f"what does: {fits}")
                 break
+    elif model is not None and model.family == TRANSFORMERS:
+        try:
+            check_shared(json.dumps(model.args["config"]), tp)
+        except ZbcError as error:
+            yield ZbcError(error.code, error.message, where=where, hint=error.hint)
 
 
 @given

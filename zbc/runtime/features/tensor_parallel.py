@@ -27,7 +27,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from zbc.ir import Op
@@ -156,7 +156,11 @@ class Group(NamedTuple):
 
     def join(self, x: Tensor, count: int) -> Tensor:
         """All-gathers the last dimension, `count` features sharded by `bounds`."""
-        return _apply(_Join, x, self, count)
+        return _apply(_Meets, x, self, partial(_columns, count), _own_columns)
+
+    def split(self, x: Tensor) -> Tensor:
+        """This rank's share, by `bounds`, of the last dimension of `x`, which is the same on all."""
+        return _apply(_Meets, x, self, _own_columns, partial(_columns, x.shape[-1]))
 
 
 @dataclass
@@ -317,21 +321,19 @@ def _rows(count: int, group: Group, x: Tensor, slot: Slot | None) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
+def _columns(count: int, group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    """All-gathers the last dimension, of which each rank has its share of `count`."""
+    sizes = [stop - start for start, stop in (bounds(count, i, group.size) for i in range(group.size))]
+    wide = functional.pad(x, (0, max(sizes) - x.shape[-1]))
+    return torch.cat([part[..., :size] for part, size in zip(group.collect(wide, slot), sizes, strict=True)], -1)
+
+
+def _own_columns(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    start, stop = group.bounds(x.shape[-1])
+    return x[..., start:stop].clone()
+
+
 Meeting = Callable[[Group, Tensor, Slot | None], Tensor]
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, count: int) -> Tensor:
-        ctx.bounds = group.bounds(count)
-        sizes = [stop - start for start, stop in (bounds(count, i, group.size) for i in range(group.size))]
-        wide = functional.pad(x, (0, max(sizes) - x.shape[-1]))
-        return torch.cat([part[..., :size] for part, size in zip(group.collect(wide), sizes, strict=True)], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        start, stop = ctx.bounds
-        return grads[0][..., start:stop], None, None
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -339,7 +341,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return result
 
 
-def look_up(group: Group, table: nn.Module, first: int, rows: int) -> Callable[[Tensor], Tensor]:
+def look_up(group: Group, table: Callable[[Tensor], Any], first: int, rows: int) -> Callable[[Tensor], Tensor]:
     """The forward of an embedding of which this rank has the `rows` from `first` on."""
 
     def forward(tokens: Tensor) -> Tensor:

@@ -54,6 +54,9 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
         terms, apart = (_OF_HEADS + _OF_TOKENS, _APART) if group.folded else (_OF_HEADS, ())
         whole = [n for n in trained if n not in found and not n.startswith(apart)]
         return Shares(found, frozenset(n for n in whole if group.sequence or n.startswith(terms) or ".lora." in n))
+    if callable(told := getattr(layer, "shares", None)):
+        made: Shares = told(group, joined)
+        return made
     if callable(getattr(layer, "shard", None)):
         return Shares(_by_its_user(name, layer, group))
     text = f"model: layer {name} ({type(layer).__name__}) cannot be shared by {group.size} tensor-parallel ranks"
@@ -81,7 +84,7 @@ def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
             text = f"model: shard of {name} cuts {local!r} along {dim!r}, which it has not"
             raise ZbcError("E119", text, hint="return names of named_parameters(), each with a dimension from 0 on")
         path, _, key = local.rpartition(".")
-        found[local] = _keep(layer.get_submodule(path), key, dim, list(blocks or [whole.shape[dim]]), group)
+        found[local] = keep(layer.get_submodule(path), key, dim, list(blocks or [whole.shape[dim]]), group)
     return found
 
 
@@ -108,14 +111,19 @@ def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
     if layer.tokens is None:  # the vocabulary is parallel: see shared_words.py
         layer.look_up = group.leave
         return {}
-    words = layer.tokens.num_embeddings
-    first, stop = group.bounds(words)
-    cut = _keep(layer.tokens, "weight", 0, [words], group)
-    layer.tokens.num_embeddings = stop - first
-    padding = layer.tokens.padding_idx
-    layer.tokens.padding_idx = None if padding is None or not first <= padding < stop else padding - first
-    layer.look_up = look_up(group, layer.tokens, first, stop - first)
+    cut, first, count = keep_words(layer.tokens, group)
+    layer.look_up = look_up(group, layer.tokens, first, count)
     return {"tokens.weight": cut}
+
+
+def keep_words(table: nn.Embedding, group: Group) -> tuple[Cut, int, int]:
+    """Cuts an embedding by words; also returns the first of this rank's and their number."""
+    words, padding = table.num_embeddings, table.padding_idx
+    first, stop = group.bounds(words)
+    cut = keep(table, "weight", 0, [words], group)
+    table.num_embeddings = stop - first
+    table.padding_idx = None if padding is None or not first <= padding < stop else padding - first
+    return cut, first, stop - first
 
 
 def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
@@ -123,7 +131,7 @@ def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
     if not isinstance(layer.logits, nn.Linear):  # the vocabulary is parallel
         return {}
     words = layer.logits.out_features
-    cut = _keep(layer.logits, "weight", 0, [words], group)
+    cut = keep(layer.logits, "weight", 0, [words], group)
     layer.logits.out_features = layer.logits.weight.shape[0]
     if joined:
         layer.join = lambda x: group.join(x, words)
@@ -134,7 +142,7 @@ def _block(layer: GptBlock | LlamaBlock, group: Group) -> dict[str, Cut]:
     """Shards a block. Rows of qkv are all queries, keys, values; of gate_up the gate, then up. Heads are not split."""
     parts = [heads * layer.size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
     layer.heads, layer.kv_heads = layer.heads // group.size, layer.kv_heads // group.size
-    found = dict(_columns(layer, "qkv", parts, group)) | _rows(layer, "proj", group)
+    found = columns(layer, "qkv", parts, group) | rows(layer, "proj", parts[:1], group)
     experts = _folded if group.folded else _experts
     found |= experts(layer.mlp, group) if isinstance(layer.mlp, Experts) else _mlp(layer, group)
     layer.enter, layer.leave = group.enter, group.leave
@@ -163,17 +171,16 @@ def _mlp(layer: nn.Module, group: Group) -> dict[str, Cut]:
     gated = hasattr(layer, "gate_up")
     name = "gate_up" if gated else "up"
     width = _linear(layer, "down").in_features
-    return dict(_columns(layer, name, [width] * (2 if gated else 1), group)) | _rows(layer, "down", group)
+    return columns(layer, name, [width] * (2 if gated else 1), group) | rows(layer, "down", [width], group)
 
 
-def _columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
+def columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> dict[str, Cut]:
     """Shards a linear layer by its outputs, each of its `parts` separately (column parallel)."""
     linear = _linear(layer, name)
-    for key in ("weight", "bias"):
-        if getattr(linear, key) is not None:
-            yield f"{name}.{key}", _keep(linear, key, -2 if key == "weight" else -1, parts, group)
+    dims = {key: dim for key, dim in (("weight", -2), ("bias", -1)) if getattr(linear, key) is not None}
+    found = {f"{name}.{key}": keep(linear, key, dim, parts, group) for key, dim in dims.items()}
     linear.out_features = linear.weight.shape[-2]
-    yield from _adapters(linear, name, parts, group)
+    return found | dict(_adapters(linear, name, parts, group))
 
 
 def _adapters(linear: nn.Module, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
@@ -183,23 +190,24 @@ def _adapters(linear: nn.Module, name: str, parts: list[int], group: Group) -> I
         for key, start, stop in linear.spans:
             up = linear.pair(key).up
             inside = [part for part, at in zip(parts, starts, strict=False) if start <= at < stop]
-            yield f"{name}.lora.{key}.up.weight", _keep(up, "weight", 0, inside, group)
+            yield f"{name}.lora.{key}.up.weight", keep(up, "weight", 0, inside, group)
             up.out_features = up.weight.shape[0]
         own = [*accumulate((high - low for low, high in map(group.bounds, parts)), initial=0)]
         linear.spans = tuple((key, own[starts.index(a)], own[starts.index(b)]) for key, a, b in linear.spans)
 
 
-def _rows(layer: nn.Module, name: str, group: Group) -> dict[str, Cut]:
-    """Shards a linear layer by its inputs (row parallel). Its bias is added once, by the first rank."""
+def rows(layer: nn.Module, name: str, parts: list[int], group: Group) -> dict[str, Cut]:
+    """Shards a linear layer by its inputs, each of its `parts` separately (row parallel). Its bias is added once, by
+    the first rank."""
     linear = _linear(layer, name)
-    cut = _keep(linear, "weight", -1, [linear.in_features], group)
+    cut = keep(linear, "weight", -1, parts, group)
     linear.in_features = linear.weight.shape[-1]
     if group.place:
         linear.register_parameter("bias", None)
     found = {f"{name}.weight": cut}
     downs = {key: linear.pair(key).down for key, *_ in linear.spans} if isinstance(linear, LoraLinear) else {}
     for key, down in downs.items():
-        found[f"{name}.lora.{key}.down.weight"] = _keep(down, "weight", 1, [down.in_features], group)
+        found[f"{name}.lora.{key}.down.weight"] = keep(down, "weight", 1, parts, group)
         down.in_features = down.weight.shape[1]
     return found
 
@@ -210,7 +218,7 @@ def _linear(layer: nn.Module, name: str) -> nn.Linear | GroupedLinear:
     return found
 
 
-def _keep(module: nn.Module, key: str, dim: int, blocks: list[int], group: Group) -> Cut:
+def keep(module: nn.Module, key: str, dim: int, blocks: list[int], group: Group) -> Cut:
     whole: nn.Parameter = getattr(module, key)
     cut = Cut(tuple(whole.shape), dim % whole.dim(), tuple(blocks), group.size, group.place)
     setattr(module, key, nn.Parameter(cut.of(whole.detach()), whole.requires_grad))

@@ -18,7 +18,7 @@ import functools
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +38,10 @@ from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
+from zbc.training.models.hfsharding import Entered, by_words, check, ends_by_words, shard
 from zbc.training.models.model import hollow
 from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, inside, is_experts, refused, routed, stack
+from zbc.training.models.sharding import Shares
 
 _KEPT = 64  # calls of layers that are kept
 _COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}  # attributes with a layer's number
@@ -173,7 +175,7 @@ class TakenApart:
                 if not isinstance(y[0] if self.tupled else y, Tensor):
                     raise refused(self.root, "its layers do not return hidden states")
             self.kinds.append(f"{type(layer).__name__}-{known.setdefault(key, len(known))}")
-        self.width = embedded.shape[-1]
+        self.width, self.words = embedded.shape[-1], int(self.root.config.get_text_config().vocab_size)
         before, after = _read(embedded), _read(self.head(self.root, hidden))
         stacked = {id(p) for p in self.stack.parameters()}
         rest = {id(p) for p in self.root.parameters()} - stacked - after  # some are read without a gradient
@@ -254,9 +256,14 @@ class TakenApart:
             y = torch.empty(1, 1, self.width, device="meta")
             for name, child in self.root.named_children():
                 plain = child is own and type(own) is nn.Linear and own.bias is None
-                if plain and self.head(self.root, torch.empty_like(y), {name: _Stub(own, y)}) is y:
+                if plain and self.head_of(name, y) is y:
                     return str(name)
         raise refused(self.root, text, "drop model.loss_chunk")
+
+    def head_of(self, name: str, y: Tensor) -> Tensor:
+        """The logits, of the output `y` of the head, a module of that name."""
+        hidden = torch.empty(1, 1, self.width, device="meta")
+        return self.head(self.root, hidden, {name: _Stub(self.root.get_output_embeddings(), y)})
 
     @property
     def ties(self) -> dict[str, str]:
@@ -378,6 +385,19 @@ class Part(nn.Module):
         super().__init__()
         self.model = model
         self.own: Own | None = None
+        self.met: Entered | None = None
+
+    def shares(self, group: Group, joined: bool) -> Shares:
+        """Reduces the layer to this rank's shard, in place; `joined`: logits stay whole. Raises E119."""
+        rotary = getattr(self.model.root.config.get_text_config(), "qk_rope_head_dim", 0)
+        self.met, self.joined = Entered(group, rotary), joined
+        found = self.shard(self.met)
+        cuts = {f"{self.inside}.{name}": cut for name, cut in found.cuts.items()}
+        return Shares(cuts, frozenset(f"{self.inside}.{name}" for name in found.partial))
+
+    def shard(self, met: Entered) -> Shares:
+        """The same for its module, by names in it."""
+        return shard(self.get_submodule(self.inside), self.prefix, self.model.root, met)
 
     def spread(self, tokens: Spread, rows: Tensor | None) -> None:
         """Runs on this rank's tokens, at the positions `rows`. Raises E119 for attention of the model's own."""
@@ -405,9 +425,15 @@ class Part(nn.Module):
 class Front(Part):
     """(batch, tokens) -> (batch, tokens, hidden); of a model with the loss of its routers also their choices, none."""
 
+    root: Any
+
     def __init__(self, model: TakenApart) -> None:
         super().__init__(model)
         self.root = model.filled(hollow(model.end(0), torch.get_default_device()))
+
+    def shard(self, met: Entered) -> Shares:
+        table = self.root.get_input_embeddings()
+        return Shares(by_words(self.root, table, met, meets=True) if ends_by_words(self.model)[0] else {})
 
     def forward(self, ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         model = self.model
@@ -431,6 +457,8 @@ class Decoder(Part):
         args, kwargs = self.model.call(self.index, hidden, self.own)
         with routed() as logits:
             y = self.layer(hidden, *args, **kwargs)
+        if self.met is not None:
+            self.met.forget()
         made: Tensor = y[0] if isinstance(y, tuple) else y
         return made if self.model.balance is None else (made, self.model.balance.told(told[0], logits))
 
@@ -458,18 +486,32 @@ class Back(Part):
         super().__init__(model)
         self.root, self.chunk = model.filled(hollow(model.end(1), torch.get_default_device())), chunk
 
+    def shard(self, met: Entered) -> Shares:
+        self.apart = ends_by_words(self.model)[1]
+        if self.chunk is not None and not self.apart:
+            raise refused(self.model.root, "ranks do not share the words of its head", "drop model.loss_chunk")
+        return Shares(by_words(self.root, self.logits, met, meets=self.chunk is None) if self.apart else {})
+
     def forward(self, hidden: Tensor, *told: Tensor) -> Tensor:
         if self.model.balance is not None and self.training:
             hidden = add_loss(hidden, self.model.balance.loss(told[0], self.own and self.own.tokens.group))
         others = {} if self.chunk is None else {self.model.output: _Left(self.logits)}
-        return self.model.head(self.root, hidden, others)
+        y, met = self.model.head(self.root, hidden, others), self.met
+        if met is None:
+            return y
+        met.forget()
+        if self.chunk is not None:
+            return met.group.enter(y)
+        if self.joined == self.apart:
+            return met.group.join(y, self.model.words) if self.joined else met.group.split(y)
+        return y
 
     @property
     def logits(self) -> Any:
         return self.root.get_output_embeddings()
 
 
-def layers(config: Mapping[str, Any], chunk: int | None = None) -> list[Callable[[], Part]]:
+def layers(config: Mapping[str, Any], chunk: int | None = None) -> list[Any]:
     """The builders of the layers of a model: `config` is the content of its config.json; `chunk`: tokens whose logits
     the loss makes at once. Raises E521."""
     model = apart(config)
@@ -487,6 +529,14 @@ def called(config: Mapping[str, Any], name: str) -> str:
     return f"{model.path}.{model.list}.{int(place) - 1}.{rest}" if inside == Decoder.inside else ""
 
 
+def shared(config: Mapping[str, Any], ranks: int) -> None:
+    """Raises E119 for a model whose layers so many ranks cannot share."""
+    group = Group((*range(ranks),), 0, None)  # type: ignore[arg-type]
+    each = {build.like: build for build in layers(config)[1:-1]}
+    with torch.device("meta"), real_tensors():
+        check(apart(config), [build().shares(group, joined=False) for build in each.values()])
+
+
 def facts(config: Mapping[str, Any], folder: str | None, chunked: bool) -> dict[str, Any]:
     """The keys of [model] that follow from a configuration. Raises E521; for the `folder` of its weights E520."""
     model = apart(config)
@@ -495,5 +545,4 @@ def facts(config: Mapping[str, Any], folder: str | None, chunked: bool) -> dict[
         from zbc.training.models.hfweights import Weights
 
         Weights(model, Path(folder)).check()
-    words = model.root.config.get_text_config().vocab_size
-    return {"layers": len(model.stack) + 2, "vocab": words, "ties": model.ties}
+    return {"layers": len(model.stack) + 2, "vocab": model.words, "ties": model.ties}
