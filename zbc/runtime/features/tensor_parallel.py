@@ -99,11 +99,9 @@ class Group(NamedTuple):
             self.meter.under_way += now - began
             self.meter.waited += now - back
 
-    def swap(
-        self, mine: Tensor, out: Sequence[int], into: Tensor, came: Sequence[int], slot: Slot | None = None
-    ) -> None:
-        """All-to-all of rows, `out` and `came` of them per rank, from `mine` to `into`; blocks like `settle`."""
-        self.settle(self.transport.start_swap(mine.contiguous(), out, into, came, self.ranks), slot)
+    def swapped(self, rows: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
+        """The rows (sum of `into`, H) that come for `rows`, by an all-to-all of `out` and `into` rows per rank."""
+        return meets(rows, self, partial(_swap, out, into), partial(_swap, into, out))
 
     def collect(self, mine: Tensor, slot: Slot | None = None) -> Tensor:
         """All-gathers tensors of one shape: (size, ...); blocks like `settle`."""
@@ -115,29 +113,29 @@ class Group(NamedTuple):
         """The input of sharded layers; tokens travel in the type that these compute in."""
         if self.sequence and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _apply(_Meets, x, self, *((_all, _own) if self.sequence else (_same, _sum)))
+        return meets(x, self, *((_all, _own) if self.sequence else (_same, _sum)))
 
     def leave(self, x: Tensor) -> Tensor:
         """The output of sharded layers, of which each rank has a term."""
-        return _apply(_Meets, x, self, *((_own, _all) if self.sequence else (_sum, _same)))
+        return meets(x, self, *((_own, _all) if self.sequence else (_sum, _same)))
 
     def share(self, x: Tensor) -> Tensor:
         """This rank's share of the tokens of `x`: (rows, H), or all that it has with sequence parallelism."""
         if self.sequence:
             return x
         rows = x.flatten(0, -2)
-        return _apply(_Meets, rows, self, _mine, partial(_rows, len(rows)))
+        return meets(rows, self, _mine, partial(_rows, len(rows)))
 
     def shared(self, mine: Tensor, like: Tensor) -> Tensor:
         """All-gathers the rows that are made from shares of `like`, in its shape."""
         if self.sequence:
             return mine.view_as(like)
         rows = partial(_rows, like.shape[:-1].numel())
-        return _apply(_Meets, mine, self, rows, _mine).view_as(like)
+        return meets(mine, self, rows, _mine).view_as(like)
 
     def whole(self, x: Tensor) -> Tensor:
         """All-gathers tokens for a computation that all ranks repeat, and whose gradients are equal on all."""
-        return _apply(_Meets, x, self, _all, lambda group, x, slot: x.chunk(group.size, 1)[group.place].contiguous())
+        return meets(x, self, _all, lambda group, x, slot: x.chunk(group.size, 1)[group.place].contiguous())
 
     def tokens(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Starts the all-gather of sharded tokens (batch, tokens, ...); `joined` makes the result, after the wait."""
@@ -156,11 +154,11 @@ class Group(NamedTuple):
 
     def join(self, x: Tensor, count: int) -> Tensor:
         """All-gathers the last dimension, `count` features sharded by `bounds`."""
-        return _apply(_Meets, x, self, partial(_columns, count), _own_columns)
+        return meets(x, self, partial(_columns, count), _own_columns)
 
     def split(self, x: Tensor) -> Tensor:
         """This rank's share, by `bounds`, of the last dimension of `x`, which is the same on all."""
-        return _apply(_Meets, x, self, _own_columns, partial(_columns, x.shape[-1]))
+        return meets(x, self, _own_columns, partial(_columns, x.shape[-1]))
 
 
 @dataclass
@@ -271,16 +269,20 @@ def bounds(count: int, place: int, ranks: int) -> tuple[int, int]:
 
 
 class _Meets(torch.autograd.Function):
-    """Applies the collective `there` to a tensor, and `back` to its gradient."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, there: Meeting, back: Meeting) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any, there: Meeting, back: Meeting) -> Tensor:
         ctx.group, ctx.slot, ctx.back = group, current_slot(), back
         return there(group, x, ctx.slot)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.back(ctx.group, grads[0], ctx.slot), None, None, None
+
+
+def meets(x: Tensor, group: Any, there: Meeting, back: Meeting) -> Tensor:
+    """Applies `there` to a tensor, and `back` to its gradient: functions of the group, the tensor and the slot."""
+    made: Tensor = _Meets.apply(x, group, there, back)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _same(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
@@ -333,12 +335,13 @@ def _own_columns(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
     return x[..., start:stop].clone()
 
 
-Meeting = Callable[[Group, Tensor, Slot | None], Tensor]
+def _swap(out: Sequence[int], into: Sequence[int], group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    received = x.new_empty(sum(into), x.shape[1])
+    group.settle(group.transport.start_swap(x.contiguous(), out, received, into, group.ranks), slot)
+    return received
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
-    return result
+Meeting = Callable[[Any, Tensor, Slot | None], Tensor]
 
 
 def look_up(group: Group, table: Callable[[Tensor], Any], first: int, rows: int) -> Callable[[Tensor], Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from torch.nn.functional import embedding_bag
 from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.runtime.core.grouped import Groups, Loads
-from zbc.runtime.core.slot import current_slot
-from zbc.runtime.features.tensor_parallel import Group
+from zbc.runtime.core.slot import Slot
+from zbc.runtime.features.tensor_parallel import Group, meets
 
 
 class Sent(NamedTuple):
@@ -106,7 +106,7 @@ class Swaps(NamedTuple):
         kind = places.repeat_interleave(got, output_size=sum(into))
         order = kind.argsort(stable=True)  # by expert, then by source rank
         groups = Groups.of(each_own, own)
-        return Sent(_swapped(rows, out, into, self.group).index_select(0, order), groups, order, out, into)
+        return Sent(self.group.swapped(rows, out, into).index_select(0, order), groups, order, out, into)
 
     def results(self, sent: Sent, experts: Iterable[nn.Module]) -> Tensor:
         """The second half of `run`."""
@@ -117,7 +117,7 @@ class Swaps(NamedTuple):
         """The experts' outputs `made`, in the order of the rows given to `sent`."""
         if self.group is None or sent.order is None:
             return made
-        return _swapped(made.index_select(0, sent.order.argsort()), sent.into, sent.out, self.group)
+        return self.group.swapped(made.index_select(0, sent.order.argsort()), sent.into, sent.out)
 
 
 class Copies(NamedTuple):
@@ -135,33 +135,19 @@ class Copies(NamedTuple):
 
     def spread(self, rows: Tensor) -> Tensor:
         """The copies (P, H) of `rows` (N, H)."""
-        return _Copy.apply(rows, self, Copies._taken, Copies._added)  # type: ignore[no-any-return, no-untyped-call]
+        return meets(rows, self, Copies._taken, Copies._added)
 
     def summed(self, copies: Tensor) -> Tensor:
         """The sums (N, H) of each row's `copies` (P, H), in their order."""
-        return _Copy.apply(copies, self, Copies._added, Copies._taken)  # type: ignore[no-any-return, no-untyped-call]
+        return meets(copies, self, Copies._added, Copies._taken)
 
-    def _taken(self, rows: Tensor) -> Tensor:
+    def _taken(self, rows: Tensor, slot: Slot | None) -> Tensor:
         return rows.index_select(0, self.of)
 
-    def _added(self, copies: Tensor) -> Tensor:
+    def _added(self, copies: Tensor, slot: Slot | None) -> Tensor:
         if not len(self.of):
             return copies.new_zeros(len(self.starts), copies.shape[1])
         return embedding_bag(self.order, copies.contiguous(), self.starts, mode="sum")
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies, there: _Way, back: _Way) -> Tensor:
-        ctx.copies, ctx.back = copies, back
-        return there(copies, x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.back(ctx.copies, grads[0]), None, None, None
-
-
-_Way = Callable[[Copies, Tensor], Tensor]
 
 
 class Met(NamedTuple):
@@ -196,7 +182,7 @@ def _crossed(
     copies = Copies.rows(met.t().flatten().argsort(descending=True, stable=True)[: sum(out)] % tokens, tokens)
     bits = chosen.to(_BITS[rows.itemsize]).view(rows.dtype)
     packed = torch.cat((rows, weights.to(rows.dtype), bits), 1)
-    come = _swapped(copies.spread(packed), out, into, group)
+    come = group.swapped(copies.spread(packed), out, into)
     rows, weights, bits = torch.split_with_sizes(come, (rows.shape[1], k, k), 1)
     local = bits.detach().contiguous().view(_BITS[rows.itemsize]).long() - own * group.place
     local = local.where((local >= 0) & (local < own), own)
@@ -204,30 +190,9 @@ def _crossed(
     counts = each.new_zeros(own + 1).scatter_add_(0, each, torch.ones_like(each))[:-1]
 
     def home(rows: Tensor) -> Tensor:
-        return copies.summed(_swapped(rows, into, out, group))
+        return copies.summed(group.swapped(rows, into, out))
 
     return rows, local, weights.contiguous(), counts, sum(paired), home
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, out: Sequence[int], into: Sequence[int], group: Group) -> Tensor:
-        ctx.sizes, ctx.group, ctx.slot = (out, into), group, current_slot()
-        received = rows.new_empty(sum(into), rows.shape[1])
-        group.swap(rows, out, received, into, ctx.slot)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        out, into = ctx.sizes
-        received = grads[0].new_empty(sum(out), grads[0].shape[1])
-        ctx.group.swap(grads[0], into, received, out, ctx.slot)
-        return received, None, None, None
-
-
-def _swapped(rows: Tensor, out: Sequence[int], into: Sequence[int], group: Group) -> Tensor:
-    received: Tensor = _Swap.apply(rows, out, into, group)  # type: ignore[no-untyped-call]
-    return received
 
 
 def experts(group: Group | None = None) -> Swaps:
