@@ -60,8 +60,7 @@ class TokenDocuments(Documents):
     """
 
     def __init__(self, paths: Sequence[str], dtype: str | None, longest: int, vocab: int | None) -> None:
-        self._files = [TokenFile(Path(path), dtype) for path in paths]
-        self._vocab = vocab
+        self._files = [TokenFile(Path(path), dtype, vocab) for path in paths]
         found = [_pieces(file, longest) for file in self._files]
         self._starts = torch.cat([starts for starts, _ in found])
         self.lengths = torch.cat([lengths for _, lengths in found])
@@ -72,11 +71,7 @@ class TokenDocuments(Documents):
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
         index = number % len(self)
         file = self._files[bisect_right(self._firsts, index) - 1]
-        tokens = file.read(int(self._starts[index]), int(self.lengths[index]) + 1)
-        largest = int(tokens.max())
-        if self._vocab is not None and largest >= self._vocab:
-            text = f"data: a token of {file.path} is {largest}, model.vocab is {self._vocab}"
-            raise ZbcError("E505", text, hint="tokenized for another model, damaged, or data.dtype is wrong")
+        tokens = file.words(int(self._starts[index]), int(self.lengths[index]) + 1)
         return tokens[:-1], tokens[1:]
 
 

@@ -24,8 +24,9 @@ _TYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 class TokenFile:
     """One token file, open for reading. Raises E501 when opened or read."""
 
-    def __init__(self, path: Path, dtype: str | None) -> None:
-        self.path, self.about = path, describe(path, dtype)
+    def __init__(self, path: Path, dtype: str | None, vocab: int | None) -> None:
+        """`vocab`: of the model, for `words`."""
+        self.path, self.about, self._vocab = path, describe(path, dtype), vocab
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -48,6 +49,16 @@ class TokenFile:
             raise ZbcError("E501", text, hint="the file became shorter while it was read: make it again")
         return torch.frombuffer(bytearray(raw), dtype=_TYPES[self.about.dtype]).long()
 
+    def words(self, start: int, count: int) -> Tensor:
+        """The same. Raises E505 for a token that the model does not have."""
+        tokens = self.read(start, count)
+        largest = int(tokens.max())
+        if self._vocab is not None and largest >= self._vocab:
+            where = start + int(tokens.argmax())
+            text = f"data: token {where} of {self.path} is {largest}, model.vocab is {self._vocab}"
+            raise ZbcError("E505", text, hint="tokenized for another model, damaged, or data.dtype is wrong")
+        return tokens
+
 
 class TokenWindows:
     """Consecutive windows of `seq_len` tokens within each file; a target is its window shifted by one token.
@@ -56,8 +67,8 @@ class TokenWindows:
     """
 
     def __init__(self, paths: Sequence[str], dtype: str | None, seq_len: int, vocab: int | None) -> None:
-        self._files = [TokenFile(Path(path), dtype) for path in paths]
-        self._seq_len, self._vocab = seq_len, vocab
+        self._files = [TokenFile(Path(path), dtype, vocab) for path in paths]
+        self._seq_len = seq_len
         counts = [max(0, (file.about.tokens - 1) // seq_len) for file in self._files]
         self._starts = list(accumulate(counts, initial=0))
         for file in self._files:
@@ -84,12 +95,4 @@ class TokenWindows:
     def _window(self, number: int, shift: int) -> Tensor:
         index = number % len(self)
         place = bisect_right(self._starts, index) - 1
-        file, start = self._files[place], (index - self._starts[place]) * self._seq_len + shift
-        tokens = file.read(start, self._seq_len)
-        largest = int(tokens.max())
-        if self._vocab is not None and largest >= self._vocab:
-            where = start + int(tokens.argmax())
-            text = f"data: token {where} of {file.path} is {largest}, model.vocab is {self._vocab}"
-            hint = "tokenized for another model, damaged, or data.dtype is wrong"
-            raise ZbcError("E505", text, hint=hint)
-        return tokens
+        return self._files[place].words((index - self._starts[place]) * self._seq_len + shift, self._seq_len)
