@@ -77,21 +77,18 @@ def test_a_rank_sends_the_bytes_that_are_priced(tmp_path, monkeypatch, parallel,
         layers = worker.features.of(SharedLayers)
         transport = worker.transport
 
-        def counting(name, halves, whole):
-            start = getattr(transport, name)
+        start = transport.start
 
-            def started(*args):
-                axis = {layers.swaps.ranks: "ep", layers.group.ranks: "tp"}.get(args[-1])
-                axis = "ep" if name == "start_swap" else "tp" if axis else None
-                if axis and worker.plan.ops[worker.progress.index].kind.computes:
-                    key, ranks = (worker.rank, axis), len(args[-1])
-                    sent[key] = sent.get(key, 0.0) + halves * (ranks - 1) / ranks * args[whole].nbytes
-                return start(*args)
+        def started(offer, ranks):
+            axis = {layers.swaps.ranks: "ep", layers.group.ranks: "tp"}.get(ranks)
+            axis = "ep" if offer.what == "swap" else "tp" if axis else None
+            if axis and worker.plan.ops[worker.progress.index].kind.computes:
+                key, halves = (worker.rank, axis), 1 + (offer.what == "sum")
+                whole = offer.target if offer.what == "gather" else offer.source
+                sent[key] = sent.get(key, 0.0) + halves * (len(ranks) - 1) / len(ranks) * whole.nbytes
+            return start(offer, ranks)
 
-            setattr(transport, name, started)
-
-        for name, halves, whole in (("sum", 2, 0), ("gather", 1, 1), ("scatter", 1, 0), ("swap", 1, 0)):
-            counting(f"start_{name}", halves, whole)
+        transport.start = started
 
     run_threads(made, 1, setup=watch)
     found = load_job(tmp_path / "zbc.toml")

@@ -181,23 +181,15 @@ def test_a_block_gathers_once_in_f_sums_once_in_b_and_does_nothing_in_w(way, tmp
     counts, sizes, ops = Counter(), Counter(), Counter()
 
     def count(worker):
-        transport, progress = worker.transport, worker.progress
-        gather, scatter = transport.start_gather, transport.start_scatter
+        transport, progress, start = worker.transport, worker.progress, worker.transport.start
 
-        def of(what, tensor):
-            counts[progress.op.split()[0], what] += 1
-            sizes[what] += tensor.nbytes
-
-        def start_gather(mine, parts, ranks, then=None):
-            of("gather", parts)
-            return gather(mine, parts, ranks, then)
-
-        def start_scatter(parts, mine, ranks):
-            of("scatter", parts)
-            return scatter(parts, mine, ranks)
+        def started(offer, ranks):
+            counts[progress.op.split()[0], offer.what] += 1
+            sizes[offer.what] += max(offer.source.nbytes, offer.target.nbytes)
+            return start(offer, ranks)
 
         if worker.rank == 1:
-            transport.start_gather, transport.start_scatter = start_gather, start_scatter
+            transport.start = started
             ops.update(op.kind.value for op in worker.plan.ops if op.kind.computes)
 
     run_threads(plan_of(tmp_path, kind, pp=1, more={"cp": 2}, **how), 1, setup=count)

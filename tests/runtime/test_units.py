@@ -43,8 +43,7 @@ def found(plan, *, one_by_one=False, steps=2, setup=lambda worker: None):
     def watch(worker):
         worker.features.of(Braids).one_by_one = one_by_one
         mine = starts[worker.rank] = []
-        for name in ("start_sum", "start_scatter", "start_gather"):
-            watched(worker, name, mine)
+        watched(worker, mine)
         setup(worker)
 
     workers = run_threads(plan, steps, setup=watch)
@@ -52,16 +51,16 @@ def found(plan, *, one_by_one=False, steps=2, setup=lambda worker: None):
     return numbers(workers), weights, starts
 
 
-def watched(worker, name, said):
+def watched(worker, said):
     transport = worker.features.of(SharedLayers).group.transport
-    begin = getattr(transport, name)
+    begin = transport.start
 
     def start(*args):
         if args[-1] == worker.features.of(SharedLayers).group.ranks:
             said.append((worker.step, worker.progress.index, worker.progress.op))
         return begin(*args)
 
-    setattr(transport, name, start)
+    transport.start = start
 
 
 def same(one, other):
