@@ -229,24 +229,9 @@ class OptimizerOver:
     """A `StageOptimizer` that wraps another one: subclasses override some methods."""
 
     def __init__(self, inner: StageOptimizer) -> None:
-        self._inner = inner
+        self._inner, self.apart, self.mirrored = inner, inner.apart, inner.mirrored
+        self.parameters, self.optimizer = inner.parameters, inner.optimizer
         self.also = list[str]()  # keys of wrappers in the optimizer's state of a parameter
-
-    @property
-    def apart(self) -> bool:
-        return self._inner.apart
-
-    @property
-    def mirrored(self) -> bool:
-        return self._inner.mirrored
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._inner.parameters
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._inner.optimizer
 
     def squares(self) -> dict[str, Tensor]:
         return self._inner.squares()

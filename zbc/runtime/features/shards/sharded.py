@@ -70,8 +70,6 @@ class Sharded(OptimizerOver):
     gradients are reduced after each run of backwards; `cycles`: steps follow one another without a flush.
     """
 
-    apart = True
-
     def __init__(
         self,
         options: spec.Optimizer,
@@ -91,7 +89,7 @@ class Sharded(OptimizerOver):
         scatters: bool = False,
         cycles: bool = False,
     ) -> None:
-        self._all, self._options = parameters, options
+        self._options = options
         self._later = not (ahead or cycles)  # other ranks' updates arrive only in the next step's gather
         self._quiet = frees or cycles  # graphs are still used after weights were written
         self._casts, self._frees = tuple(casts), frees
@@ -112,6 +110,7 @@ class Sharded(OptimizerOver):
         own = {str(piece): p for piece, p in self._own.items()} | self._whole
         of = options, own, self._casts, wholes
         super().__init__(build_optimizer(*of, lowered=lowered, masters=masters, ahead=ahead))
+        self.parameters, self.apart, self.mirrored = parameters, True, bool(self._among)
         if lowered is not None:  # masters exist by now; only now the weights are lowered, and pieces are views of them
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             self.moved()
@@ -132,10 +131,6 @@ class Sharded(OptimizerOver):
         self._in_slots: set[str] | None = None  # the parameters whose gradients of this step are in slots
         self._slot_sum: Sum | None = None
         self._fetch: Pending | None = None
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._all
 
     def squares(self) -> dict[str, Tensor]:
         """Sums of squares per chunk; zeros for the chunks that other ranks report."""
@@ -183,11 +178,6 @@ class Sharded(OptimizerOver):
         """Updates the pieces, which are views of the weights, after the weights got other storage."""
         for piece, parameter in self._own.items():
             parameter.data = self._place(piece)
-
-    @property
-    def mirrored(self) -> bool:
-        """Whether other ranks of a pipeline have the same shards."""
-        return bool(self._among)
 
     @property
     def dealt(self) -> frozenset[str]:
