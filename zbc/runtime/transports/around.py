@@ -105,7 +105,13 @@ class Staged(Around):
                 return pairs[0][0]
 
             staged = staged._replace(then=Then(make, after.root))
-        return _Landing(self.inner.start(staged, ranks), pairs)
+
+        def land(pending: Pending) -> None:
+            pending.wait()
+            for host, there in pairs:  # known once it has completed
+                there.copy_(host, non_blocking=True)
+
+        return Through(self.inner.start(staged, ranks), land)
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
         if device.type != "cpu":
@@ -127,19 +133,3 @@ class Staged(Around):
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return host
-
-
-class _Landing(NamedTuple):
-    """A `Pending`: a collective on the host, then copies to the device: `pairs` of host and device tensors, which are
-    known once it has completed."""
-
-    inner: Pending
-    pairs: list[tuple[Tensor, Tensor]]
-
-    def wait(self) -> None:
-        self.inner.wait()
-        for host, target in self.pairs:
-            target.copy_(host, non_blocking=True)
-
-    def ready(self) -> bool:
-        return self.inner.ready()
