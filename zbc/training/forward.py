@@ -33,7 +33,8 @@ from zbc.runtime.features.words.words import PLAIN
 from zbc.topology import At
 from zbc.training.building.context import Settings, steps_of, tokens_of
 from zbc.training.building.shares import log_probabilities_of
-from zbc.training.data.data import Batches, Samples, Tokens, all_samples, place
+from zbc.training.data.data import Batches, Tokens, all_samples, place
+from zbc.training.data.pairs import Samples
 from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.data.unequal import Padded, all_documents
 from zbc.training.evaluate import EvaluationRun, forward_run, forwards, total

@@ -24,8 +24,8 @@ from zbc.runtime.features.context_parallel import rows_in, rows_of
 from zbc.runtime.features.slices.slicing import Inside, within
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.transport import Transport
-from zbc.training.data.data import KINDS, Samples, Tokens, build_dataset, build_samples, input_spec, place
-from zbc.training.data.pairs import Words
+from zbc.training.data.data import KINDS, Tokens, build_dataset, build_samples, input_spec, place
+from zbc.training.data.pairs import Samples, Words
 from zbc.training.data.split import Steps, count_of_step
 from zbc.training.data.unequal import ByTokens, Dealer, Fixed, Padded, build_documents, dealer_of
 from zbc.training.models import adapters, model, pretrained

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
 from zbc.training.data.chat import CHAT, Chat
 from zbc.training.data.counted import Count, Weights
-from zbc.training.data.pairs import ANY, UnfitError, Words, copied, pair_of
+from zbc.training.data.pairs import ANY, Samples, UnfitError, Words, copied, pair_of
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.tokens import TokenWindows
 
@@ -39,33 +39,6 @@ _ORDERS = 4  # cached epochs
 _KEPT = 1024  # cached targets of samples whose input was read, at most about this number
 _EARLY_S = 0.001  # for which other microbatches of a step are read, too
 _STEPS = 3  # cached steps
-
-
-class Samples(Protocol):
-    """A map-style dataset that returns whole microbatches.
-
-    Numbers continue after the last sample: in epoch `e` sample `i` has the number i + e x len.
-    """
-
-    def __len__(self) -> int: ...
-
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        """The inputs of these samples, stacked along a new first dimension; `group` selects the inputs of a group of
-        layers if samples have several."""
-
-    def targets(self, indices: Sequence[int]) -> Tensor:
-        """Their targets, stacked."""
-
-    def expect(self, indices: Sequence[int]) -> None:
-        """Samples that are about to be read, in this order."""
-        return
-
-    def digest(self) -> int:
-        """A digest of a few samples, 40 bits, which ranks compare. Raises E505 if two reads of one sample differ.
-
-        0 for data that depend only on files and the seed, which are not compared.
-        """
-        return 0
 
 
 class Windows(Samples):

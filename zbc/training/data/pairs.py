@@ -9,8 +9,8 @@ A mapping for x has an input for each group of layers (`model.graph`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,33 @@ HINT = "set model.vocab to that of the tokenizer and plan again; -100 marks targ
 _NAMES = (("input", "target"), ("inputs", "targets"), ("x", "y"))
 _TOKENS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 _ELSE = frozenset({"token_type_ids", "special_tokens_mask", "length"})  # keys that tokenizers add
+
+
+class Samples(Protocol):
+    """A map-style dataset that returns whole microbatches.
+
+    Numbers continue after the last sample: in epoch `e` sample `i` has the number i + e x len.
+    """
+
+    def __len__(self) -> int: ...
+
+    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
+        """The inputs of these samples, stacked along a new first dimension; `group` selects the inputs of a group of
+        layers if samples have several."""
+
+    def targets(self, indices: Sequence[int]) -> Tensor:
+        """Their targets, stacked."""
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Samples that are about to be read, in this order."""
+        return
+
+    def digest(self) -> int:
+        """A digest of a few samples, 40 bits, which ranks compare. Raises E505 if two reads of one sample differ.
+
+        0 for data that depend only on files and the seed, which are not compared.
+        """
+        return 0
 
 
 class UnfitError(Exception):

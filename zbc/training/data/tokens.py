@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
+from zbc.training.data.pairs import Samples
 from zbc.training.data.tokenfile import describe
 
 _TYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
@@ -60,7 +61,7 @@ class TokenFile:
         return tokens
 
 
-class TokenWindows:
+class TokenWindows(Samples):
     """Consecutive windows of `seq_len` tokens within each file; a target is its window shifted by one token.
 
     Raises E505 for a token outside of the model's vocabulary.
@@ -85,12 +86,6 @@ class TokenWindows:
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         return torch.stack([self._window(index, 1) for index in indices])
-
-    def expect(self, indices: Sequence[int]) -> None:
-        """Does nothing."""
-
-    def digest(self) -> int:
-        return 0
 
     def _window(self, number: int, shift: int) -> Tensor:
         index = number % len(self)

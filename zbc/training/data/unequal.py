@@ -29,7 +29,6 @@ from zbc.training.data.data import (
     Batches,
     Pairs,
     RankBatches,
-    Samples,
     Tokens,
     build_dataset,
     in_epochs,
@@ -37,7 +36,7 @@ from zbc.training.data.data import (
     place,
 )
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
-from zbc.training.data.pairs import Words
+from zbc.training.data.pairs import Samples, Words
 from zbc.training.models.model import loss as load_loss
 
 LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a step
