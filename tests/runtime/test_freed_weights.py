@@ -125,8 +125,8 @@ def test_weights_that_stages_share_stay(schedule):
 
 def freeable(sharded):
     """Bytes that FREE would free now."""
-    low = [cast.low.untyped_storage().nbytes() for cast in sharded._low.values() if cast.low is not None]
-    return 0 if sharded._flat is None else sharded._flat.bytes + sum(low)
+    low = [cast.low.untyped_storage().nbytes() for cast in sharded.weights._low.values() if cast.low is not None]
+    return 0 if sharded.weights._flat is None else sharded.weights._flat.bytes + sum(low)
 
 
 @pytest.mark.parametrize("resident", [1, 2])

@@ -103,11 +103,11 @@ class Gathers(Feature):
     def free(self) -> None:
         """Frees all weights that a step will gather."""
         for sharded in self.freed:
-            sharded.free()
+            sharded.weights.free()
 
     def takes_away(self, stage: int, tensor: Tensor) -> bool:
         """Whether the bytes of a tensor are freed with the weights of a stage."""
-        return any(self.stages[owner].takes_away(tensor) for owner in owners_among(stage, self.stages))
+        return any(self.stages[owner].weights.holds(tensor) for owner in owners_among(stage, self.stages))
 
     def of(self, op: Op) -> Sharded:
         if op.stage not in self.stages:
@@ -122,7 +122,7 @@ def gather(worker: Worker, op: Op) -> None:
 
 def free(worker: Worker, op: Op) -> None:
     """FREE: reshards a stage, freeing the bytes of its weights."""
-    worker.features.of(Gathers).of(op).free()
+    worker.features.of(Gathers).of(op).weights.free()
 
 
 def scatter(worker: Worker, op: Op) -> None:

@@ -42,7 +42,8 @@ from zbc.runtime.core.private import add_all, copy_all
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tensors import constant, lower_precision
 from zbc.runtime.core.validate import chunks, squares_of
-from zbc.runtime.features.shards.pieces import Flat, Piece, Row, cut, deal, part_of, places_in, weights_read_low
+from zbc.runtime.features.shards.pieces import cut, deal, part_of, places_in
+from zbc.runtime.features.shards.weights import Weights
 from zbc.runtime.features.shards.windows import SlotSum, Window, WindowCopier
 from zbc.runtime.transports.transport import Pending, Transport
 
@@ -53,9 +54,6 @@ class Sum(NamedTuple):
     pending: Pending
     slots: SlotSum
     every: bool  # whether this rank had all gradients
-
-
-NO_CASTS: Mapping[str, Tensor] = {}
 
 
 class Sharded(OptimizerOver):
@@ -91,8 +89,7 @@ class Sharded(OptimizerOver):
     ) -> None:
         self._options = options
         self._later = not (ahead or cycles)  # other ranks' updates arrive only in the next step's gather
-        self._quiet = frees or cycles  # graphs are still used after weights were written
-        self._casts, self._frees = tuple(casts), frees
+        self._frees = frees
         self._ranks, self._mine = ranks, ranks.index(rank)
         self._among = among if len(among) > len(ranks) else ()
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
@@ -103,30 +100,25 @@ class Sharded(OptimizerOver):
             raise ZbcError("E110", text, hint="set optimizer.zero1 = false")
         self._matrices = {name for name, p in self._trained.items() if is_matrix(options, name, p)}
         self._shares = deal(cut(self._trained, self._matrices), len(ranks))
-        self._length = max(sum(piece.size for piece in share) for share in self._shares)
+        self.weights = Weights(self._trained, self._shares, self._mine, frees=frees, quiet=frees or cycles)
+        self._own, self._length = self.weights.own, self.weights.length
         self._width = self._length + max(map(len, self._shares))  # with a flag per piece that has a gradient
-        self._own = {piece: nn.Parameter(self._place(piece)) for piece in self._shares[self._mine]}
         self._whole = {name: parameters[name] for name in sorted(whole)}
         own = {str(piece): p for piece, p in self._own.items()} | self._whole
-        of = options, own, self._casts, wholes
+        of = options, own, (casts := tuple(casts)), wholes
         super().__init__(build_optimizer(*of, lowered=lowered, masters=masters, ahead=ahead))
         self.parameters, self.apart, self.mirrored = parameters, True, bool(self._among)
         if lowered is not None:  # masters exist by now; only now the weights are lowered, and pieces are views of them
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
-            self.moved()
+            self.weights.moved()
         first = next(iter(self._trained.values()), None) if lowered is None or not masters else None
         self._type = torch.float32 if first is None else first.dtype  # of the tensors that are updated
-        self._kind, self._low = low, weights_read_low(self._trained, self._casts) if frees and low is not None else {}
-        wide = [p for name, p in self._trained.items() if p.is_contiguous() and name not in self._low]
-        self._flat = Flat(wide) if frees else None
-        self._there = frees  # whether weights that are read as casts only are resident
-        self._rows = [Row(share, self._low) for share in self._shares]
-        self._message = max(row.wide for row in self._rows), max(row.low for row in self._rows)
+        self.weights.lay(casts, low)
         self.scatters = scatters
         # In flight, in the order of their start: shards of all ranks, this one's, whether this rank had all gradients
         self._sums: list[tuple[Pending, Tensor, Tensor, bool]] = []
         self._added: tuple[Tensor, bool] | None = None  # the accumulated result of completed ones; likewise
-        self._weights: tuple[Pending, Tensor, bool] | None = None  # and whether casts are gathered, not weights
+        self._coming: tuple[Pending, Tensor, bool] | None = None  # weights, and whether casts are gathered, not weights
         self._window: Window | None = None  # in place of collectives
         self._in_slots: set[str] | None = None  # the parameters whose gradients of this step are in slots
         self._slot_sum: Sum | None = None
@@ -173,11 +165,6 @@ class Sharded(OptimizerOver):
     def loaded(self) -> None:
         self._inner.loaded()
         self.drop()
-
-    def moved(self) -> None:
-        """Updates the pieces, which are views of the weights, after the weights got other storage."""
-        for piece, parameter in self._own.items():
-            parameter.data = self._place(piece)
 
     @property
     def dealt(self) -> frozenset[str]:
@@ -330,51 +317,45 @@ class Sharded(OptimizerOver):
         """Starts the gather of the weights that the other ranks updated; `whole`: none of them as casts."""
         if not self._trained:
             return
-        if self._flat is not None:
-            self._flat.restore()
-        lowers = bool(self._low) and not whole
+        self.weights.restore(whole=whole)
+        lowers = self.weights.lowers and not whole
         if self._window is not None and not whole:
-            casts = self._adopted(lowers)
-            fetch = self._window.fetch(lambda parts: self._spread(parts, casts, lowers))
+            casts = self.weights.adopted(lowers)
+            fetch = self._window.fetch(lambda parts: self.weights.spread(parts, casts, lowers))
             self._fetch = transport.watch(fetch, gather=True)
             return
-        if self._low and whole:
-            self._bring_back()
-        first = next(iter(self._trained.values()))
-        size, rows = self._row_bytes(lowers), len(self._ranks)
-        mine = torch.zeros(size, dtype=torch.uint8, device=first.device)
-        self._fill(mine, lowers)
-        parts = torch.empty(rows, size, dtype=torch.uint8, device=first.device)
-        self._weights = transport.start_gather(mine, parts, self._ranks), parts, lowers  # the gather holds `mine`
+        size, device = self.weights.row_bytes(lowers), next(iter(self._trained.values())).device
+        mine = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.weights.fill(mine, lowers)
+        parts = torch.empty(len(self._ranks), size, dtype=torch.uint8, device=device)
+        self._coming = transport.start_gather(mine, parts, self._ranks), parts, lowers  # the gather holds `mine`
 
     @property
     def arrived(self) -> bool:
         """Whether `finish_gather` would not wait."""
-        return self._weights is None or self._weights[0].ready()
+        return self._coming is None or self._coming[0].ready()
 
     def finish_gather(self) -> None:
         """Waits for the gather, and writes the weights."""
         if self._fetch is not None:
             self._fetch.wait()
             self._fetch = None
-            self._refill(lowers=bool(self._low))
-        if self._weights is None:
+            self.weights.refill(lowers=self.weights.lowers)
+        if self._coming is None:
             return
-        pending, parts, lowers = self._weights
+        pending, parts, lowers = self._coming
         pending.wait()
-        self._spread(parts, self._adopted(lowers), lowers)
-        self._weights = None
-        self._refill(lowers=lowers)
+        self.weights.spread(parts, self.weights.adopted(lowers), lowers)
+        self._coming = None
+        self.weights.refill(lowers=lowers)
 
     def open_window(self, transport: Transport, copier: WindowCopier) -> None:
         """Opens a window of shared memory for all later gathers and reductions within steps; all ranks call this;
         blocks."""
         if not self._trained:
             return
-        first = next(iter(self._trained.values()))
-        row = self._row_bytes(bool(self._low))
-        kind, device = gradient_type(first), first.device
-        self._window = Window(transport, self._ranks, row, self._width, kind, device, copier)
+        first, row = next(iter(self._trained.values())), self.weights.row_bytes(self.weights.lowers)
+        self._window = Window(transport, self._ranks, row, self._width, gradient_type(first), first.device, copier)
         self.publish()
 
     def stepped(self, transport: Transport, *, skipped: bool) -> None:
@@ -383,89 +364,11 @@ class Sharded(OptimizerOver):
     def publish(self) -> None:
         """Publishes the updated pieces of this rank in its window."""
         if self._window is not None:
-            self._fill(self._window.weights, lowers=bool(self._low))
+            self.weights.fill(self._window.weights, lowers=self.weights.lowers)
             self._window.publish()
-
-    def _fill(self, row: Tensor, lowers: bool) -> None:
-        """Writes this rank's pieces into its message."""
-        for places, pieces in zip(self._split(row, lowers), self._rows[self._mine].parts(lowers), strict=True):
-            copy_all(places_in(places, pieces), [self._own[piece].detach().reshape(-1) for piece in pieces])
-
-    def _adopted(self, lowers: bool) -> dict[str, Tensor]:
-        """Uninitialised casts to gather into."""
-        if not lowers or self._kind is None:
-            return {}
-        return {name: cast.adopt(self._kind) for name, cast in self._low.items()}
-
-    def _spread(self, parts: Iterable[Tensor], casts: Mapping[str, Tensor], lowers: bool) -> None:
-        """Copies the rows of all ranks into weights and casts."""
-        targets, sources = list[Tensor](), list[Tensor]()
-        for index, (message, row) in enumerate(zip(parts, self._rows, strict=True)):
-            if self._frees or index != self._mine:
-                for places, pieces in zip(self._split(message, lowers), row.parts(lowers), strict=True):
-                    views = [self._view(piece, casts) for piece in pieces]
-                    targets += views
-                    sources += [a.view(b.shape) for a, b in zip(places_in(places, pieces), views, strict=True)]
-        copy_all(targets, sources)
-
-    def _refill(self, *, lowers: bool) -> None:
-        """Recomputes the casts that were not gathered."""
-        for cast in self._casts:
-            if not self._frees:
-                cast.forget()
-            elif not lowers or cast not in self._low.values():
-                cast.refill()
-
-    def _row_bytes(self, lowers: bool) -> int:
-        """Bytes of each rank's message."""
-        width = next(iter(self._trained.values())).element_size()
-        if not lowers or self._kind is None:
-            return self._length * width
-        size = self._message[0] * width + self._message[1] * self._kind.itemsize
-        return -(-size // 8) * 8  # so that the rows of all ranks can be read as numbers
-
-    def _split(self, message: Tensor, lowers: bool) -> tuple[Tensor, Tensor]:
-        """The two parts of a message: weights in their own type, and in the lower type."""
-        first = next(iter(self._trained.values()))
-        wide = (self._message[0] if lowers else self._length) * first.element_size()
-        kind = self._kind if lowers and self._kind is not None else first.dtype
-        return message[:wide].view(first.dtype), message[wide:].view(kind)
-
-    def _bring_back(self) -> None:
-        """Allocates the weights that a step reads as casts only."""
-        for name in self._low:
-            parameter = self._trained[name]
-            parameter.data.untyped_storage().resize_(parameter.nbytes)
-        self._there = True
-
-    def free(self) -> None:
-        """Frees the bytes of the weights."""
-        if self._flat is not None:
-            self._flat.free()
-            for cast in self._casts:
-                cast.free()
-        if self._there:
-            for name in self._low:
-                self._trained[name].data.untyped_storage().resize_(0)
-            self._there = False
-
-    def takes_away(self, tensor: Tensor) -> bool:
-        """Whether FREE would free the bytes of a tensor, since it is a view of a weight."""
-        return self._flat is not None and self._flat.holds(tensor)
 
     @property
     def kept(self) -> list[Tensor]:
         """This rank's shards of the weights, if weights are freed, and its window."""
         own: list[Tensor] = [*self._own.values()] if self._frees else []
         return own if self._window is None else [*own, self._window.weights]
-
-    def _view(self, piece: Piece, casts: Mapping[str, Tensor] = NO_CASTS) -> Tensor:
-        if piece.name in casts:
-            return part_of(casts[piece.name].data, piece, keep_shape=True)
-        parameter = self._trained[piece.name]
-        # Writes through `data` do not change the version.
-        return part_of(parameter.data if self._quiet else parameter.detach(), piece, keep_shape=True)
-
-    def _place(self, piece: Piece) -> Tensor:
-        """The tensor that this rank updates for a piece."""
-        return self._view(piece).clone() if self._frees else self._view(piece)

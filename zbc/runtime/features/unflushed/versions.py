@@ -58,11 +58,11 @@ class TwoVersions(OptimizerOver):
         dealt = inside(self._inner, Sharded) if self._partial else None
         if dealt is not None:
             self._show(newer=False)
-            dealt.moved()
+            dealt.weights.moved()
             dealt.start_gather(transport, whole=True)
             dealt.finish_gather()
             self._show(newer=True)
-            dealt.moved()
+            dealt.weights.moved()
         self._partial = False
 
     def before(self, op: Op, batch: int) -> None:
@@ -112,7 +112,7 @@ class TwoVersions(OptimizerOver):
         self.newer = False
         self._show(newer=True)
         if (dealt := inside(self._inner, Sharded)) is not None:
-            dealt.moved()
+            dealt.weights.moved()
         self._forget()
         self.steps += 1
 
