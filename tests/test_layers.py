@@ -184,7 +184,7 @@ BOUNDS = {
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4279),
     "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24381),
     "all of zbc": (lambda: lines("zbc"), 74583),
-    "tests": (lambda: lines("tests"), 56502),
+    "tests": (lambda: lines("tests"), 56501),
 }
 
 
