@@ -37,6 +37,8 @@ microbatches = 8.5
 device = "cdua"
 [optmizer]
 lr = 3
+[data]
+kind = "txt"
 """
     found = {where: (code, message) for code, where, message in problems(tmp_path, text)}
     assert found == {
@@ -46,6 +48,7 @@ lr = 3
         "zbc.toml:9:16": ("E103", "config: schedule.microbatches: expected a whole number, found 8.5"),
         "zbc.toml:11:10": ("E103", "config: hardware.device: expected 'cuda' or 'cpu', found 'cdua'"),
         "zbc.toml:12:2": ("E102", "config: unknown table optmizer"),
+        "zbc.toml:15:8": ("E103", "config: unknown data.kind 'txt'"),  # though [model] could not be read
     }
 
 
