@@ -82,8 +82,8 @@ def report(
     """
     changes = Changes(settings, schedule, profile, budget)
     for option, given, of, kind in (
-        ("--plan", plan, isfile(target) and not _planned(target), "a log"),
-        ("--phase", phase, not isfile(target) and not _planned(target), "a run directory"),
+        ("--plan", plan, isfile(target) and not _planned(target), "a log, as a run knows its plan"),
+        ("--phase", phase, not isfile(target) and not _planned(target), "a run directory, not with a log"),
         ("--jitter", jitter, _planned(target), "a plan, a job or a CSV"),
         ("--straggler", straggler, _planned(target), "a plan, a job or a CSV"),
     ):
