@@ -243,12 +243,8 @@ class Stage:
 
         def run(index: int, x: Tensor) -> Tensor:
             rests = self.resting(asleep & {index}) if asleep else nullcontext()
-            with (
-                self.autocast,
-                rests,
-                as_then(now),
-                decisions[index].again(),
-            ):  # in backward as well, when it runs again
+            # In backward as well, when it runs again.
+            with self.autocast, rests, as_then(now), decisions[index].again():
                 y = self._run(layers[index], layers[index].call, x, self.seed, step, mb)
                 return finish(y) if index == last else y
 

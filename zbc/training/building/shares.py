@@ -89,9 +89,8 @@ def shared_with(site: Site) -> Shared:
     inner, folded = dict[str, Group | None](), site.manifest.folded
     for axis in INNER:
         ranks = site.topology.beside(axis.name, site.rank)
-        group = Group(
-            ranks, ranks.index(site.rank), site.transport, axis.parts and bool(site.shares_sequence), meter, folded
-        )
+        sequence = axis.parts and bool(site.shares_sequence)
+        group = Group(ranks, ranks.index(site.rank), site.transport, sequence, meter, folded)
         inner[axis.name] = group if group.size > 1 else None
     if not site.manifest.ep:
         return Shared(inner["tp"], None, inner["cp"])

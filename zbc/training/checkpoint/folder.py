@@ -189,9 +189,8 @@ def prune(parent: Path, keep: int, newest: int, best: int | None = None) -> None
     """
     kept = [step for step in complete(parent) if step <= newest][-keep:]
     for step, folder in _all(parent).items():
-        if (
-            step not in kept and step != best and step < newest and not folder.is_symlink()
-        ):  # the target of a link is not ours
+        # The target of a link is not ours.
+        if step not in kept and step != best and step < newest and not folder.is_symlink():
             (folder / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -92,10 +92,8 @@ def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
             continue
         if held.name in cuts and held.shared:
             yield from _collected(worker, owner, held.name, held.tensor.data, state.get(held.tensor, {}))
-        if held.name in cuts or (
-            worker.share and not apart
-        ):  # unsharded parameters are written by the first rank of the group
-            continue
+        if held.name in cuts or (worker.share and not apart):
+            continue  # unsharded parameters are written by the first rank of the group
         tied = held.name in ties.homes
         holders = ties.ranks(worker, held.name) if tied else usual
         if not held.shared:

@@ -268,9 +268,8 @@ class Place:
     keys: str  # prefix of its keys, which separates runs, and restarts of one, in a shared store
     local_rank: int = 0
     one_machine: bool = True  # whether all ranks are surely on one machine
-    hosts_store: bool = (
-        False  # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0
-    )
+    # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0.
+    hosts_store: bool = False
     error_file: str | None = None  # of a failure, shown in torchrun's summary
     recorder_file: str | None = None  # for NCCL's flight recorder
 

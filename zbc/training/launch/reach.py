@@ -72,9 +72,8 @@ def check_reach(board: Board, here: Doorstep, limit: timedelta, name: Callable[[
             port = door.getsockname()[1]
         doorstep = {"host": socket.gethostname(), **here.interface._asdict(), "port": port}
         board.meet("doorstep", limit, json.dumps(doorstep) if here.first else "")
-        said = (
-            {rank: json.loads(text) for rank, text in enumerate(board.said("doorstep")) if text} if here.first else {}
-        )
+        texts = enumerate(board.said("doorstep") if here.first else ())
+        said = {rank: json.loads(text) for rank, text in texts if text}
         peers = [rank for rank, host in said.items() if host["address"] != here.interface.address]
         failed = [(rank, why) for rank in peers if (why := _try(said[rank])) is not None]
 

@@ -119,9 +119,8 @@ class RunRecord:
         """Writes the metrics of a step; returns its line for the console, if it is a step to show."""
         numbers = self._numbers(result)
         step = numbers["step"]
-        shown = (
-            step in (self._first + 1, self._steps) or step % self._log["every"] == 0 or result.stop or result.skipped
-        )
+        always = step in (self._first + 1, self._steps) or result.stop or result.skipped
+        shown = always or step % self._log["every"] == 0
         if shown and (count := self._experts):  # in each step they would be most of the file
             rows = [*map(int, result.routed)]
             numbers["expert_rows"] = [rows[at : at + count] for at in range(0, len(rows), count)]

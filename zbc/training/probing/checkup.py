@@ -114,11 +114,8 @@ def check_up(plan: StoredPlan) -> Checkup:
         for name, grad in plain.items()
     )
     stages, mean = _ways(single, settings), math.nan if result is None else result.loss
-    tolerance, layers = (
-        TOLERANCE[settings.model.dtype],
-        (one for s in sorted(worker.stages) for one in worker.stages[s].layers),
-    )
-    unscaled = tuple(layer.name for layer in layers if layer.traits.adds)
+    tolerance, stages_of = TOLERANCE[settings.model.dtype], (worker.stages[s] for s in sorted(worker.stages))
+    unscaled = tuple(layer.name for stage in stages_of for layer in stage.layers if layer.traits.adds)
     return Checkup(stages, mean, loss, found, tolerance, unscaled)
 
 

@@ -212,9 +212,8 @@ def share(name: str, layer: nn.Module, group: Group) -> Iterator[str]:
             local = userobject.call(lambda told=told: told(group), {}, where, "model layer")
             if not any(key.startswith(f"{local}.") for key, _ in module.named_parameters()):
                 text = f"model: share_experts of {where} returns {local!r}, under which it has no parameters"
-                raise ZbcError(
-                    "E119", text, hint='return the name of what holds this rank\'s experts, such as "experts"'
-                )
+                hint = 'return the name of what holds this rank\'s experts, such as "experts"'
+                raise ZbcError("E119", text, hint=hint)
             yield f"{where}.{local}"
 
 

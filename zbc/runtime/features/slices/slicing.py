@@ -324,9 +324,8 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, Te
 
 def _mask(rows: int, length: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An additive mask in `dtype`, so that torch does not convert it; cached, since graphs keep it."""
-    seen = (
-        torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows).triu(length - rows - window + 1)
-    )
+    every = torch.ones(rows, length, dtype=torch.bool, device=device)
+    seen = every.tril(length - rows).triu(length - rows - window + 1)
     return torch.zeros(rows, length, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
