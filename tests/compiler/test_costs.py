@@ -324,17 +324,6 @@ def test_experts_that_make_no_sense_are_refused(model, said):
         job(model=model)
 
 
-def test_memory_by_category_is_float32_weights_gradients_and_two_adam_states():
-    sizes = costs(job()).bytes
-    table = estimate.layers(job())
-    positions = 8 * 16  # the numbers of the places
-    assert sum(s.weights for s in sizes) == 4 * sum(layer.params for layer in table) + positions
-    assert all(s.optimizer == 2 * s.gradients for s in sizes)
-    assert all(s.gradients == s.weights for s in sizes[1:]) and sizes[0].weights - sizes[0].gradients == positions
-    assert all(s.boundary == 2 * 16 * 32 * 4 for s in sizes)
-    assert sum(s.optimizer for s in costs(job(optimizer={"kind": "sgd"})).bytes) == 0
-
-
 def test_layers_of_a_factory_are_assumed_equal_and_say_so():
     plain = job(model={"family": "my.net:layers"}, data={"kind": "my.net:data"})
     assumed = costs(plain)

@@ -18,10 +18,8 @@ NAMED = "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role
 MARKED = SAID.replace("{{ m.content }}<|end|>", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>")
 MARKED = MARKED.replace("{% endfor %}", "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}")
 CHANGING = SAID.replace("<|end|>", "{% if loop.last %}!{% endif %}<|end|>")  # as templates that drop earlier thoughts
-TURNS = [
-    {"role": role, "content": text}
-    for role, text in zip(["user", "assistant"] * 2, ["ab", "c", "?", "yes"], strict=True)
-]
+TURNS = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+TURNS += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
 BOTH = [("<|user|>ab<|end|><|assistant|>", False), ("c<|end|>", True)]
 BOTH += [("<|user|>?<|end|><|assistant|>", False), ("yes<|end|>", True)]
 

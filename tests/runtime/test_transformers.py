@@ -204,12 +204,7 @@ def test_memory(kind, slices, tp, tmp_path):
         ({"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}, "E521", "model_type 'own'", "never runs"),
         ({"num_attention_heads": "four"}, "E521", "transformers refuses the config.json of this opt", "compare"),
         ({"model_type": "biogpt"}, "E521", "biogpt of transformers cannot be taken apart", "a factory"),
-        (
-            {"model_type": "doge", "is_moe": True, **ROUTED},
-            "E521",
-            "its routers is another",
-            "output_router_logits = false",
-        ),
+        ({"model_type": "doge", "is_moe": True, **ROUTED}, "E521", "its routers is another", "router_logits = false"),
         ({"quantization_config": {"quant_method": "fp8"}}, "E521", "are quantized", "bfloat16"),
     ],
 )
