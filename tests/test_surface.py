@@ -78,9 +78,12 @@ def test_a_code_that_is_gone_names_the_one_that_stands_for_it(code, capsys):
 
 
 @pytest.mark.parametrize("key", RETIRED)
-def test_a_key_that_is_gone_says_what_to_write(key):
+def test_a_key_that_is_gone_says_what_to_write(key, capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", key])
+    assert "gone; write" in capsys.readouterr().out
     table, _, name = key.rpartition(".")
-    text = f"[{table}]\n{name} = 1\n" if table else f"{name} = 1\n"
+    text = (f"[{table}]\n" if table else "") + f"{name} = 1\n"
     problems = [str(error) for error in drafted(loads(text, "zbc.toml")).problems]
     assert any(f"{key} is gone; write {RETIRED[key]}" in problem for problem in problems)
     named = re.findall(r"(\w+)\.(\w+)", RETIRED[key])

@@ -22,6 +22,7 @@ TURNS = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"
 TURNS += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
 BOTH = [("<|user|>ab<|end|><|assistant|>", False), ("c<|end|>", True)]
 BOTH += [("<|user|>?<|end|><|assistant|>", False), ("yes<|end|>", True)]
+ASKED = "".join(text for text, _ in BOTH[:3])
 
 
 def tokenizer_of(folder, template=None):
@@ -55,11 +56,7 @@ def chat(folder, *samples, template=SAID + ASK, longest=40, padded=True):
     [
         (SAID + ASK, {"messages": TURNS}, BOTH),
         (MARKED + ASK, {"messages": TURNS}, BOTH),
-        (
-            SAID + ASK,
-            {"prompt": TURNS[:3], "completion": TURNS[3:]},
-            [("".join(t for t, _ in BOTH[:3]), False), BOTH[3]],
-        ),
+        (SAID + ASK, {"prompt": TURNS[:3], "completion": TURNS[3:]}, [(ASKED, False), BOTH[3]]),
         (SAID + ASK, {"prompt": "ü?", "completion": " é"}, [("ü?", False), (" é<|end|>", True)]),
     ],
 )
@@ -69,11 +66,10 @@ def test_the_assistant_is_learned_and_nothing_else(folder, template, sample, par
     (x, y), (tokens, said) = found[0], found.tokens(0)
     count = len(tokens) - 1
     assert x[:count].tolist() == tokens[:-1] and len(x) == len(y) == 40 and found.lengths == [count]
-    assert y.tolist() == [token if known else -100 for token, known in zip(tokens[1:], said[1:], strict=True)] + [
-        -100
-    ] * (40 - count)
-    whole = chat(folder, sample, template=template, padded=False)[0]
-    assert all(torch.equal(short, long[:count]) for short, long in zip(whole, (x, y), strict=True))
+    assert y.tolist()[:count] == [token if known else -100 for token, known in zip(tokens[1:], said[1:], strict=True)]
+    assert y[count:].tolist() == [-100] * (40 - count)
+    short = chat(folder, sample, template=template, padded=False)[0]
+    assert torch.equal(short[0], x[:count]) and torch.equal(short[1], y[:count])
 
 
 @pytest.mark.parametrize(

@@ -158,12 +158,14 @@ def _job(job: Job, *, json: bool, quiet: bool) -> None:
 
 
 def _described(text: str) -> Word | None:
-    """The description of a job's key from its schema; of all keys of a name without its table."""
+    """The description of a job's key from its schema, or what to write in its place; of all of a name without table."""
     from zbc.explain.glossary import Word
     from zbc.job.spec import SECTIONS
+    from zbc.job.wording import RETIRED
 
     table, _, key = text.strip("[]").rpartition(".")
-    keys = {}
+    named = f".{text.strip('[]')}"
+    keys = {gone: f"It is gone; write {instead}." for gone, instead in RETIRED.items() if f".{gone}".endswith(named)}
     for section, kind in SECTIONS.items():
         field = kind.model_fields.get(key) if table in ("", section) else None
         if field is not None and field.description:
