@@ -107,20 +107,24 @@ def _become(module: nn.Module, beside: type[nn.Module], meets: Any) -> None:
     module.__dict__["meets"] = meets
 
 
-def shard(layer: nn.Module, prefix: str, root: Any, met: Entered) -> Shares:
-    """Reduces a decoder layer to this rank's shard, in place; `prefix`: its name in the model `root`, with a dot.
-    Raises E119 for a style that is not known, or parts that ranks cannot share equally."""
+def shard(part: nn.Module, inside: str, prefix: str, root: Any, met: Entered) -> Shares:
+    """Reduces a decoder layer, `inside` of a part, to this rank's shard, in place; `prefix`: its name in the model
+    `root`, with a dot. Raises E119 for a style that is not known, or parts that ranks cannot share equally."""
     cuts, terms, plan, kind = dict[str, Cut](), set[str](), root.tp_plan, root.config.model_type
     told = [getattr(root.config.get_text_config(), f"num_{of}_heads", 0) for of in ("attention", "key_value")]
     heads = {key: count for key, count in zip(("q_proj", "k_proj", "v_proj"), (*told, told[1]), strict=True) if count}
 
+    def theirs(name: str) -> str:
+        return prefix + name.removeprefix(inside).removeprefix(".")
+
     def style_of(name: str) -> Style:
-        said = plan.get(_NUMBER.sub("*", prefix + name), "replicate")
+        said = plan.get(_NUMBER.sub("*", theirs(name)), "replicate")
         if said not in STYLES:
-            raise _refused(f"the tensor parallelism of {prefix}{name} of {kind} is {said!r}, which zbc does not have")
+            raise _refused(f"the tensor parallelism of {theirs(name)} of {kind} is {said!r}, which zbc does not have")
         return STYLES[said]
 
-    for name, module in [*layer.named_modules()]:
+    layer = part.get_submodule(inside)
+    for name, module in [*layer.named_modules(prefix=inside)]:
         style, (path, _, leaf) = style_of(name), name.rpartition(".")
         if style.cut is not None:
             turned = isinstance(module, Stack) and module.transposed
@@ -128,27 +132,27 @@ def shard(layer: nn.Module, prefix: str, root: Any, met: Entered) -> Shares:
             width = module.out_features if cut is columns else module.in_features
             parts = heads.get(leaf, width) if style is _COLUMNS else width // style.halves
             if parts % met.group.size:
-                text = f"{prefix}{name} of {kind} has {parts} parts, which {met.group.size} ranks cannot share equally"
+                text = f"{theirs(name)} of {kind} has {parts} parts, which {met.group.size} ranks cannot share equally"
                 raise _refused(text)
-            found = cut(layer.get_submodule(path), leaf, [width // style.halves] * style.halves, met.group)
-            cuts |= {f"{path}.{local}".lstrip("."): cut for local, cut in found.items()}
-        inside = {f"{name}.{local}" for local, p in module.named_parameters() if p.requires_grad}
+            found = cut(part.get_submodule(path), leaf, [width // style.halves] * style.halves, met.group)
+            cuts |= {f"{path}.{local}": cut for local, cut in found.items()}
+        trained = {local for local, p in module.named_parameters(prefix=name) if p.requires_grad}
         if style.terms or style.cut is not None:
-            terms |= {local for local in inside - cuts.keys() if style.terms or ".lora." in local}
+            terms |= {local for local in trained - cuts.keys() if style.terms or ".lora." in local}
         if (style.before or style.after) and not isinstance(module, Stack):
             _become(module, _Meets, (style, met))
-    for name, whole in [*layer.named_parameters()]:  # that are no module's weight
+    for name, whole in [*layer.named_parameters(prefix=inside)]:  # that are no module's weight
         if name not in cuts and (style := style_of(name)).cut is not None:
             path, _, leaf = name.rpartition(".")
             dim = -1 if whole.dim() == 1 or style.cut is rows else -2
             halves = [whole.shape[dim] // style.halves] * style.halves
-            cuts[name] = keep(layer.get_submodule(path), leaf, dim, halves, met.group)
+            cuts[name] = keep(part.get_submodule(path), leaf, dim, halves, met.group)
     return Shares(cuts, frozenset(terms))
 
 
 def by_words(end: nn.Module, module: Any, met: Entered, *, meets: bool) -> dict[str, Cut]:
-    """Cuts the embedding or the head, a linear layer, `module` of a model's `end`, by words; with `meets` the head's
-    input is entered."""
+    """Cuts the embedding or the head, a linear layer, `module` of an `end` of a model, by words; with `meets` the
+    head's input is entered."""
     (name,) = (name for name, one in end.named_modules() if one is module)
     if not isinstance(module, nn.Linear):
         cut, *own = keep_words(module, met.group)

@@ -7,7 +7,7 @@ its loader are applied to the tensors of a layer alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -31,7 +31,7 @@ from zbc.job.spec import Model
 from zbc.runtime.core.private import valued
 from zbc.training.models.model import LayerPlan
 from zbc.training.models.pretrained import misfit, shown
-from zbc.training.models.transformers import Part, TakenApart, apart, layers
+from zbc.training.models.transformers import TakenApart, apart, layers
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
@@ -63,13 +63,9 @@ class Weights:
             self._first.update({weight.replace(ends[0], end, 1) if end else weight: weight for end in ends})
         self.root._weight_conversions = [rule for rule in rules if rule.was_used()] or None
         there = {id(tensor): name for name, tensor in self.known.items() if name in self._first}
-        self._first.update(
-            {
-                name: self._first[there[id(t)]]
-                for name, t in self.known.items()
-                if id(t) in there and name not in self._first
-            }
-        )
+        for name, tensor in self.known.items():
+            if id(tensor) in there:
+                self._first.setdefault(name, self._first[there[id(tensor)]])
 
     def check(self) -> None:
         """Raises E520 unless the folder has all weights of the model, in whole files; of those that are one tensor in a
@@ -77,38 +73,26 @@ class Weights:
         spared = self.root._keys_to_ignore_on_load_missing or ()
         missing = [n for n in self.known if n not in self._first and not any(re.search(s, n) for s in spared)]
         refuse(self.folder, "lacks", missing)
-        plain = {
-            made[0][0]: self.known[first]
-            for first, made in self._made_of.items()
-            if made[0][1] is None and first in self.known
-        }
+        plain = {made[0][0]: self.known.get(first) for first, made in self._made_of.items() if made[0][1] is None}
         for name, file in self._opened([*self._files]):
-            found = file.get_slice(name)
-            if name in plain and list(plain[name].shape) != found.get_shape():
-                raise misfit(name, self._files[name], f"{found.get_dtype()} {found.get_shape()}", plain[name])
+            found, like = file.get_slice(name), plain.get(name)
+            if like is not None and list(like.shape) != found.get_shape():
+                raise misfit(name, self._files[name], f"{found.get_dtype()} {found.get_shape()}", like)
 
     @torch.no_grad()
     def fill(self, part: Any) -> None:
         """Overwrites the weights of a layer, on the CPU, in their own type."""
         wanted: dict[str, Tensor] = {name: tensor for _, name, tensor in part.theirs() if valued(tensor)}
         for first in dict.fromkeys(self._first[name] for name in wanted if name in self._first):
-            for name, made in self._made(first).items():
-                for target in (wanted[name],) if name in wanted else self._tied(name, wanted):
+            for name, made in self.made(first).items():
+                for target in (of for other, of in wanted.items() if self.known[other] is self.known.get(name)):
                     if target.shape != made.shape:
                         raise misfit(name, self._files[self._made_of[first][0][0]], shown(made), target)
                     target.copy_(made)
 
-    def value(self, name: str) -> Tensor:
-        """One weight."""
-        return self._made(self._first[name])[name]
-
-    def _tied(self, name: str, wanted: Mapping[str, Tensor]) -> Iterable[Tensor]:
-        mine = self.known.get(name)
-        return [target for other, target in wanted.items() if mine is not None and self.known[other] is mine]
-
-    def _made(self, first: str) -> dict[str, Tensor]:
-        """The weights that are made together with this one."""
-        sources = self._made_of[first]
+    def made(self, name: str) -> dict[str, Tensor]:
+        """A weight and those that are made together with it."""
+        sources = self._made_of[first := self._first[name]]
         tensors = [file.get_tensor(name) for name, file in self._opened([name for name, _ in sources])]
         if sources[0][1] is None:
             return {first: tensors[0]}
@@ -153,14 +137,13 @@ def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | No
             given = stacks.get(f"layers.{place}.{local}")
             if given is not None:
                 tensor = given[-1] if -1 in given else torch.stack([given[key] for key in sorted(given)])
-                mine = part.get_parameter(local)
-                found[theirs] = (
-                    (tensor.mT if mine.shape != like.shape or mine.stride() != like.stride() else tensor).detach().cpu()
-                )
+                found[theirs] = (tensor if like is part.get_parameter(local) else tensor.mT).detach().cpu()
                 if -1 not in given and min(given):
                     first[theirs.rpartition(".")[0]] = min(given)
+            elif local in buffers and weights is not None:
+                found[theirs] = weights.made(theirs)[theirs]
             elif local in buffers:
-                found[theirs] = weights.value(theirs) if weights is not None else _initial(builders[place](), theirs)
+                found[theirs] = next(value for _, name, value in builders[place]().theirs() if name == theirs)
     made = revert_weight_conversion(whole.root, found)
     return {_moved(name, first): tensor.contiguous() for name, tensor in made.items()}
 
@@ -173,10 +156,6 @@ def refuse_parts(model: Model) -> None:
     if whole:
         text = f"run: {whole[0]} has all experts, and with parallel.ep a rank has a part of them"
         raise ZbcError("E524", text, hint="write a checkpoint, and continue it with ep = 1 and --save-hf")
-
-
-def _initial(part: Part, name: str) -> Tensor:
-    return {theirs: tensor for _, theirs, tensor in part.theirs()}[name]
 
 
 def _moved(name: str, first: Mapping[str, int]) -> str:

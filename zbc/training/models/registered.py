@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ from zbc.training.models.experts import lowered
 ZBC, HINT = "zbc", "a factory of your own layers is the way: docs/extending.md"
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _plain = masking_utils.causal_mask_function
-_here = threading.local()
+# `inside`: zbc calls a model, and knows its packed rows, for which transformers would look at numbers of positions.
+here = threading.local()
 
 
 class Unfit(Exception):
@@ -181,21 +182,11 @@ def routed() -> Iterator[list[Tensor]]:
         _active_collector.reset(before)
 
 
-@contextmanager
-def inside() -> Iterator[None]:
-    """zbc calls a model: it knows its packed rows, for which transformers would look at the numbers of positions."""
-    _here.inside = True
-    try:
-        yield
-    finally:
-        _here.inside = False
+def _packed(at: Tensor) -> Tensor | None:
+    return None if getattr(here, "inside", False) else _found(at)
 
 
-def _unless_inside(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return functools.wraps(found)(lambda at: None if getattr(_here, "inside", False) else found(at))
-
-
-masking_utils.find_packed_sequence_indices = _unless_inside(masking_utils.find_packed_sequence_indices)
+_found, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _packed
 AttentionInterface.register(ZBC, _attention)
 masking_utils.AttentionMaskInterface.register(ZBC, _mask)
 ALL_EXPERTS_FUNCTIONS.register(ZBC, _experts)

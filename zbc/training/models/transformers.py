@@ -40,7 +40,7 @@ from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.training.models.hfsharding import Entered, by_words, check, ends_by_words, shard
 from zbc.training.models.model import hollow
-from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, inside, is_experts, refused, routed, stack
+from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, routed, stack
 from zbc.training.models.sharding import Shares
 
 _KEPT = 64  # calls of layers that are kept
@@ -87,15 +87,17 @@ class _Left(_Stub):
 
 def _pruned(module: nn.Module, keep: set[int], stack: nn.Module, without: nn.Module | None = None) -> nn.Module:
     """A copy without the modules none of whose parameters is in `keep`, nor the one `without`; others are shared. It
-    has the modules around `stack`."""
+    has the modules around `stack`, which is empty."""
     own = copy.copy(module)
     own._modules = {}
     for name, child in module.named_children():
         ids = {id(p) for p in child.parameters()}
-        if not ids or (ids <= keep and all(one is not without for one in child.modules())):
+        if child is stack:
+            own._modules[name] = nn.ModuleList()
+        elif not ids or (ids <= keep and all(one is not without for one in child.modules())):
             own._modules[name] = child
         else:
-            around = child is not stack and any(one is stack for one in child.modules())
+            around = any(one is stack for one in child.modules())
             gone = child is without or not (ids & keep or around)
             own._modules[name] = _Left(child) if gone else _pruned(child, keep, stack, without)
     own._modules |= {name: None for name, child in module._modules.items() if child is None}
@@ -108,10 +110,6 @@ class Own(NamedTuple):
 
     tokens: Spread
     rows: Tensor | None
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.tokens.group.place, self.tokens.group.size
 
     def positions(self, x: Tensor) -> Tensor:
         count, packed = x.shape[1], rows_now()
@@ -136,13 +134,12 @@ class TakenApart:
             raise Unfit("it does not ask the registry for attention")
         for module in self.root.train().modules():
             if isinstance(module, transformers.PreTrainedModel):
-                module.warn_if_padding_and_no_attention_mask = _quiet  # it would look at words
+                module.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would look at words
         self.balance = balance(self.root, settings.get_text_config())
         self.attention, (self.path, self.list) = implementation, _trunk(self.root)
         whole: Any = self.root.get_submodule(self.path)
         self.stack: nn.ModuleList = whole._modules[self.list]
         self.trunk = _pruned(whole, set(), self.stack)
-        self.trunk._modules[self.list] = nn.ModuleList()
         self.takes_positions = "position_ids" in inspect.signature(whole.forward).parameters
         self.kinds, self.tupled, self.beside = list[str](), False, list[None]()  # what layers return beside them
         self._calls, self._trunks = dict[Any, Any](), dict[Any, nn.Module]()
@@ -194,11 +191,13 @@ class TakenApart:
             at = at._modules[part]
         at._modules = {**at._modules, self.list: nn.ModuleList([stub])}
         at.config = _of_one_layer(at.config, index)
+        here.inside = True
         try:
-            with inside():
-                made = outer(**inputs, use_cache=False)
+            made = outer(**inputs, use_cache=False)
         except _Reached:
             return stub.__dict__["call"]
+        finally:
+            here.inside = False
         if given is None:
             raise refused(self.root, "its forward does not run its layers one after the other")
         return made
@@ -216,15 +215,14 @@ class TakenApart:
         place = hidden.device, fake_mode()
         if place not in self._trunks:
             self._trunks[place] = self.filled(hollow(self.trunk, hidden.device))
-        key = (self.kinds[index], hidden.shape, hidden.dtype, first_row(), own and own.key, *place)
-        if rows_now() is None and key in self._calls:
-            return self._calls[key]
-        trunk = self._trunks[place]
-        found = self.stubbed(trunk, "", index, inputs_embeds=hidden, **self.places(hidden, own))[1:]
-        if rows_now() is None:
-            if len(self._calls) >= _KEPT:
-                self._calls.clear()
-            self._calls[key] = found
+        share = own and (own.tokens.group.place, own.tokens.group.size)
+        key = (self.kinds[index], hidden.shape, hidden.dtype, first_row(), share, *place)
+        kept = self._calls if rows_now() is None else {}
+        if (found := kept.get(key)) is None:
+            if len(kept) >= _KEPT:
+                kept.clear()
+            given = self.places(hidden, own)
+            found = kept[key] = self.stubbed(self._trunks[place], "", index, inputs_embeds=hidden, **given)[1:]
         return found
 
     def places(self, x: Tensor, own: Own | None) -> dict[str, Tensor]:
@@ -244,9 +242,7 @@ class TakenApart:
     def end(self, side: int) -> nn.Module:
         """The model without its layers and its other end; 0: its embedding, 1: its head."""
         other = self.root.get_input_embeddings() if side else self.root.get_output_embeddings()
-        root = _pruned(self.root, self.ends[side], self.stack, other)
-        root.get_submodule(self.path)._modules[self.list] = nn.ModuleList()
-        return root
+        return _pruned(self.root, self.ends[side], self.stack, other)
 
     @functools.cached_property
     def output(self) -> str:
@@ -276,10 +272,6 @@ class TakenApart:
                 if owner != place:
                     found[f"layers.{place}.{name}.{local}"] = tied
         return found
-
-
-def _quiet(*_: object) -> None:
-    return None
 
 
 def _read(y: Tensor) -> set[int]:
@@ -391,20 +383,16 @@ class Part(nn.Module):
         """Reduces the layer to this rank's shard, in place; `joined`: logits stay whole. Raises E119."""
         rotary = getattr(self.model.root.config.get_text_config(), "qk_rope_head_dim", 0)
         self.met, self.joined = Entered(group, rotary), joined
-        found = self.shard(self.met)
-        cuts = {f"{self.inside}.{name}": cut for name, cut in found.cuts.items()}
-        return Shares(cuts, frozenset(f"{self.inside}.{name}" for name in found.partial))
+        return self.shard(self.met)
 
     def shard(self, met: Entered) -> Shares:
-        """The same for its module, by names in it."""
-        return shard(self.get_submodule(self.inside), self.prefix, self.model.root, met)
+        return shard(self, self.inside, self.prefix, self.model.root, met)
 
     def spread(self, tokens: Spread, rows: Tensor | None) -> None:
         """Runs on this rank's tokens, at the positions `rows`. Raises E119 for attention of the model's own."""
         if self.model.attention != ZBC or not self.model.takes_positions:
-            text = (
-                f"model: {self.model.root.config.model_type} has attention of its own, which has no part of the tokens"
-            )
+            kind = self.model.root.config.model_type
+            text = f"model: {kind} has attention of its own, which has no part of the tokens"
             raise ZbcError("E119", text, hint="set parallel.cp = 1")
         self.own = Own(tokens, rows)
         for module in self.modules():
@@ -433,7 +421,7 @@ class Front(Part):
 
     def shard(self, met: Entered) -> Shares:
         table = self.root.get_input_embeddings()
-        return Shares(by_words(self.root, table, met, meets=True) if ends_by_words(self.model)[0] else {})
+        return Shares(by_words(self, table, met, meets=True) if ends_by_words(self.model)[0] else {})
 
     def forward(self, ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         model = self.model
@@ -490,7 +478,7 @@ class Back(Part):
         self.apart = ends_by_words(self.model)[1]
         if self.chunk is not None and not self.apart:
             raise refused(self.model.root, "ranks do not share the words of its head", "drop model.loss_chunk")
-        return Shares(by_words(self.root, self.logits, met, meets=self.chunk is None) if self.apart else {})
+        return Shares(by_words(self, self.logits, met, meets=self.chunk is None) if self.apart else {})
 
     def forward(self, hidden: Tensor, *told: Tensor) -> Tensor:
         if self.model.balance is not None and self.training:
