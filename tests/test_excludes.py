@@ -25,7 +25,6 @@ VALUES = {
     "experts": 4,
     "expert bias": 0.001,
     "loss by chunks": 7,
-    "whole norms": "olmo2",
     "norms of heads": "qwen3",
     "own layers": "some.module:layers",
     "capped logits": 30.0,

@@ -11,7 +11,7 @@ from zbc.cli import app, main
 from zbc.commands import retired
 from zbc.job.spec import SECTIONS, drafted, json_schema
 from zbc.job.toml import loads
-from zbc.job.wording import RETIRED
+from zbc.job.wording import RETIRED, RETIRED_VALUES
 
 GLOBAL = {"--json", "--quiet", "--verbose"}  # of every command
 
@@ -75,6 +75,13 @@ def test_a_code_that_is_gone_names_the_one_that_stands_for_it(code, capsys):
     said = capsys.readouterr().out
     assert code not in errors.CATALOGUE and said.split()[2] in errors.CATALOGUE
     assert said.count("\n") == 1 and said.startswith(f"{code} is E")
+
+
+@pytest.mark.parametrize(("key", "value"), RETIRED_VALUES)
+def test_a_value_that_is_gone_says_what_to_write(key, value):
+    table, _, name = key.rpartition(".")
+    problems = drafted(loads(f'[{table}]\n{name} = "{value}"\n', "zbc.toml")).problems
+    assert any(f'{value}" is gone; write {RETIRED_VALUES[key, value]}' in str(error) for error in problems)
 
 
 @pytest.mark.parametrize("key", RETIRED)

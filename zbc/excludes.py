@@ -75,8 +75,7 @@ def _given(value: object) -> bool:
     return True  # `Trait.of` never asks about None
 
 
-# Variants of llama with norms of queries and keys: of all heads together, or of each head.
-WHOLE_NORMS, HEAD_NORMS = ("olmo2", "olmoe"), ("qwen3", "qwen3_moe", "gemma3_text")
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")  # variants of llama with norms of each head's queries and keys
 
 TRAITS = {
     "compile": Trait("model.compile", bool),
@@ -88,7 +87,6 @@ TRAITS = {
     "float16": Trait("model.dtype", _is("float16"), 'model.dtype = "float16"'),
     "experts": Trait("model.experts", bool),
     "own layers": Trait("model.family", _not("gpt", "llama"), "layers of your own"),
-    "whole norms": Trait("model.variant", _is(*WHOLE_NORMS)),
     "norms of heads": Trait("model.variant", _is(*HEAD_NORMS)),
     "capped logits": Trait("model.logits_cap", _given),
     "loss by chunks": Trait("model.loss_chunk", _given),
@@ -344,9 +342,6 @@ ROWS = (
     ),
     Excludes("tp|cp|ep", {"compile": "compiled layers cannot meet others inside"}),
     Excludes(
-        "tp", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}, "E119"
-    ),
-    Excludes(
         "ep over dp",
         {"balance|dealt by tokens": "replicas of unequal work would wait for each other in every block"},
         at_other=True,
@@ -359,7 +354,7 @@ ROWS = (
     Excludes(
         "clipped scores",
         {
-            "whole norms|norms of heads": "the norm of queries and keys undoes it",
+            "norms of heads": "the norm of queries and keys undoes it",
             "adapter": "it scales weights that are frozen",
             "own layers": "only heads of built-in models are known",
             "flushless": "scores of weights from before the last clip would have it made twice",

@@ -32,7 +32,6 @@ OWN = {
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 12},
     "qwen3": {"head_dim": 8},
     "mixtral": {"num_local_experts": 4},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {**EXPERTS, "head_dim": 8},
 }

@@ -20,7 +20,7 @@ FAMILIES += [{"family": "llama", "kv_heads": 1, "head_size": 24, "ffn_hidden": 7
 FAMILIES += [{"family": "llama", "variant": "qwen2", "kv_heads": 2}]
 FAMILIES += [{"family": "llama", "variant": "qwen3", "kv_heads": 2, "head_size": 24, "attention_bias": True}]
 FAMILIES += [{"family": "llama", "variant": "gemma", "kv_heads": 1}]
-FAMILIES += [{"family": "llama", "variant": "olmo2", "kv_heads": 2}, {"family": "llama", "variant": "phi3"}]
+FAMILIES += [{"family": "llama", "variant": "phi3"}]
 SCALES = {"embedding_scale": 3.0, "attention_scale": 0.3, "residual_scale": 0.5, "logits_scale": 2.0}
 FAMILIES += [{"family": "llama", "variant": "granite", **SCALES}]
 GEMMA2 = {"family": "llama", "variant": "gemma2", "kv_heads": 2, "scores_cap": 50.0, "logits_cap": 30.0}
@@ -31,7 +31,6 @@ EXPERTS = [
     {"family": "llama", "experts": 4, "expert_hidden": 40},
     {"family": "llama", "experts": 6, "top_k": 3, "expert_hidden": 24, "shared_hidden": 48, "variant": "qwen2_moe"},
     {"family": "llama", "experts": 4, "variant": "qwen3_moe", "kv_heads": 2, "head_size": 24, "expert_hidden": 48},
-    {"family": "llama", "experts": 4, "variant": "olmoe", "kv_heads": 2, "expert_hidden": 48},
     {"experts": 4, "top_k": 1, "shared_hidden": 32},
     {"family": "llama", "layers": 3, "experts": 4, "expert_hidden": 40, "ffn_hidden": 96, "first_dense": 1},
 ]

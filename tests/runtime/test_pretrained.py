@@ -74,7 +74,6 @@ MODELS = {
     "llama-yarn": model_for("Llama", rope_parameters={**YARN, "original_max_position_embeddings": 8}),
     "llama-dynamic": model_for("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}),
     "phi3": model_for("Phi3", num_key_value_heads=2, pad_token_id=None),
-    "olmo2": model_for("Olmo2", num_key_value_heads=2, pad_token_id=None),
     "granite": model_for("Granite", num_key_value_heads=2, **GRANITE),
     "mixtral": model_for("Mixtral", num_key_value_heads=2, num_local_experts=4),
     "qwen2_moe": model_for(
@@ -84,7 +83,6 @@ MODELS = {
     "qwen3_moe-dense": model_for(
         "Qwen3Moe", **MET, head_dim=8, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[0]
     ),
-    "olmoe": model_for("Olmoe", **MET, num_key_value_heads=2, pad_token_id=None),
     "padded": model_for("Llama", pad_token_id=7),
 }
 NEW = ("gemma2", "gemma3_text", "smollm3")
@@ -96,7 +94,6 @@ VARIANTS = (
     "gemma",
     *NEW,
     "phi3",
-    "olmo2",
     "granite",
     *MOE,
     "qwen3_moe-dense",
@@ -388,7 +385,7 @@ def test_what_zbc_does_not_compute_is_refused_by_name(config, words):
 
 @pytest.mark.parametrize(
     ("kind", "near"),
-    [("gemma3", "gemma3_text"), ("olmo3", "olmo2"), ("qwen3_next", "qwen3_moe"), ("mamba", "llama"), (None, "llama")],
+    [("gemma3", "gemma3_text"), ("phi4", "phi3"), ("qwen3_next", "qwen3_moe"), ("mamba", "llama"), (None, "llama")],
 )
 def test_a_model_that_is_not_there_names_the_nearest_that_is(kind, near):
     with refused("E521", hint=f"use {near}, the nearest that zbc has"):
@@ -432,9 +429,7 @@ def test_a_variant_is_another_model(folders):
     assert error.code == "E521" and "variant" in error.details[0]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen2", "qwen3", "gemma", *NEW, "phi3", "olmo2", "granite", *MOE]
-)
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma", *NEW, "phi3", "granite", *MOE])
 def test_a_configuration_without_keys_is_the_one_of_transformers(name):
     """The defaults of transformers for missing keys."""
     made = transformers.AutoConfig.for_model(name)

@@ -31,16 +31,11 @@ _FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
         "add_cross_attention": False,
     },
     "llama": {"hidden_act": "silu", "mlp_bias": False},
-    "mistral": {"hidden_act": "silu"},
-    "qwen2": {"hidden_act": "silu"},
-    "qwen3": {"hidden_act": "silu"},
-    "phi3": {"hidden_act": "silu"},
-    "olmo2": {"hidden_act": "silu"},
+    **{kind: {"hidden_act": "silu"} for kind in ("mistral", "qwen2", "qwen3", "phi3")},
     "granite": {"hidden_act": "silu", "mlp_bias": False},
     "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
     "qwen2_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "qkv_bias": True},
     "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1},
-    "olmoe": {"hidden_act": "silu", "clip_qkv": None},
     "smollm3": {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False},
     **{kind: {**dict.fromkeys(_GATES, "gelu_pytorch_tanh"), "use_bidirectional_attention": False} for kind in GEMMA},
 }
@@ -77,7 +72,6 @@ _VARIANTS = {
     "qwen2": _Variant(ffn=22016, kv_heads=32, vocab=151936, seq_len=32768),
     "qwen3": _Variant(ffn=22016, kv_heads=32, head_size=128, vocab=151936, seq_len=32768),
     "phi3": _Variant(3072, 8192, vocab=32064, seq_len=4096, eps=1e-5, padding=32000),
-    "olmo2": _Variant(vocab=50304, eps=1e-5, padding=1),
     "granite": _Variant(),
     "mixtral": _Variant(
         ffn=14336,
@@ -91,18 +85,6 @@ _VARIANTS = {
     ),
     "qwen2_moe": _Variant(2048, 5632, 24, 16, 16, None, 151936, 32768, experts=(60, 4, 1408, False), shared=5632),
     "qwen3_moe": _Variant(2048, 6144, 24, 32, 4, None, 151936, 32768, experts=(128, 8, 768, False)),
-    "olmoe": _Variant(
-        2048,
-        2048,
-        16,
-        16,
-        vocab=50304,
-        seq_len=4096,
-        eps=1e-5,
-        padding=1,
-        width="intermediate_size",
-        experts=(64, 8, 2048, False),
-    ),
     "gemma": _Variant(3072, 24576, 28, 16, 16, 256, 256000, 8192, tied=True, padding=0),
     "gemma2": _Variant(
         2304, 9216, 26, 8, 4, 256, 256000, 8192, tied=True, padding=0, window=4096, every=2, caps=(50.0, 30.0)
@@ -112,38 +94,10 @@ _VARIANTS = {
     ),
     "smollm3": _Variant(2048, 11008, 36, 16, 4, None, 128256, 32768, tied=True, padding=128004, theta=2e6, every=4),
 }
-_CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3",
-    "smollm3": "SmolLM3",
-    "phi3": "Phi3",
-    "olmo2": "Olmo2",
-    "granite": "Granite",
-    "mixtral": "Mixtral",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe",
-    "olmoe": "Olmoe",
-}
-_BIASED = (
-    "llama",
-    "qwen3",
-    *GEMMA,
-    "smollm3",
-    "olmo2",
-    "granite",
-    "qwen3_moe",
-    "olmoe",
-)  # variants that may have biases in all of attention
-_WINDOWED = {
-    "mistral": 4096,
-    "phi3": None,
-    "mixtral": None,
-}  # variants with one sliding window for all layers, and its default
+_CLASSES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # whose classes are not called as they are: Qwen3Moe
+# Variants that may have biases in all of attention, and those with one sliding window for all layers, with its default.
+_BIASED = ("llama", "qwen3", *GEMMA, "smollm3", "granite", "qwen3_moe")
+_WINDOWED = {"mistral": 4096, "phi3": None, "mixtral": None}
 
 
 def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
@@ -394,7 +348,7 @@ def float_of(value: Any) -> Any:
 
 def _refused(source: str, key: str, value: Any, why: str, near: str | None = None) -> ZbcError:
     text = f"model: {source} has {key} = {json.dumps(value)[:80]}, which zbc does not compute"
-    hint = f"use {near or 'a model without it'}, or a factory: docs/models.md"
+    hint = f"use {near or 'a model without it'}, or model.pretrained without a family, or a factory: docs/models.md"
     return ZbcError("E521", text, details=[why], hint=hint)
 
 
@@ -512,13 +466,13 @@ def _llama_config(model: Model) -> dict[str, Any]:
         extra |= _experts_config(model)
     if model.variant in GEMMA:
         extra = dict.fromkeys(_GATES, "gelu_pytorch_tanh")
-    elif model.variant not in ("llama", "olmo2", "granite", "olmoe"):
+    elif model.variant not in ("llama", "granite"):
         extra |= {"sliding_window": None}
     extra |= _own_config(model)
     if model.variant in _BIASED:
         extra |= {"attention_bias": model.attention_bias}
     return {
-        "architectures": [f"{_CLASSES[model.variant]}ForCausalLM"],
+        "architectures": [f"{_CLASSES.get(model.variant, model.variant.title().replace('_', ''))}ForCausalLM"],
         "model_type": model.variant,
         "vocab_size": model.vocab,
         "max_position_embeddings": scaling.original_seq_len if scaling and scaling.kind == "dynamic" else model.seq_len,
@@ -603,7 +557,7 @@ def _experts_config(model: Model) -> dict[str, Any]:
         wrong = f"a {model.variant} with blocks without experts"
     if wrong is not None:
         text = f"run: {wrong} has no counterpart in transformers"
-        hint = 'use variant = "mixtral", "qwen2_moe" (which has shared_hidden), "qwen3_moe" or "olmoe"'
+        hint = 'use variant = "mixtral", "qwen2_moe" (which has shared_hidden) or "qwen3_moe"'
         raise ZbcError("E524", text, hint=hint)
     keys: dict[str, Any] = {
         variant.count: model.experts,

@@ -59,8 +59,7 @@ _ONLY_BUILTIN = (
 )
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 AROUND = ("gemma2", "gemma3_text")  # norms before and after attention and MLP
-BEHIND = ("olmo2",)  # norms only after them
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # variants of a llama that have experts
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe")  # variants of a llama that have experts
 # Keys whose defaults hold in other families too.
 _PLAIN = (
     "variant",
@@ -93,12 +92,10 @@ Variant = Literal[
     "gemma3_text",
     "smollm3",
     "phi3",
-    "olmo2",
     "granite",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
-    "olmoe",
 ]
 
 

@@ -44,6 +44,9 @@ def convert(
     if kind == "extra_forbidden":
         inner = section if len(path) == 2 else _table(section.model_fields[str(path[1])].annotation)
         return unknown(path, document, list(inner.model_fields if inner else ())), path
+    if (instead := RETIRED_VALUES.get((dotted, str(value)))) is not None:
+        text = f'config: {dotted} = "{value}" is gone; write {instead}'
+        return ZbcError("E103", text, where=document.where(path)), path
     text = f"config: {dotted}: {_sentence(section, path, problem)}, found {_short(value)}"
     return ZbcError("E103", text, where=document.where(path), hint=_fix(section, path, problem)), path
 
@@ -172,6 +175,8 @@ RETIRED = {  # key that is gone -> what to write now
     "optimizer.clip_stage_norm": "optimizer.clip_grad_norm, which is of each stage where there is no flush",
     "partition.mode": 'partition.layers_per_stage = "equal", or nothing for "auto"',
 }
+_FOLDER = 'model.pretrained = "FOLDER", or model.config = "config.json", without a family or sizes'
+RETIRED_VALUES = {("model.variant", variant): _FOLDER for variant in ("olmo2", "olmoe")}
 
 
 def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -> ZbcError:

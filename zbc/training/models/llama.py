@@ -9,28 +9,26 @@ i // (heads / kv_heads). Initial weights as in gpt.py; the residual stream stays
 
     qwen2       biases of queries, keys and values
     qwen3       a norm of each head's queries and keys
-    olmo2       norms after attention and MLP; a norm of all heads' queries together, and of all keys
     granite     scale factors for embeddings, scores, outputs of attention and MLP, and logits
-    olmoe       a norm of all heads' queries together, and of all keys
     gemma       norms multiply by 1 + weight, the gate is a GELU, embeddings come times sqrt(H)
     gemma2      a gemma with norms before and after attention and MLP, limits of attention and capped scores and logits
     gemma3_text a gemma2 with a norm of each head's queries and keys; layers with a window turn by a base of their own
     smollm3     some layers have no positions
 
-With `experts` (experts.py) these are the blocks of Mixtral, OLMoE, and of Qwen2 and Qwen3 with experts.
+With `experts` (experts.py) these are the blocks of Mixtral, and of Qwen2 and Qwen3 with experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zbc.excludes import HEAD_NORMS, WHOLE_NORMS
-from zbc.job.model_section import AROUND, BEHIND, GEMMA, Block, Model
+from zbc.excludes import HEAD_NORMS
+from zbc.job.model_section import AROUND, GEMMA, Block, Model
 from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
 from zbc.runtime.features.slices.slicing import Limits, attention
 from zbc.training.models.experts import experts_of
@@ -61,11 +59,6 @@ def gate(variant: str) -> nn.Module:
     return nn.GELU("tanh") if variant in GEMMA else nn.SiLU()
 
 
-def _before(enter: Callable[[Tensor], Tensor], x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-    """The norm before attention or MLP, recomputed in backward; without a norm only `enter`."""
-    return made_again(enter, x, inside=(norm,), what=GATHERED) if isinstance(norm, nn.Module) else enter(x)
-
-
 class LlamaBlock(nn.Module):
     """(B, T, H) -> (B, T, H)."""
 
@@ -75,21 +68,17 @@ class LlamaBlock(nn.Module):
         kv_heads, eps, variant, layers = model.kv_heads or heads, model.norm_eps, model.variant, model.layers
         experts = experts_of(model, kind, gate(variant), gated=True)
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
-        before, behind = variant not in BEHIND, variant in BEHIND + AROUND
-        self.norm1 = norm(hidden, eps, variant) if before else same
+        self.norm1 = norm(hidden, eps, variant)
         self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=model.qkv_bias)  # rows: all queries, keys, values
-        self.wide = variant in WHOLE_NORMS  # its norms of queries and keys are over all heads
-        normed = self.wide or variant in HEAD_NORMS
-        self.norm_q = norm(heads * size if self.wide else size, eps, variant) if normed else None
-        self.norm_k = norm(kv_heads * size if self.wide else size, eps, variant) if normed else None
+        self.norm_q, self.norm_k = (norm(size, eps, variant) if variant in HEAD_NORMS else None for _ in range(2))
         self.proj = linear(heads * size, hidden, layers, bias=model.attention_bias)
-        self.behind1 = norm(hidden, eps, variant) if behind else same
-        self.norm2 = norm(hidden, eps, variant) if before else same
+        self.behind1 = norm(hidden, eps, variant) if variant in AROUND else same
+        self.norm2 = norm(hidden, eps, variant)
         self.mlp = experts
         if experts is None:
             self.gate_up = linear(hidden, 2 * model.mlp_width, bias=False)  # rows: gate, then up
             self.down = linear(model.mlp_width, hidden, layers, bias=False)
-        self.behind2 = norm(hidden, eps, variant) if behind else same
+        self.behind2 = norm(hidden, eps, variant) if variant in AROUND else same
         self.gate = gate(variant)
         self.rotary = rotary_of(model, windowed=kind.window is not None) if kind.turned else None
         self.enter = self.leave = same
@@ -100,23 +89,24 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The output of a norm is not bound to a name: it is freed once the next layer has read it.
-        mixed = self.leave(self.proj(self._mixed(self.qkv(_before(self._before1, x, self.norm1)))))
+        mixed = self.leave(self.proj(self._mixed(self.qkv(self._before(self.norm1, x)))))
         x = self._sum(x, self.behind1(mixed))
         del mixed
         if self.mlp is not None:
-            y = self.mlp(_before(self._before2, x, self.norm2)).view(x.shape)
+            y = self.mlp(self._before(self.norm2, x)).view(x.shape)
         else:
-            y = self.leave(self.down(self._inside(self.gate_up(_before(self._before2, x, self.norm2)))))
+            y = self.leave(self.down(self._inside(self.gate_up(self._before(self.norm2, x)))))
         return self._sum(x, self.behind2(y))
+
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return made_again(partial(self._normed, norm), x, inside=(norm,), what=GATHERED)
 
     # A norm of single operations has several gradients for its input: with the view they are added up before they are
     # added to that of the stream, in the same order as with recompute.
-    def _before1(self, x: Tensor) -> Tensor:
-        return self.enter(self.norm1(x.view_as(x)))
-
-    def _before2(self, x: Tensor) -> Tensor:
-        y = self.norm2(x.view_as(x))
-        return self.mlp.rows(y) if self.mlp is not None else self.enter(y)
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = norm(x.view_as(x))
+        rows = self.enter if norm is not self.norm2 or self.mlp is None else self.mlp.rows
+        return rows(y)
 
     def _mixed(self, x: Tensor) -> Tensor:
         return made_again(self._mix, x, inside=(self.norm_q, self.norm_k), what=ATTENTION)
@@ -137,14 +127,7 @@ class LlamaBlock(nn.Module):
         heads = x.view(batch, length, -1, self.size).transpose(1, 2)
         q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.norm_q is not None and self.norm_k is not None:
-            q, k = self._normed(q, self.norm_q), self._normed(k, self.norm_k)
+            q, k = (norm(x.float()).type_as(x) for norm, x in ((self.norm_q, q), (self.norm_k, k)))
         q = q if self.scores is None else q * self.scores
         q, k = (q, k) if self.rotary is None else (self.rotary(q), self.rotary(k))
         return self.attend(q, k, v, **self.limits).transpose(1, 2).reshape(batch, length, self.heads * self.size)
-
-    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """The norm of (B, heads, T, size) in float32, per head or over all heads."""
-        if not self.wide:
-            return norm(x.float()).type_as(x)  # type: ignore[no-any-return]
-        flat = x.transpose(1, 2)
-        return norm(flat.flatten(2).float()).view(flat.shape).transpose(1, 2).type_as(x)  # type: ignore[no-any-return]

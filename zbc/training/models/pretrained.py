@@ -70,19 +70,16 @@ class Weights:
     def fill(self, layer: str, module: nn.Module) -> None:
         """Overwrites the parameters of a layer, on the CPU, in their own type."""
         for local, parameter in unstacked(module.named_parameters(), stacks_in([("", module)])):
-            found = [(part, self._read(part)) for part in self._parts(f"{layer}.{local}")]
             start = 0
-            for part, tensor in found:
-                rows = len(parameter) if part.rows is None else part.rows
+            for part in self._parts(f"{layer}.{local}"):
+                rows, tensor = len(parameter) if part.rows is None else part.rows, self._read(part)
                 if local.startswith("positions."):
                     tensor = tensor[:rows]  # of a longer table; hfconfig has refused shorter ones
-                self._copy(parameter[start : start + rows], tensor.T if part.transposed else tensor, part.name)
+                tensor, target = tensor.T if part.transposed else tensor, parameter[start : start + rows]
+                if target.shape != tensor.shape or not tensor.is_floating_point():
+                    raise misfit(part.name, self._files[part.name], shown(tensor), target)
+                target.copy_(tensor)
                 start += rows
-
-    def _copy(self, target: Tensor, tensor: Tensor, name: str) -> None:
-        if target.shape != tensor.shape or not tensor.is_floating_point():
-            raise misfit(name, self._files[name], shown(tensor), target)
-        target.copy_(tensor)
 
     def _parts(self, parameter: str) -> list[TensorRows]:
         found = parts(self._model, parameter)

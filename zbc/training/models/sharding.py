@@ -49,7 +49,10 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
     `joined`: the head gathers all logits, for a loss that needs whole ones. Raises E119 for layers without `shard`.
     """
     if isinstance(layer, Embed | GptBlock | LlamaBlock | GptHead):
-        found = _built_in(layer, group, joined)
+        if isinstance(layer, Embed):
+            found = _embed(layer, group)
+        else:
+            found = _head(layer, group, joined) if isinstance(layer, GptHead) else _block(layer, group)
         trained = [name for name, p in layer.named_parameters() if p.requires_grad and not name.endswith(_ADDED)]
         terms, apart = (_OF_HEADS + _OF_TOKENS, _APART) if group.folded else (_OF_HEADS, ())
         whole = [n for n in trained if n not in found and not n.startswith(apart)]
@@ -66,12 +69,6 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
 _OF_HEADS = ("norm_q.", "norm_k.")
 _OF_TOKENS, _APART = ("mlp.router.",), ("mlp.experts.",)  # with whole experts
 _ADDED = ("proj.bias", "down.bias")  # after an all-reduce: the first rank's only
-
-
-def _built_in(layer: Embed | GptBlock | LlamaBlock | GptHead, group: Group, joined: bool) -> dict[str, Cut]:
-    if isinstance(layer, Embed):
-        return _embed(layer, group)
-    return _head(layer, group, joined) if isinstance(layer, GptHead) else _block(layer, group)
 
 
 def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
@@ -131,11 +128,9 @@ def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
     if not isinstance(layer.logits, nn.Linear):  # the vocabulary is parallel
         return {}
     words = layer.logits.out_features
-    cut = keep(layer.logits, "weight", 0, [words], group)
-    layer.logits.out_features = layer.logits.weight.shape[0]
     if joined:
         layer.join = lambda x: group.join(x, words)
-    return {"logits.weight": cut}
+    return columns(layer, "logits", [words], group)
 
 
 def _block(layer: GptBlock | LlamaBlock, group: Group) -> dict[str, Cut]:
