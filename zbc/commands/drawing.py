@@ -84,14 +84,10 @@ def visualize(
     elif not json:
         wanted.show(drawn)
     if json:
-        text = None if output is not None else wanted.text(drawn)
-        show_json({"format": "zbc-picture", "version": 1, "form": form.value, "file": _named(output), "picture": text})
+        text, file = (wanted.text(drawn), None) if output is None else (None, str(output))
+        show_json({"format": "zbc-picture", "version": 1, "form": form.value, "file": file, "picture": text})
     elif output is not None and not quiet:
         tell(f"wrote {output}")
-
-
-def _named(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _drawn(paths: Sequence[Path], changes: Changes, steps: int, first: int | None) -> list[Drawn]:

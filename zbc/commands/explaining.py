@@ -158,7 +158,7 @@ def _job(job: Job, *, json: bool, quiet: bool) -> None:
 
 
 def _described(text: str) -> Word | None:
-    """The description of a job's key from its schema, or what to write in its place; of all of a name without table."""
+    """The description of a job's key from its schema, or its successor; of all keys of a name without its table."""
     from zbc.explain.glossary import Word
     from zbc.job.spec import SECTIONS
     from zbc.job.wording import RETIRED

@@ -19,7 +19,6 @@ from zbc.text import short
 
 if TYPE_CHECKING:
     from zbc.compiler.compile import Compiled
-    from zbc.compiler.whatif.others import Others
     from zbc.job.spec import Job
     from zbc.plan.directory import Manifest
 
@@ -78,7 +77,8 @@ def plan(
         elif loaded.data.balance == "tokens":
             ramp = {"balance": _gain(manifest)}
         factor = speedup(beside.baseline, compiled.settled_ms)
-        report = {**compiled.report.as_json(), "speedup_over_1f1b": factor, "faster": _faster(beside)}
+        faster = beside.faster and {"schedule": beside.faster.schedule, "barrier_ms": beside.faster.ms}
+        report = {**compiled.report.as_json(), "speedup_over_1f1b": factor, "faster": faster}
         weighed: dict[str, Any] = {"world": [row.as_json() for row in loaded.weighed]} if loaded.weighed else {}
         if compiled.job.links is not None:
             weighed["order"] = manifest.order or list(range(manifest.topology.world))
@@ -136,10 +136,6 @@ def _gain(manifest: Manifest) -> dict[str, Any]:
         if error.code in ("E110", "E504"):
             raise
         return {}
-
-
-def _faster(beside: Others) -> dict[str, Any] | None:
-    return beside.faster and {"schedule": beside.faster.schedule, "barrier_ms": beside.faster.ms}
 
 
 def run_command(job: Job, output: Path) -> str:

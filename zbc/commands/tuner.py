@@ -79,7 +79,8 @@ class Tuner:
         for source, compiled in self._candidates(job, profile):
             self._try(source, compiled)
         if self.fastest is None:
-            raise ZbcError("E703", "tune: no plan of this job ran to its end", details=self._errors())
+            errors = [f"{plan.compiled.schedule}: {plan.error}" for plan in self.tried if plan.error is not None]
+            raise ZbcError("E703", "tune: no plan of this job ran to its end", details=errors)
         for source, compiled in self._again(self.fastest):
             self._try(source, compiled)
         self._once_more()
@@ -186,9 +187,6 @@ class Tuner:
         if child.returncode:
             text = f"tune: `zbc {words[0]} {words[1]}` ended with code {child.returncode}"
             raise ZbcError("E703", text, details=output.strip().splitlines()[-12:])
-
-    def _errors(self) -> list[str]:
-        return [f"{plan.compiled.schedule}: {plan.error}" for plan in self.tried if plan.error is not None]
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -95,7 +95,8 @@ def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path 
     if source is not None:
         before = hfconfig.read_config(source)
         config = config if model.family == TRANSFORMERS else hfconfig.config_from(before, model, dtype)
-        said = [*_differences(before, config, source), *_copy_beside(source, folder)]
+        new = ", ".join(f"{key} = {json.dumps(config[key])}" for key in config if before.get(key) != config[key])
+        said = [f"{hfconfig.CONFIG} is that of {source}" + f" but for {new}" * bool(new), *_copy_beside(source, folder)]
     for name, content in ((hfconfig.CONFIG, config), (INDEX, index)):
         write_json(folder, name, content)
     return said
@@ -107,11 +108,6 @@ def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
         replace_text(folder / name, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise _unwritable(folder / name, error) from None
-
-
-def _differences(before: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> Iterator[str]:
-    new = [f"{key} = {json.dumps(config[key])}" for key in config if before.get(key) != config[key]]
-    yield f"{hfconfig.CONFIG} is that of {source}" + (f" but for {', '.join(new)}" if new else "")
 
 
 def _copy_beside(source: Path, folder: Path) -> Iterator[str]:

@@ -177,6 +177,7 @@ RETIRED = {  # key that is gone -> what to write now
 }
 _FOLDER = 'model.pretrained = "FOLDER", or model.config = "config.json", without a family or sizes'
 RETIRED_VALUES = {("model.variant", variant): _FOLDER for variant in ("olmo2", "olmoe")}
+RETIRED_VALUES["schedule.renumber", "steps"] = "schedule.renumber = true"
 
 
 def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -> ZbcError:

@@ -34,11 +34,7 @@ def weight(ms: Times, order: Sequence[int]) -> tuple[float, float]:
 
 def _exact(ms: Times) -> tuple[int, ...]:
     largest, _ = _solved(ms, math.inf, max)
-    return _solved(ms, largest, _plus)[1]
-
-
-def _plus(a: float, b: float) -> float:
-    return a + b
+    return _solved(ms, largest, lambda a, b: a + b)[1]
 
 
 def _solved(ms: Times, limit: float, join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:

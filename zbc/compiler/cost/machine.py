@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -208,7 +208,7 @@ class Machine:
         count = max(map(len, every), default=1)
         if count == 1:
             return 0.0
-        latency, speed = self._slowest(pair for ranks in every for pair in _ring(ranks))
+        latency, speed = self._slowest(pair for ranks in every for pair in pairwise([*ranks, ranks[0]]))
         return latency + halves * (count - 1) / count * size / speed
 
 
@@ -224,7 +224,3 @@ def _apart(run: Topology, size: int, ranks: tuple[int, ...]) -> set[bool]:
 def _by_nodes(run: Topology, size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """The ranks that share out experts, of each group by nodes of `size` ranks."""
     return tuple(by_node(group, size) for group in {run.sharing(rank) for rank in range(run.world)})
-
-
-def _ring(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return pairwise([*ranks, ranks[0]])

@@ -590,10 +590,6 @@ def _recomputed(job: Job, placement: Placement) -> set[int]:
     return {s for s in range(placement.stages) if job.memory.recomputes(s)}
 
 
-def _entries(part: Sequence[int], table: Sequence[Layer]) -> float:
-    return sum(table[i].size.entry for i in part)
-
-
 def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
     """A number or list of `[costs]` given per rank or per stage, as one number per stage."""
     value, per = getattr(job.costs, key), job.costs.per
@@ -623,7 +619,7 @@ def _sizes(
         return {"kept": tuple(map(Size, whole)), "left": left_sizes}
     again, kept = _recomputed(job, placement), []
     for s, (units, stage) in enumerate(zip(whole, bytes, strict=True)):
-        size = (_entries(stages[s], table) if s in again else stage.share) - stage.given
+        size = (sum(table[i].size.entry for i in stages[s]) if s in again else stage.share) - stage.given
         kept.append(Size(units * size / (stage.share or 1.0), size))
     return {"kept": tuple(kept), "left": left_sizes}
 

@@ -224,7 +224,7 @@ def _chain(bench: Bench, length: int, rng: Random, target: float, *, fresh: bool
             genes = (
                 random_genes(rng, v)
                 if current is None or rng.random() < 0.02
-                else mutate(rng, _genes(current), 2 * bench.problem.n_stages - 1)
+                else mutate(rng, _some(current.recipe), 2 * bench.problem.n_stages - 1)
             )
         candidate = bench.decode(_some(genes), "building block search")
         yield True
@@ -238,10 +238,6 @@ def _chain(bench: Bench, length: int, rng: Random, target: float, *, fresh: bool
 def _accept(candidate: Candidate, current: Candidate, objective: str, heat: float, rng: Random) -> bool:
     worse = candidate.cost(objective) - current.cost(objective)
     return worse <= 0 or (heat > 0 and rng.random() < math.exp(-worse / heat))
-
-
-def _genes(candidate: Candidate) -> Genes:
-    return _some(candidate.recipe)
 
 
 def _some(recipe: Recipe | None) -> Genes:

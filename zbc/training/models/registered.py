@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, masking_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.utils.output_capturing import _active_collector, install_all_output_capturing_hooks
+from transformers.utils.output_capturing import install_all_output_capturing_hooks
 
 from zbc.errors import ZbcError
 from zbc.runtime.core.grouped import Groups
@@ -169,17 +169,6 @@ def balance(root: Any, config: Any) -> Balance | None:
             return found
     hint = "set output_router_logits = false in config.json, to train without it"
     raise refused(root, "the loss of its routers is another one", hint)
-
-
-@contextmanager
-def routed() -> Iterator[list[Tensor]]:
-    """The logits of the routers that run inside, of a model with their loss."""
-    found = dict[str, list[Tensor]](router_logits=[])
-    before = _active_collector.set(found)
-    try:
-        yield found["router_logits"]
-    finally:
-        _active_collector.reset(before)
 
 
 def _packed(at: Tensor) -> Tensor | None:

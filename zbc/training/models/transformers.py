@@ -27,6 +27,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.utils.output_capturing import _active_collector
 
 from zbc.errors import ZbcError
 from zbc.job.wording import did_you_mean
@@ -40,7 +41,7 @@ from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.training.models.hfsharding import Entered, by_words, check, ends_by_words, shard
 from zbc.training.models.model import hollow
-from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, routed, stack
+from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, stack
 from zbc.training.models.sharding import Shares
 
 _KEPT = 64  # calls of layers that are kept
@@ -251,8 +252,7 @@ class TakenApart:
         with real_tensors():
             y = torch.empty(1, 1, self.width, device="meta")
             for name, child in self.root.named_children():
-                plain = child is own and type(own) is nn.Linear and own.bias is None
-                if plain and self.head_of(name, y) is y:
+                if child is own and type(own) is nn.Linear and own.bias is None and self.head_of(name, y) is y:
                     return str(name)
         raise refused(self.root, text, "drop model.loss_chunk")
 
@@ -443,12 +443,16 @@ class Decoder(Part):
 
     def forward(self, hidden: Tensor, *told: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         args, kwargs = self.model.call(self.index, hidden, self.own)
-        with routed() as logits:
+        routers = {"router_logits": list[Tensor]()}  # of a model with their loss
+        before = _active_collector.set(routers)
+        try:
             y = self.layer(hidden, *args, **kwargs)
+        finally:
+            _active_collector.reset(before)
         if self.met is not None:
             self.met.forget()
         made: Tensor = y[0] if isinstance(y, tuple) else y
-        return made if self.model.balance is None else (made, self.model.balance.told(told[0], logits))
+        return made if self.model.balance is None else (made, self.model.balance.told(told[0], *routers.values()))
 
 
 class DecoderOfExperts(Decoder):
