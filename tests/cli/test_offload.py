@@ -95,12 +95,12 @@ def test_gradients_that_cannot_be_shared_out_are_refused(changes, code, job, zbc
 
 def test_plan_and_compare_say_how_often_weights_are_gathered_and_what_of_it_shows(job, zbc):
     job(kind="breadth-first", pp=2, m=4, parallel={"dp": 2})
-    sweep = ["--sweep", "parallel.shard=none,weights", "--schedules", "breadth-first", "--csv"]
+    sweep = ["--sweep", "parallel.shard=none,weights", "--schedules", "breadth-first", "--format", "csv"]
     rows = zbc("compare", "zbc.toml", *sweep).out.splitlines()
     found = {row["parallel.shard"]: row for row in csv.DictReader(rows)}
     assert (found["none"]["gathers"], found["none"]["gathers_exposed_ms"]) == ("", "")
     assert found["weights"]["gathers"] == "2" and float(found["weights"]["gathers_exposed_ms"]) > 0
-    assert "gathers" not in zbc("compare", "zbc.toml", "--schedules", "breadth-first", "--csv").out
+    assert "gathers" not in zbc("compare", "zbc.toml", "--schedules", "breadth-first", "--format", "csv").out
     planned = zbc("plan", "zbc.toml", "--set", 'parallel.shard="weights"', "--set", "memory.resident=1")
     assert "3 gathers of weights on a rank" in planned.out
     report = zbc("plan", "zbc.toml", "--set", 'parallel.shard="optimizer"', "--json", "-o", "two").json()

@@ -226,7 +226,7 @@ def test_plan_shows_what_was_weighed(zbc, folder):
     rows = zbc("plan", "zbc.toml", "-o", "p", "--json").json()["world"]
     assert [(row["pp"], row["dp"]) for row in rows] == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
     assert rows[-1]["reason"] == "more ranks than the 8 layers" and rows[-1]["ms_per_sample"] is None
-    shown = zbc("config", "show", "zbc.toml", "--json").json()["sections"]["parallel"]
+    shown = zbc("explain", "zbc.toml", "--json").json()["sections"]["parallel"]
     best = min((row for row in rows if row["ms_per_sample"]), key=lambda row: row["ms_per_sample"])
     assert (shown["pp"]["value"], shown["dp"]["value"]) == (best["pp"], best["dp"])
     assert zbc("check", "p").code == 0
