@@ -267,7 +267,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: str | Path) -> Run:
-        """Reads a run directory. Raises E430 (it is none), E430 (its trace is damaged), E4xx (the copy of its plan)."""
+        """Reads a run directory. Raises E430 (it is none, or its trace is damaged), E4xx (the copy of its plan)."""
         folder = Path(folder)
         if has_trace(folder):
             return cls(folder, read_trace(folder))

@@ -40,7 +40,7 @@ def torch_schedule(
     """Torch's pipelining runtime for the `PipelineStage`s of this rank, with the order of a plan (or its path).
 
     `loss_fn(output, target)` is a mean over a microbatch. `options` go to torch's schedule, such as
-    `args_chunk_spec`. Raises E413 for a plan that torch cannot express, E413 for stages that are not the plan's.
+    `args_chunk_spec`. Raises E413 for a plan that torch cannot express, and for stages that are not the plan's.
     """
     order = open_plan(plan) if isinstance(plan, str | Path) else plan
     text = torch_csv.dumps(order.program)

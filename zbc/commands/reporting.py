@@ -105,7 +105,7 @@ def _planned(target: Path) -> bool:
 
 
 def _of_run(run: Path, phase: str | None, *, json: bool, quiet: bool, verbose: bool) -> None:
-    """Prints the report of a run directory. Raises E430 if it is none, E430 for a damaged file."""
+    """Prints the report of a run directory. Raises E430 if it is none, or a file is damaged."""
     from zbc.api import Run
     from zbc.compiler.recorded import log
     from zbc.compiler.recorded.report import FORMAT, VERSION, build

@@ -86,7 +86,7 @@ def read(path: Path) -> Sheet:
 def loads(text: str, source: str = "order.csv") -> Sheet:
     """The order that a CSV text describes, one pipe, without transfers; not yet proven (see check/).
 
-    Raises E411 (not a CSV file), E411 (cells that are no actions) or E411 (rows that make no pipeline), all problems at
+    Raises E411 (not a CSV file, cells that are no actions, or rows that make no pipeline), all problems at
     once.
     """
     draft = _Draft(source)

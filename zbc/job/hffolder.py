@@ -29,7 +29,7 @@ _BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # tokenizers, temp
 
 
 def check_target(folder: Path, model: Model, ep: int = 0) -> None:
-    """Checks before training that `write_shard` will work. Raises E524 (no counterpart), E524 (files exist), E602."""
+    """Checks before training that `write_shard` will work. Raises E524 (no counterpart, or files exist), E602."""
     _config_of(model)
     if ep > 1 and model.family == TRANSFORMERS:
         userobject.load(_PARTS, "the writer of weights")(model)
@@ -135,7 +135,7 @@ def _unwritable(path: Path, error: OSError) -> ZbcError:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in a folder. Raises E520 (no weights) or E520 (an index or a file is damaged)."""
+    """The file of every tensor in a folder. Raises E520 (no weights, or an index or a file is damaged)."""
     index, single = folder / INDEX, folder / SINGLE
     if os.path.isfile(index):
         return _indexed(index)

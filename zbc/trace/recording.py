@@ -324,7 +324,7 @@ def phases(run: Path) -> list[str]:
 def read(run: Path, phase: str | None = None) -> Trace:
     """Reads the trace of a run directory, as far as it was written; `phase`: by default the last one recorded.
 
-    Raises E430 (no trace, or of some ranks only, or no complete step), E430 (a file is damaged: file and line), E4xx
+    Raises E430 (no trace, or of some ranks only, no complete step, or a damaged file: file and line), E4xx
     (the copy of the plan).
     """
     if not has_trace(run):

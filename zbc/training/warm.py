@@ -85,7 +85,7 @@ def _warm(worker: Worker, settings: Settings) -> None:
 
 @contextmanager
 def _unchanged(worker: Worker) -> Iterator[None]:
-    """Runs its body on copies of what forwards of layers change, buffers and attributes, then puts the former back."""
+    """Runs its body on copies of buffers and attributes that forwards of layers change, then puts the former back."""
     layers = [layer for stage in worker.stages.values() for layer in stage.layers]
     with ExitStack() as stack:
         stack.enter_context(left_alone([place for layer in layers for place in layer.buffers]))

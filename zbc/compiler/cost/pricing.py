@@ -32,8 +32,8 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
 
     If a stage recomputes, B takes the time of F as well, and F keeps the inputs of the layers only; activations given
     in [costs] then keep the same share as the estimated bytes do, or all if no bytes are known. Raises E110
-    (memory.activations names a stage that doesn't exist), E141 (a list has the wrong length), E141 (the speed of copies
-    to the host is not known).
+    (memory.activations names a stage that doesn't exist), E141 (a list has the wrong length, or the speed of copies to
+    the host is not known).
     """
     check_stages(job, placement)
     plain, spared = table, {i for s, part in enumerate(stages) if job.memory.spares(s) for i in part}

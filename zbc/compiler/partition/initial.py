@@ -20,7 +20,7 @@ Stages = tuple[tuple[int, ...], ...]  # stage -> indices of its layers
 
 
 def initial(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
-    """The layers of each stage. Raises E130 (too few layers), E130 (wrong sums) or E130 (no layout)."""
+    """The layers of each stage. Raises E130 (too few layers, wrong sums, or no layout)."""
     stages, asked = placement.stages, job.partition
     if isinstance(asked.layers_per_stage, list):
         return _listed(job, stages, table, asked.layers_per_stage, "layers_per_stage")

@@ -174,7 +174,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read(folder: Path) -> RunLog:
-    """Read a run directory. Raises E430 if it is none or no step ended, E430 for a damaged file."""
+    """Read a run directory. Raises E430 if it is none, no step ended, or a file is damaged."""
     about = _objects(folder / RUN, whole=True)[0]
     if about.get("format") != "zbc-run":
         raise ZbcError("E430", f"run: {folder / RUN} is not what a run writes (format {about.get('format')!r})")

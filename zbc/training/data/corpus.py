@@ -18,7 +18,7 @@ def read(path: str | Sequence[str] | None) -> bytearray:
     """The bytes of a file, of all files below a folder in sorted order, or of a list of both, joined.
 
     None reads the sources of this Python's standard library, at most 16 MiB of them: real text that needs no download.
-    Raises E501 (missing or unreadable) or E501 (not UTF-8 text).
+    Raises E501 (missing, unreadable, or not UTF-8 text).
     """
     if path is None:
         return standard_library()

@@ -42,7 +42,7 @@ def sidecar(path: Path) -> Path:
 
 
 def describe(path: Path, dtype: str | None = None) -> Tokens:
-    """The description of a token file; `dtype`: its type without a JSON. Raises E501 (unreadable), E501 (damaged)."""
+    """The description of a token file; `dtype`: its type without a JSON. Raises E501 (unreadable, or damaged)."""
     try:
         size = path.stat().st_size
         if not os.path.isfile(path):

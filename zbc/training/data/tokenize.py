@@ -87,7 +87,7 @@ def tokenize(
 ) -> Tokens:
     """Writes `out` and its JSON sidecar; calls `done(bytes)` after every piece of text.
 
-    Raises E501 (the text), E501 (`out` exists), E608 (cannot be written).
+    Raises E501 (the text, or `out` exists), E608 (cannot be written).
     """
     if os.path.exists(out):
         raise ZbcError("E501", f"data: {out} exists", hint="name another file with -o, or remove this one")

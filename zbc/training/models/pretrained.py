@@ -31,8 +31,8 @@ _IGNORED = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPlan]:
     """The layers with the weights of `folder`, which are read when they are built.
 
-    Raises E520 (no such folder), E521 (its model is not one of zbc's), E521 (the job has another model), E520 (a tensor
-    is missing or is not one of the model's); when a layer is built E520 (a tensor has another shape, or is damaged).
+    Raises E520 (no such folder; a tensor is missing, or not one of the model's), E521 (its model is none of zbc's, or
+    not that of the job); when a layer is built E520 (a tensor has another shape, or is damaged).
     """
     source = str(folder / hfconfig.CONFIG)
     theirs = hfconfig.check_fits(model, hfconfig.read_config(folder), source)

@@ -128,7 +128,7 @@ def derive(
     `lowered` is the type that parameters are cast to for forward, if it is not their own. `rows`: the number of tokens
     of a slice, if `first` is one. `flow`: the input of the first layer requires a gradient.
 
-    Raises E505 if a layer cannot run or the plan has other boundary tensors, E505 if it has other layers, E508 if two
+    Raises E505 if a layer cannot run or the plan has other boundary tensors or layers, E508 if two
     layers share a parameter, E509 if a layer cannot be trained in a pipeline.
     """
     _check_layers(plans, manifest)
