@@ -24,11 +24,8 @@ from zbc.compiler.search.learned import learned
 from zbc.compiler.search.played import Played
 from zbc.compiler.search.policies import policies
 from zbc.compiler.search.problem import Problem
-from zbc.compiler.search.rounds import Filling, filled
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Placement
-
-FILLINGS = (Filling(True), Filling(False))
 
 
 def faults(given, program):
@@ -78,7 +75,7 @@ def test_every_order_of_every_decoder_is_legal_and_fits(seed, compiled):
     given = instance(seed)
     bench = Recorder(given.problem, compiled, "span")
     rng, v = Random(seed), given.problem.v
-    for recipe in [*policies(v), *islice(learned(v), 40), *FILLINGS, *(random_genes(rng, v) for _ in range(15))]:
+    for recipe in [*policies(v), *islice(learned(v), 40), *(random_genes(rng, v) for _ in range(15))]:
         bench.decode(recipe, "decoded")
     for block in patterns.fitting(given.problem):
         if rng.random() < 0.05:
@@ -150,7 +147,7 @@ def test_ranks_may_hold_different_numbers_of_stages_and_none(ranks, objective, p
         given = replace(given, limits=limits(rng, where, given.costs, given.m))
         benches = [Recorder(given.problem, engine, objective) for engine in (plain, compiled)]
         for bench in benches:
-            for recipe in [*policies(given.problem.v), *islice(learned(given.problem.v), 10), *FILLINGS]:
+            for recipe in [*policies(given.problem.v), *islice(learned(given.problem.v), 10)]:
                 bench.decode(recipe, "decoded")
             bench.anneal(bench.order(given.simplest[0][1], "one by one"), 300, 0.5, seed, 0.0)
         assert benches[0].seen == benches[1].seen
@@ -179,7 +176,7 @@ def test_every_order_is_legal_where_ops_take_no_time(block, compiled):
     for seed in range(10 * block, 10 * block + 10):
         given = odd(seed, chunks=2, microbatches=1 + seed % 6)
         bench = Recorder(given.problem, compiled, ("span", "makespan")[seed % 2])
-        for recipe in [*policies(given.problem.v)[:3], *islice(learned(given.problem.v), 4), *FILLINGS]:
+        for recipe in [*policies(given.problem.v)[:3], *islice(learned(given.problem.v), 4)]:
             bench.decode(recipe, "decoded")
         start = bench.order(given.simplest[0][1], "one by one")
         for place, heat in enumerate((0.5, 0.03)):
@@ -338,33 +335,6 @@ def test_a_move_that_makes_the_step_too_long_is_seen_early_and_hardly_any_other(
         state.undo(i, j, notes)
     assert seen > 300
     assert missed < kept / 5
-
-
-@pytest.mark.parametrize("p", range(1, 10))
-def test_rounds_leave_no_rank_idle_in_its_span_at_unit_times(p):
-    """arXiv 2401.10241, section 6: ZB-V has no bubble with the memory of 1F1B if F, B and W are equal."""
-    where = Placement.vshape(p)
-    for m in (2 * p, 3 * p + 1):
-        given = Instance(where, Costs.uniform(where), m, (float(p),) * p)
-        for recipe in FILLINGS:
-            program = given.problem.program(filled(given.problem, recipe), "rounds")
-            assert list(faults(given, program)) == []
-            assert simulate(program, given.costs).span == pytest.approx(3 * m)
-
-
-def test_rounds_are_complete_and_fit_or_there_are_none(compiled):
-    made = refused = 0
-    for seed in range(300):
-        given = instance(seed, ranks=6, chunks=2, microbatches=12)
-        for recipe in FILLINGS:
-            order = filled(given.problem, recipe)
-            if order is None:
-                refused += 1
-                continue
-            assert list(faults(given, given.problem.program(order, "rounds"))) == []
-            made += Recorder(given.problem, compiled, "span").order(order, "rounds") is not None
-    assert made > 50
-    assert refused > 50
 
 
 def cut(seed: int) -> Instance:

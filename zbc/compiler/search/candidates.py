@@ -18,7 +18,6 @@ from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.patterns import expanded
 from zbc.compiler.search.played import Played, played
 from zbc.compiler.search.problem import Problem
-from zbc.compiler.search.rounds import Filling, filled
 
 TINY = 1e-9
 NO_END = 10**18
@@ -30,7 +29,7 @@ TIME_VISITS = 1
 MADE_VISITS, BLOCK_VISITS = 8, 2  # for orders made op by op
 STEPS = 8  # until a sequence of steps has a period, as in `simulate.steady_state`
 
-Recipe = Genes | Filling | AnyBlock | Played | tuple[float, ...]  # the last are knobs of a policy
+Recipe = Genes | AnyBlock | Played | tuple[float, ...]  # the last are knobs of a policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +101,6 @@ class Bench:
 
     def decode(self, recipe: Recipe, origin: str) -> Candidate | None:
         """The schedule of a recipe for this problem; None if its decoder gets stuck."""
-        if isinstance(recipe, Filling):
-            self.spent += FILL_VISITS * self.problem.size
-            order = filled(self.problem, recipe)
-            return self._timed(self.engine.numbers(order), origin, recipe) if order and self.fits(order) else None
         if isinstance(recipe, Played):
             self.spent += FILL_VISITS * self.problem.size
             made = played(self.problem, self._rows.table(), expanded(self.problem, recipe.block))

@@ -26,7 +26,6 @@ from zbc.compiler.search.learned import learned
 from zbc.compiler.search.played import Played
 from zbc.compiler.search.policies import policies
 from zbc.compiler.search.problem import Problem
-from zbc.compiler.search.rounds import Filling
 
 # Op visits per second, a cautious estimate, to convert seconds of budget into work.
 PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
@@ -148,7 +147,7 @@ def _repeat(small: Bench, full: Bench, carried: set[Recipe | Candidate]) -> None
 def _fast_tier(bench: Bench, target: float) -> None:
     """Policies and learned genes in turn, best first; for large problems only as many as about a second allows."""
     v = bench.problem.v
-    known: list[tuple[Recipe, str]] = [(Filling(fill), "rounds") for fill in (True, False)] if v == 2 else []
+    known = list[tuple[Recipe, str]]()
     blocks = [(genes, f"building block {index}") for index, genes in enumerate(learned(v))]
     for index, policy in enumerate(policies(v)):
         known += [(policy, f"policy {index}"), *blocks[2 * index : 2 * index + 2]]
