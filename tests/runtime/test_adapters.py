@@ -19,6 +19,7 @@ from tests.runtime.test_gradients import VECTORS
 from tests.runtime.test_pretrained import MODELS, model_in
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
+from zbc.job import adapterfolder
 from zbc.job.hffolder import write_shard
 from zbc.job.spec import Adapter
 from zbc.runtime.core.slot import Slot, using
@@ -363,7 +364,7 @@ def save(folder, settings, workers):
         named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}
         found = adapters.tensors_of(settings.adapter, settings.model, named)
         said.append(write_shard(folder, number, len(workers), found) if found else "")
-    adapters.complete(folder, settings.adapter, settings.model, said, settings.pretrained)
+    adapterfolder.complete(folder, settings.adapter, settings.model, said, settings.pretrained)
 
 
 PUBLISHED = {

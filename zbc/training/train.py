@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zbc import excludes
 from zbc.errors import EXIT_BUG, ZbcError
-from zbc.job import hffolder
+from zbc.job import adapterfolder, hffolder
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import Manifest, RankPlan, read_manifest, read_ramp, read_rank
 from zbc.runtime.core import exhausted
@@ -475,7 +475,7 @@ def _save(run: _Run) -> None:
         run.board.meet("saved adapters", run.limit)
         if run.rank == 0:
             shards = run.board.collect("adapters")
-            adapters.complete(beside, asked, model, shards, settings.pretrained)
+            adapterfolder.complete(beside, asked, model, shards, settings.pretrained)
             run.show(f"wrote the {what}adapters to {beside}")
     if folder is None:
         return

@@ -143,10 +143,10 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
 
         check_target(options.save_hf, Settings.of(manifest).model, manifest.ep)
     if options.save_adapter is not None:
+        from zbc.job import adapterfolder
         from zbc.training.building.context import Settings
-        from zbc.training.models import adapters
 
-        adapters.check_target(options.save_adapter, Settings.of(manifest).adapter)
+        adapterfolder.check_target(options.save_adapter, Settings.of(manifest).adapter)
     total = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
     if options.trace and max(options.trace) >= total:
         text = f"run: --trace asks for step {max(options.trace) + 1}, the run has {total}"

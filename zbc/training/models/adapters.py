@@ -12,19 +12,17 @@ parallelism. B of the frozen layer is its input gradient only, and its F saves n
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError, raise_all
-from zbc.job import hffolder, hfmodel
-from zbc.job.adapter import Adapter, Part, called, parts, unknown
+from zbc.job import hfmodel
+from zbc.job.adapter import Adapter, Part, parts, unknown
 from zbc.job.spec import Model
 from zbc.runtime.core.again import remade_of
 from zbc.runtime.core.feature import Feature
@@ -180,16 +178,7 @@ class Frozen(Feature):
 
 # ---- files ---------------------------------------------------------------------------------------------------
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SIDES = {"down": "lora_A", "up": "lora_B"}
-
-
-def check_target(folder: Path, adapter: Adapter) -> None:
-    """Checks before training whether adapters can be written. Raises E524 (files exist), E604 (no adapters), E602."""
-    if not adapter.rank:
-        text = "run: --save-adapter writes adapters, and the plan has none"
-        raise ZbcError("E604", text, hint="set adapter.rank and plan again, or use --save-hf")
-    hffolder.make_folder(folder, (CONFIG, WEIGHTS))
 
 
 def _of_file(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Part]]:
@@ -220,35 +209,3 @@ def merged(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> 
         rows.copy_(rows.float() + adapter.scale * (up @ down))
         found[f"{linear}.weight"] = nn.Parameter(whole, requires_grad=False)
     return found
-
-
-def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str], source: str | None) -> None:
-    """Merges the shards of all ranks (`hffolder.write_shard`) into one file, and writes the config of peft."""
-    library, tensors, paths = hffolder.safetensors(), dict[str, Tensor](), list[Path]()
-    for text in filter(None, shards):
-        paths.append(folder / json.loads(text)["file"])
-        tensors |= library.torch.load_file(paths[-1])
-    library.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    for path in paths:
-        path.unlink()
-    adapted_ones = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.causal else None,
-        "base_model_name_or_path": source,
-        "r": adapter.rank,
-        "lora_alpha": adapter.scale * adapter.rank,
-        "target_modules": _shortest(adapted_ones, model),
-        "fan_in_fan_out": model.family == "gpt",
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "inference_mode": True,
-    }
-    hffolder.write_json(folder, CONFIG, config)
-
-
-def _shortest(targets: Collection[str], model: Model) -> list[str]:
-    """The last components of the names of adapted layers, if no other layer's name ends in one; otherwise the names."""
-    ends = {name.rpartition(".")[2] for name in targets}
-    all_of = {name for _, *names in called(model) for name in names}
-    return sorted(ends if {name for name in all_of if name.rpartition(".")[2] in ends} == {*targets} else targets)
