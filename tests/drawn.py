@@ -64,6 +64,7 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "llama": ({"model": {"family": "llama"}}, True),
     "windows": ({"model": {"family": "llama", "window": 9, "whole_every": 2}}, True),
     "recompute": ({"memory": {"activations": "recompute"}}, False),
+    "some layers": ({"memory": {"activations": "recompute 1"}}, False),
     "selective": ({"memory": {"activations": "selective"}}, False),
     "recompute+offload": ({"memory": {"activations": "recompute+offload"}, "hardware": {"host_gbps": 20.0}}, False),
     "selective+offload": ({"memory": {"activations": "selective+offload"}, "hardware": {"host_gbps": 20.0}}, False),
@@ -151,7 +152,8 @@ def of(traits: tuple[str, ...], kind: str, pp: int = 2) -> Drawn:
     pp = 4 if {"replicas", "graph"} & {*traits} else pp
     changes = [trait for trait in traits if trait in CHANGES or (trait in MORE and MORE[trait][1])]
     late = bool({"asynchronous", "lookahead"} & {*traits})
-    changes += [trait for trait in traits if late and trait in ("recompute", "selective", "open activations")]
+    again = {"recompute", "some layers", "selective", "open activations"}
+    changes += [trait for trait in traits if late and trait in again]
     both, plain = (_tables(some, pp) for some in (traits, changes))
     if both["schedule"]["kind"] == "1f1b":
         both["schedule"]["kind"] = kind

@@ -105,6 +105,7 @@ JOBS = {
     ),
     "offload": (edit(memory={"activations": "offload"}), 3, "E141", "zbc.toml:19:15", "hardware.host_gbps"),
     "an unknown word": (edit(memory={"activations": "forget"}), 3, "E103", "zbc.toml:19:15", '"recompute"'),
+    "layers": (edit(memory={"activations": {"recompute": "all"}}), 3, "E103", "zbc.toml:19", "{ recompute = 6 }"),
     "a stage by name": (edit(memory={"activations": {"a": "keep"}}), 3, "E103", "zbc.toml:19", '{ 0 = "recompute" }'),
     "a stage too many, left open": (
         edit(memory={"activations": {"4": "auto"}}),

@@ -248,9 +248,9 @@ def test_a_fused_backward_takes_what_was_measured_and_bounds_know_it():
 
 def test_the_gradient_between_two_layers_counts_where_they_keep_nothing():
     bare = Footprint(result=1000, entry=1000, more_b=500, more_bw=700)
-    found = more([bare, bare], recompute=False, first=True)
+    found = more([bare, bare], again=0, first=True)
     assert (found.b, found.bw) == (1500, 1700)
-    assert more([bare], recompute=False, first=True).bw == 700
+    assert more([bare], again=0, first=True).bw == 700
 
 
 def test_recompute_adds_what_was_measured():

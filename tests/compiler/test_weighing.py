@@ -6,11 +6,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests.jobs import toml_text
+from tests.jobs import job, toml_text
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.partition.setup import as_ordered
 from zbc.compiler.whatif.others import kept
 from zbc.errors import ZbcError
+from zbc.text import GIB
 
 pytestmark = pytest.mark.usefixtures("everything_moves")
 PARTS = ("keep", "recompute", "offload", "recompute+offload")
@@ -134,3 +135,23 @@ def test_auto_recomputes_nothing_where_keeping_takes_hardly_more_memory_and_is_f
     again = [stage.stage for stage in compiled.report.cut.stages if stage.recompute]
     event(f"recomputes {bool(again)}")
     assert kept(compiled) is None
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved-1f1b"])
+def test_auto_runs_the_fewest_layers_of_each_rank_again_that_fit(kind):
+    """As many are not too many: with one layer less the rank does not fit."""
+    model = {"hidden": 256, "heads": 8, "seq_len": 256, "vocab": 500}
+    how = {"kind": kind, "pp": 2, "layers": 12, "model": model, "partition": {"layers_per_stage": "equal"}}
+    kept, least = (
+        max(rank.bytes for rank in compile_job(job(memory={"activations": what}, **how)).memory)
+        for what in ("keep", "recompute")
+    )
+    how["hardware"] = {"memory_gib": (0.6 * kept + 0.4 * least) / GIB, "reserve_gib": 0}
+    found = compile_job(job(memory={"activations": {"recompute": "auto"}}, **how))
+    counts = [int((found.job.memory.of(s) + " 0").split()[1]) for s in range(len(found.layers))]
+    assert 0 < max(counts) < 6
+    for rank, room in enumerate(found.job.rooms):
+        few = [max(0, count - (s % 2 == rank)) for s, count in enumerate(counts)]
+        named = {str(s): f"recompute {n}" if n else "keep" for s, n in enumerate(few)}
+        less = compile_job(job(memory={"activations": named}, **{**how, "hardware": {}}))
+        assert found.memory[rank].bytes <= room and (few == counts or less.memory[rank].bytes > room)

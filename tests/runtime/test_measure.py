@@ -60,7 +60,7 @@ CASES |= {
     "smollm3": {"model": {**LLAMA, "variant": "smollm3", "unturned_every": 2}},
 }
 KINDS = ["gpipe", "1f1b", "zb-h1", "zb-v"]
-SOME = dealt([("fp32", kind) for kind in KINDS], ["keep", "recompute"])
+SOME = dealt([("fp32", kind) for kind in KINDS], ["keep", "recompute", "recompute 1"])
 SOME += dealt([case for case in CASES if case != "fp32"], [("zb-v", "keep"), ("1f1b", "recompute")])
 
 

@@ -41,11 +41,12 @@ def test_gradients_keep_the_bits_of_native_autocast(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_stages_choose_for_themselves(schedule):
-    plan = make_plan(make_program(schedule, 2, 4), keep=without_step, activations={"1": "recompute"})
-    workers = check_gradients(plan)
-    chosen = {stage.index for worker in workers for stage in worker.stages.values() if stage.recompute}
-    assert chosen == {1}
+def test_stages_choose_for_themselves_and_some_of_their_layers(schedule):
+    how = {"model": {**GPT, "layers": 10}, "activations": {"1": "recompute", "0": "recompute 1"}}
+    workers = check_gradients(make_plan(make_program(schedule, 2, 4), keep=without_step, **how))
+    found = {stage.index: (stage.recompute, len(stage.layers)) for w in workers for stage in w.stages.values()}
+    assert found[0][0] == 2 < found[0][1] and found[1][0] == found[1][1]
+    assert not any(again for s, (again, _) in found.items() if s > 1)
 
 
 def test_training_with_rotary_positions_and_clipping():
@@ -82,6 +83,7 @@ def forwards(activations, schedule="zb-h1", frozen=0):
 def test_each_layer_runs_twice_per_microbatch_with_split_backward_too(schedule):
     assert forwards("keep", schedule) == [2] * 4
     assert forwards("recompute", schedule) == [4] * 4
+    assert forwards("recompute 3", schedule) == [4, 4, 4, 2]
 
 
 def test_layers_before_the_first_that_trains_run_once():

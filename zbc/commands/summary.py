@@ -612,13 +612,19 @@ def _cut_note(compiled: Compiled) -> Iterator[str]:
 
 
 def _recomputed(compiled: Compiled) -> Iterator[str]:
-    memory, stages = compiled.found.activations or compiled.job.memory, compiled.report.cut.stages
-    selectively = f"recomputed selectively{'' if memory.attends_again else ', without attention'}"
-    for how, name in (("recompute", "recomputed"), ("selective", selectively)):
-        again = [stage.stage for stage in stages if getattr(stage, how)]
-        if again:
-            some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"
-            yield f"{name}: {'all stages' if len(again) == len(stages) else some}"
+    from zbc.compiler.partition.setup import as_ordered
+
+    memory, stages = as_ordered(compiled.job, compiled.found).memory, compiled.report.cut.stages
+    named = dict[str, list[int]]()
+    for s in range(len(stages)):
+        how, _, count = memory.of(s).partition("+")[0].partition(" ")
+        selectively = f"recomputed selectively{'' if memory.attends_again else ', without attention'}"
+        some = f"{count} layer{'s' if count != '1' else ''} recomputed" if count else "recomputed"
+        if how in ("recompute", "selective"):
+            named.setdefault(some if how == "recompute" else selectively, []).append(s)
+    for name, again in named.items():
+        some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"
+        yield f"{name}: {'all stages' if len(again) == len(stages) else some}"
 
 
 def _stage_unit(report: Report) -> tuple[str, float]:

@@ -1,5 +1,5 @@
 """Decides the open settings of a job that change the work of its ops: schedule.slices = "auto", then
-parallel.vocabulary = "auto", then parallel.replicas = "auto".
+parallel.vocabulary = "auto", then parallel.replicas = "auto", then the layers of each stage that run again.
 
 Each is decided by the step that the fastest search finds.
 """
@@ -7,19 +7,24 @@ Each is decided by the step that the fastest search finds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from zbc import excludes
-from zbc.compiler.check.memory import check_memory
+from zbc.compiler.check.memory import check_memory, shares
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.order import order
+from zbc.compiler.partition.initial import is_open
 from zbc.compiler.partition.replicas import Problem, joined, plans
+from zbc.compiler.partition.setup import limited
 from zbc.compiler.schedules import AUTO, find
 from zbc.compiler.schedules.replicated import NAME
 from zbc.errors import ZbcError
 from zbc.job.cuts import multiple_of
 from zbc.job.rules import fewest_microbatches, unshareable
+from zbc.job.sections import ENDS, OPEN_LAYERS
 from zbc.job.spec import Job
 
 WORTH = 0.002  # of a step: least saving for twice as many slices, or for vocabulary parallelism
@@ -34,12 +39,12 @@ def decided(job: Job) -> Job:
     if job.parallel.vocabulary == "auto":
         ends, shared = job.with_vocabulary("ends"), job.with_vocabulary("shared")
         job = (_shortest((ends, shared)) if shareable(job) else None) or ends
-    if job.parallel.replicas != "auto" or (job.schedule.kind or "").lower() != NAME:
-        return job
-    made = [job.with_replicas(counts) for counts in replicas(job, estimate.layers(job))]
-    if not made:
-        raise ZbcError("E110", "config: no replicas can be planned", where=job.where("parallel", "replicas"))
-    return _shortest(made, worth=0.0) or made[0]
+    if job.parallel.replicas == "auto" and (job.schedule.kind or "").lower() == NAME:
+        made = [job.with_replicas(counts) for counts in replicas(job, estimate.layers(job))]
+        if not made:
+            raise ZbcError("E110", "config: no replicas can be planned", where=job.where("parallel", "replicas"))
+        job = _shortest(made, worth=0.0) or made[0]
+    return _by_layers(job) if OPEN_LAYERS in job.memory.chosen() else job
 
 
 def _shortest(jobs: Iterable[Job], *, worth: float = WORTH, while_shorter: bool = False) -> Job | None:
@@ -53,6 +58,43 @@ def _shortest(jobs: Iterable[Job], *, worth: float = WORTH, while_shorter: bool 
         elif step is not None and while_shorter:
             break
     return best
+
+
+def _by_layers(job: Job) -> Job:
+    """The job with the fewest layers of each stage that run again: of each rank as few as fit. If its order changes
+    with them, it is searched, as many of all stages as make the step shortest. All layers if nothing fits."""
+    kind, table = (job.schedule.kind or "").lower(), estimate.layers(job)
+    most = -(-len(table) // job.parallel.pp) if limited(job) else 0
+
+    def of(*counts: int) -> Job:
+        """With this count for each stage, or for all; more than there are: whole stages."""
+        named = ["recompute" if n > most else f"recompute {n}" if n else "keep" for n in counts]
+        if len(named) > 1:
+            return replace(job, memory=job.memory.with_choice(named, OPEN_LAYERS))
+        given = job.memory.activations if isinstance(job.memory.activations, dict) else {}
+        chosen: Any = {s: named[0] if what == OPEN_LAYERS else what for s, what in given.items()} or named[0]
+        return replace(job, memory=job.memory.model_copy(update={"activations": chosen}))
+
+    if not most:
+        return of(0)
+    if kind == AUTO or (kind and find(kind).searched):
+        some = {0, most, most + 1, *(k << n for n in range(most.bit_length()) for k in (1, 3) if k << n < most)}
+        return _shortest(map(of, sorted(some)), worth=0.0, while_shorter=True) or of(most + 1)
+    found = order(of(most + 1), table, 0.0)
+    placement, layers = found.program.placement, [sum(table[i].name not in ENDS for i in part) for part in found.stages]
+    pinned = {"layers_per_stage": layers, "layout": None} if is_open(job) else {}
+    few, many = [0] * placement.ranks, [most + 1] * placement.ranks
+    while few != many:
+        half = [(a + b) // 2 for a, b in zip(few, many, strict=True)]
+        look = of(*(max(half[rank] for rank in placement.holders(s)) for s in range(placement.stages)))
+        look = replace(look, partition=job.partition.model_copy(update=pinned))
+        found = order(look, table, 0.0)
+        for rank, share in enumerate(shares(look, found.memory, found.costs)):
+            few[rank], many[rank] = (
+                (few[rank], half[rank]) if share <= 1 else (min(half[rank] + 1, many[rank]), many[rank])
+            )
+    found_job = of(*(max(few[rank] for rank in placement.holders(s)) for s in range(placement.stages)))
+    return found_job if quick_ms(found_job) is not None else of(max(few))
 
 
 def quick_ms(job: Job) -> float | None:

@@ -20,6 +20,7 @@ from zbc.job.section import FACTORY
 from zbc.job.sections import (
     ACTIVATIONS,
     BY_RANK,
+    LAYERS_AGAIN,
     SECTIONS,
     Checkpoint,
     Data,
@@ -422,8 +423,10 @@ def _activation_rules(draft: Draft, memory: Memory) -> Found:
         if stage is not None and not re.fullmatch(r"0|[1-9]\d{0,8}", stage):
             text = f"config: memory.activations has the key {stage!r}, not the number of a stage"
             yield ZbcError("E103", text, where=where, hint='write { 0 = "recompute" }')
-        if choice not in ACTIVATIONS:
+        if choice not in ACTIVATIONS and not LAYERS_AGAIN.fullmatch(choice):
             hint = did_you_mean(choice, list(ACTIVATIONS)) or 'use "keep", "recompute", "offload" or "auto"'
+            if choice.startswith("recompute "):
+                hint = 'layers of a stage: { recompute = 6 } or { recompute = "auto" }'
             yield ZbcError("E103", f"config: unknown memory.activations {choice!r}", where=where, hint=hint)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from zbc.job import learning_rate
 from zbc.job.adapter import Adapter
@@ -395,14 +395,25 @@ class GivenCosts(Section):
         return cls.model_fields.keys() - {"offload", "overlap", "profile"} if timed else set()
 
 
+LAYERS_AGAIN = re.compile(r"recompute ([1-9]\d{0,6}|auto)")  # layers of a stage: a choice of memory.activations
+OPEN_LAYERS = "recompute auto"
+ENDS = ("embed", "head")  # names of a built-in model's first and last layer
+
+
+def _by_layers(value: object) -> object:
+    """{ recompute = 6 } as "recompute 6"."""
+    return f"recompute {value['recompute']}" if isinstance(value, dict) and [*value] == ["recompute"] else value
+
+
 class Memory(Section):
     """`[memory]`: keep, recompute or offload activations between F and B, and max unsharded stages per rank."""
 
-    activations: str | dict[str, str] = Field(
+    activations: Annotated[str | dict[str, str], BeforeValidator(_by_layers)] = Field(
         "keep",
         description='"keep", "selective" (norms, attention and activations of built-in models run again), "recompute" '
         '(whole layers), "offload", "selective+offload" or "recompute+offload" where memory forces it; "auto": the '
-        'fastest of these; all stages or some: { 0 = "recompute" }',
+        'fastest of these; all stages or some: { 0 = "recompute" }; { recompute = 6 } or "recompute 6": the first six '
+        'layers of each stage; { recompute = "auto" }: the fewest that fit',
     )
     attention: Literal["again", "keep"] | None = Field(
         None,
@@ -421,8 +432,17 @@ class Memory(Section):
         return self.activations if isinstance(self.activations, str) else self.activations.get(str(stage), "keep")
 
     def recomputes(self, stage: int) -> bool:
-        """Whether F keeps only the inputs of the stage's layers."""
-        return self.of(stage) in ("recompute", "recompute+offload")
+        """Whether F keeps only the inputs of the stage's layers, or of some of them."""
+        return self.of(stage).startswith("recompute")
+
+    def again(self, stage: int, names: Sequence[str]) -> int:
+        """The number of the first layers of a stage that run again in its backward, of those with these names. Given
+        as a number, it counts neither embedding nor head, and the head does not run again."""
+        given = LAYERS_AGAIN.fullmatch(self.of(stage))
+        if given is None:
+            return len(names) if self.recomputes(stage) else 0
+        ends = sum(name not in ENDS for name in names)
+        return min(int(given[1]), ends) + (names[0] == ENDS[0]) if ends and given[1] != "auto" else 0
 
     def spares(self, stage: int) -> bool:
         """Whether F keeps only inputs and outputs of linear layers, and cheap ops run again (selective recompute)."""
@@ -441,12 +461,12 @@ class Memory(Section):
         """With "auto" replaced: "recompute" for the stages in `recompute`, "keep" for the others."""
         return self.with_choice(["recompute" if s in recompute else "keep" for s in range(stages)])
 
-    def with_choice(self, choice: Sequence[str]) -> Memory:
-        """With "auto" replaced by the choice for each stage."""
-        if "auto" not in self.chosen():
+    def with_choice(self, choice: Sequence[str], of: str = "auto") -> Memory:
+        """With "auto", or another choice, replaced by the choice for each stage."""
+        if of not in self.chosen():
             return self
         stages, own = len(choice), [self.of(s) for s in range(len(choice))]
-        choices = [choice[s] if what == "auto" else what for s, what in enumerate(own)]
+        choices = [choice[s] if what == of else what for s, what in enumerate(own)]
         chosen = {str(s): what for s, what in enumerate(choices) if what != "keep"}
         alike = chosen and len(chosen) == stages and len(set(chosen.values())) == 1
         made = self.model_copy(update={"activations": chosen["0"] if alike else chosen or "keep"})

@@ -42,16 +42,16 @@ def check_host(job: Job, program: Program, costs: Costs) -> None:
 
 def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:
     """The share by which the fullest rank exceeds its limit; 0 or less if all fit."""
-    return max(_shares(job, memory, costs)) - 1
+    return max(shares(job, memory, costs)) - 1
 
 
 def fullest(job: Job, memory: Sequence[RankMemory], costs: Costs) -> int:
     """The rank that exceeds its limit most."""
-    shares = _shares(job, memory, costs)
-    return shares.index(max(shares))
+    full = shares(job, memory, costs)
+    return full.index(max(full))
 
 
-def _shares(job: Job, memory: Sequence[RankMemory], costs: Costs) -> list[float]:
+def shares(job: Job, memory: Sequence[RankMemory], costs: Costs) -> list[float]:
     """How full each rank is, as a share of its tightest limit; 0 without one."""
     shares = [0.0] * len(memory)
     if job.rooms is not None and costs.bytes is not None:

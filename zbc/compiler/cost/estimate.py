@@ -47,6 +47,7 @@ class Layer:
     plain: Callable[[], Layer] | None = None  # it without what B repeats, if B repeats anything
     cheap: float = 0.0  # the share of F that is run again, if this layer recomputes selectively
     part: float = 1.0  # the share of F's activations that it then keeps
+    reruns: bool = False  # whether B runs all of its F again
     lengths: Mapping[int, Layer] = field(default_factory=dict)  # it with rows of so many tokens, where they are unequal
 
     def selective(self, memory: Memory) -> Layer:
@@ -64,8 +65,8 @@ class Layer:
         return replace(changed, plain=lambda: plain(cards.GATHERED))
 
     def recomputed(self) -> Layer:
-        """This layer in a stage that runs all of its F again, which keeps what it gathers."""
-        return self if self.card is None else replace(self, size=self.card(cards.GATHERED).size)
+        """This layer whose B runs all of its F again, which keeps what it gathers."""
+        return replace(self, reruns=True, size=self.size if self.card is None else self.card(cards.GATHERED).size)
 
     @property
     def total(self) -> float:

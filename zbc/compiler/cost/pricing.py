@@ -4,7 +4,7 @@ microbatches of unequal length."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -30,14 +30,14 @@ NEEDS = 8  # lengths whose ops' needs are counted, where microbatches have more;
 def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
     """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s.
 
-    If a stage recomputes, B takes the time of F as well, and F keeps the inputs of the layers only; activations given
+    Where layers recompute, B takes the time of F as well, and F keeps their inputs only; activations given
     in [costs] then keep the same share as the estimated bytes do, or all if no bytes are known. Raises E110
     (memory.activations names a stage that doesn't exist), E141 (a list has the wrong length, or the speed of copies to
     the host is not known).
     """
     check_stages(job, placement)
     plain, spared = table, {i for s, part in enumerate(stages) if job.memory.spares(s) for i in part}
-    again = {i for s, part in enumerate(stages) if job.memory.recomputes(s) for i in part}
+    again = {i for s, part in enumerate(stages) for i in part[: job.memory.again(s, [plain[i].name for i in part])]}
 
     def chosen(layers: Sequence[Layer]) -> Sequence[Layer]:
         return (
@@ -65,18 +65,18 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     if not cuts:
         return _complete(whole, job, 1.0, placement)
     rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
-    parts, tables, jobs = list[Costs](), list[Sequence[Layer]](), list[Job]()
+    tables, jobs = list[Sequence[Layer]](), list[Job]()
     for j, (begin, end) in enumerate(pairwise(cuts)):
         one = replace(job, model=job.model.model_copy(update={"seq_len": end - begin}))
         times = {name: each[j] for name, each in shares.items()}
         tables.append(chosen(estimate.of_slice(job, plain, cuts, j, times, rows[j])))
         jobs.append(one)
-    for one, layers in zip(jobs, _with_ends(tables), strict=True):
-        parts.append(_build(one, placement, stages, layers))
+    ended = zip(jobs, _with_ends(tables), strict=True)
+    parts = [_build(one, placement, stages, layers) for one, layers in ended]
     found = whole.cut(rows, **shares)
     if "f_sums" in found.ms:  # a slice's own W hides its sums
         alone = found.each(lambda b, sums, w: b - sums + w, "b", "b_sums", "w")
-        found = _fused(found, alone, _unhidden(job, exchanges(job, stages, table)))
+        found = _fused(found, alone, _unhidden(exchanges(job, stages, table)))
     if job.costs.f is None or job.costs.per == "layer":
         names = [name for name in BY_SLICE if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
@@ -85,8 +85,11 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     found = _with_messages(found, job, placement)
     if whole.bytes is None:
         return _with_copies(found, job)
-    kv = [[sum((one[i].size.kv for i in part), 0.0) for part in stages] for one in tables]
-    return _with_copies(_weighed(found, whole, parts, kv, _recomputed(job, placement)), job)
+    kv, own = (
+        [[sum((one[i].size.kv for i in part if every or not one[i].reruns), 0.0) for part in stages] for one in tables]
+        for every in (True, False)
+    )
+    return _with_copies(_weighed(found, whole, parts, kv, own), job)
 
 
 def _with_ends(tables: Sequence[Sequence[Layer]]) -> Iterator[list[Layer]]:
@@ -168,12 +171,12 @@ def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placem
 
 
 def _weighed(
-    costs: Costs, whole: Costs, parts: Sequence[Costs], kv: Sequence[Sequence[float]], again: Collection[int]
+    costs: Costs, whole: Costs, parts: Sequence[Costs], kv: Sequence[Sequence[float]], own: Sequence[Sequence[float]]
 ) -> Costs:
     """Adds the bytes that slices keep: all that `parts` keep except keys and values, `kv[slice][stage]`.
 
-    Keys and values are kept for the whole microbatch; on a stage that recomputes, in addition to the inputs of its
-    layers. A byte is as many units as in the `whole` microbatch.
+    Keys and values are kept for the whole microbatch; those of layers that recompute, all but the `own` ones, in
+    addition to their inputs. A byte is as many units as in the `whole` microbatch.
     """
     rates = {
         name: [
@@ -185,9 +188,7 @@ def _weighed(
     for name in whole.size:
         each = [list(part.bytes_of(name)) for part in parts]
         if name == "kept":
-            each = [
-                [kept - (0.0 if s in again else kv[j][s]) for s, kept in enumerate(one)] for j, one in enumerate(each)
-            ]
+            each = [[kept - own[j][s] for s, kept in enumerate(one)] for j, one in enumerate(each)]
         size[name] = tuple(
             tuple(Size(one[s] * rates[name][s], one[s]) for one in each) if rates[name][s] else costs.size[name][s]
             for s in range(whole.stages)
@@ -258,7 +259,7 @@ def _node(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
     size, together = max(1, size // parallel.width), parallel.one_sided
-    swapped = [4 * one for one in _swapped(stages, table)] if parallel.ep > 1 else []  # in F and B, and back
+    swapped = [4 * sum(_rows(table[i]) for i in part) for part in stages if parallel.ep > 1]  # in F and B, and back
     return nodes.choose(
         placement,
         parallel.topology,
@@ -278,12 +279,13 @@ def _times(
     """The columns of F, B and W, and BW if it is not B + W."""
     if job.costs.f is not None and job.costs.per != "layer":
         f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
-        b, more = tuple(ms + own * _cheap(part, table) for ms, own, part in zip(b, f, stages, strict=True)), f
+        b = tuple(ms + own * _cheap(part, table) for ms, own, part in zip(b, f, stages, strict=True))
+        more = tuple(
+            ms * sum(table[i].reruns for i in part) / (len(part) or 1) for ms, part in zip(f, stages, strict=True)
+        )
     else:
-        keys = ("f", "b", "w", "again")
-        f, b, w, more = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in keys)
-    again = _recomputed(job, placement)
-    more = tuple(ms if s in again else 0.0 for s, ms in enumerate(more))
+        f, b, w = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in ("f", "b", "w"))
+        more = tuple(sum(table[i].again for i in part if table[i].reruns) for part in stages)
     b = tuple(map(add, b, more))
     slow = estimate.slow_of(job, placement)
     if job.timed is None:
@@ -326,17 +328,17 @@ def _with_shared_layers(
         return times
     forward = tuple(math.fsum(one.forward[s] for one in exchanged) for s in range(len(stages)))
     backward = tuple(math.fsum(one.backward[s] for one in exchanged) for s in range(len(stages)))
-    again = _repeated(job, exchanged)
+    again = _repeated(exchanged)
     backward = tuple(ms + again[s] * forward[s] for s, ms in enumerate(backward))
     found = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
     plain = found.each(lambda bw: bw, "bw")
     found = found.with_ms(f=found.each(add, "f", "f_sums"), b=found.each(add, "b", "b_sums"))
-    return dict(_fused(found, plain, _unhidden(job, exchanged)).ms)
+    return dict(_fused(found, plain, _unhidden(exchanged)).ms)
 
 
 class Exchange(NamedTuple):
     """Collectives along an axis inside the ops of each stage: ms in its F, in its B without those of an F that runs
-    again, of these with selective recompute or where tokens are gathered again, and in B before anything of W is there.
+    again, of these with recompute or where tokens are gathered again, and in B before anything of W is there.
     """
 
     forward: PerStage
@@ -359,7 +361,8 @@ def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer])
         if count > 1 and (ms or (ms is None and timed)):
             own = _told(job, stages, table, axis)
             if ms:  # of both ways, each
-                share = [again / f if f else 0.0 for f, again in zip(own.forward, own.repeated, strict=True)]
+                ways = zip(own.forward, own.repeated, stages, strict=True)
+                share = [again / f if f else float(all(table[i].reruns for i in part)) for f, again, part in ways]
                 every = (ms,) * len(stages)
                 own = Exchange(every, every, tuple(ms * part for part in share), (0.0,) * len(stages))
             found.append(own._replace(ahead=_ahead(job, stages, table, own.backward)) if axis == "ep" else own)
@@ -386,7 +389,9 @@ def _told(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], axi
     def plain(layer: Layer) -> float:
         return of(layer if layer.plain is None else layer.plain(), "b")
 
-    each = [(of(one, "f"), plain(one), of(one, "b") - plain(one)) for one in table]
+    each = [
+        (of(one, "f"), plain(one), of(one, "f" if one.reruns else "b") - (not one.reruns) * plain(one)) for one in table
+    ]
     forward, backward, again = (tuple(sum(each[i][k] for i in part) for part in stages) for k in range(3))
     return Exchange(forward, backward, again, (0.0,) * len(stages))
 
@@ -399,13 +404,8 @@ def _ahead(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], ba
     return tuple(ms / (2 * n) if n and not w else 0.0 for ms, n, w in zip(backward, blocks, soon, strict=True))
 
 
-def _swapped(stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
-    """Bytes of the rows that the layers of each stage have for experts in an F."""
-    return [sum(_rows(table[i]) for i in part) for part in stages]
-
-
 def _rows(layer: Layer) -> float:
-    """Bytes of the rows that a layer has for experts."""
+    """Bytes of the rows that a layer has for experts in an F."""
     every = () if layer.measured is None else layer.measured.collectives.get("f", ())
     return float(max((size for _, how, size in every if how == "swap"), default=0))
 
@@ -424,16 +424,15 @@ def _near(job: Job, table: Sequence[Layer]) -> int:
     return job.hardware.ranks_per_node if two < one else 0
 
 
-def _repeated(job: Job, found: Sequence[Exchange]) -> PerStage:
-    """The share of an F's exchanges that its backward repeats: all with recompute, else those of recomputed parts."""
+def _repeated(found: Sequence[Exchange]) -> PerStage:
+    """The share of an F's exchanges that its backward repeats: those of layers and parts that run again."""
     stages = range(len(found[0].forward))
-    parts = [(sum(one.repeated[s] for one in found), sum(one.forward[s] for one in found) or 1.0) for s in stages]
-    return tuple(1.0 if job.memory.recomputes(s) else again / whole for s, (again, whole) in enumerate(parts))
+    return tuple(sum(one.repeated[s] for one in found) / (sum(one.forward[s] for one in found) or 1.0) for s in stages)
 
 
-def _unhidden(job: Job, found: Sequence[Exchange]) -> PerStage:
+def _unhidden(found: Sequence[Exchange]) -> PerStage:
     """The collectives of a BW that its W does not hide, as a share of those of an F."""
-    again = _repeated(job, found)
+    again = _repeated(found)
     ahead = [
         sum(one.ahead[s] for one in found) / (sum(one.forward[s] for one in found) or 1.0) for s in range(len(again))
     ]
@@ -584,12 +583,6 @@ def check_stages(job: Job, placement: Placement) -> None:
             raise ZbcError("E110", text, where=where, hint=f"stages are numbered from 0 to {placement.stages - 1}")
 
 
-def _recomputed(job: Job, placement: Placement) -> set[int]:
-    """The stages whose F keeps only the inputs of its layers."""
-    check_stages(job, placement)
-    return {s for s in range(placement.stages) if job.memory.recomputes(s)}
-
-
 def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
     """A number or list of `[costs]` given per rank or per stage, as one number per stage."""
     value, per = getattr(job.costs, key), job.costs.per
@@ -611,15 +604,15 @@ def _sizes(
     table: Sequence[Layer],
     bytes: tuple[StageBytes, ...] | None,
 ) -> dict[str, tuple[Size, ...]]:
-    """Activations from F to B ("kept") and from B to W ("left"); with recompute F keeps its layers' inputs only."""
+    """Activations from F to B ("kept") and from B to W ("left"); of layers that recompute F keeps the input only."""
     left_bytes = tuple(sum(table[i].size.act_w for i in part) if bytes else 0.0 for part in stages)
     whole, left = _activations(job, placement, stages, table, bytes, left_bytes)
     left_sizes = tuple(map(Size, left, left_bytes))
     if bytes is None:
         return {"kept": tuple(map(Size, whole)), "left": left_sizes}
-    again, kept = _recomputed(job, placement), []
-    for s, (units, stage) in enumerate(zip(whole, bytes, strict=True)):
-        size = (sum(table[i].size.entry for i in stages[s]) if s in again else stage.share) - stage.given
+    kept = []
+    for units, stage, part in zip(whole, bytes, stages, strict=True):
+        size = stage_bytes.kept_by([table[i] for i in part]) - stage.given
         kept.append(Size(units * size / (stage.share or 1.0), size))
     return {"kept": tuple(kept), "left": left_sizes}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import mul
@@ -143,14 +143,14 @@ def _frozen(job: Job, placement: Placement, s: int, part: Sequence[int], table: 
 
 def _needs(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
     """The fields of `StageBytes` for the temporaries of ops."""
-    sizes, again, first = [table[i].size for i in part], job.memory.recomputes(s), not placement.sources(s)
+    sizes, again, first = [table[i].size for i in part], sum(table[i].reruns for i in part), not placement.sources(s)
 
     def of(sizes: Sequence[Footprint]) -> dict[str, Any]:
         return {
-            "more": more(sizes, recompute=again, first=first),
-            "first": more([z.first for z in sizes], recompute=again, first=first),
-            "rise": rise(sizes, recompute=again, first=False),
-            "coming": rise(sizes, recompute=again, first=True),
+            "more": more(sizes, again=again, first=first),
+            "first": more([z.first for z in sizes], again=again, first=first),
+            "rise": rise(sizes, again=again, first=False),
+            "coming": rise(sizes, again=again, first=True),
         }
 
     whole = of([z.whole or z for z in sizes]) if any(z.whole for z in sizes) else {}
@@ -161,20 +161,24 @@ def _kept(
     job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
 ) -> dict[str, Any]:
     """The fields of `StageBytes` for the activations and messages of a microbatch."""
-    sizes, again = [table[i].size for i in part], job.memory.recomputes(s)
+    layers = [table[i] for i in part]
+    kept = [one.size for one in layers if not one.reruns]
     return {
         "boundary": max(behind[at] for at in (s, *placement.sources(s))),
-        "logits": 0.0 if again else sum(z.logits for z in sizes),
+        "logits": sum((z.logits for z in kept), 0.0),
         "behind": behind[s],
-        "share": sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:]),
-        "stays": sum(z.entry_stays if again else z.stays for z in sizes)
-        + _small(z.loose for z in sizes[:1] if not again),
-        "sent": 0.0 if again else sum(z.tail for z in sizes[-1:]),
+        "share": kept_by([replace(one, reruns=False) for one in layers]),
+        "stays": sum(one.size.entry_stays if one.reruns else one.size.stays for one in layers)
+        + sum(z.loose for z in kept[:1] if z.loose < SMALL),
+        "sent": sum((z.tail for z in kept[-1:]), 0.0),
     }
 
 
-def _small(sizes: Iterable[float]) -> float:
-    return sum(size for size in sizes if size < SMALL)
+def kept_by(layers: Sequence[Layer]) -> float:
+    """Bytes that F keeps for a microbatch in a stage of these layers, of which the first may run again."""
+    kept = [one.size for one in layers if not one.reruns]
+    own = sum(z.act_b for z in kept) + sum(z.loose for z in kept[:1]) + sum(z.tail for z in kept[-1:])
+    return own + sum(one.size.entry for one in layers if one.reruns)
 
 
 def of_experts(

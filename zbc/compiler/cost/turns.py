@@ -42,30 +42,29 @@ class _Turn:
     owed: float = 0.0  # these
 
 
-def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn], float]:
-    """The turns of the layers, the last one's first, and the bytes B leaves for W beyond the bytes F kept."""
-    kept = [z.entry if recompute else z.act_b for z in layers]
-    if not recompute:
-        kept[0], kept[-1] = kept[0] + layers[0].loose, kept[-1] + layers[-1].tail
+def _turns(layers: Sequence[Footprint], again: int) -> tuple[list[_Turn], float]:
+    """The turns of the layers, the last one's first, and the bytes B leaves for W beyond the bytes F kept. The first
+    `again` layers run again; those after them have an input of their own, like a stage."""
+    kept = [z.entry if k < again else z.act_b for k, z in enumerate(layers)]
+    if again < len(layers):
+        kept[again], kept[-1] = kept[again] + layers[again].loose, kept[-1] + layers[-1].tail
     there = [0.0 if z.ends_kv is None else z.kv for z in layers]
-    kept = [
-        (z.ends_kv or 0.0) + one - (0.0 if recompute else kv) for z, one, kv in zip(layers, kept, there, strict=True)
-    ]
+    kept = [(z.ends_kv or 0.0) + kept[k] - (0.0 if k < again else there[k]) for k, z in enumerate(layers)]
     found = list[_Turn]()
     behind = left = released = 0.0  # by later layers: kept by F, left for W beyond that, freed by W
     waiting = owed = 0.0  # by later layers until a collective in BW: what W needs, its gradients
     for k in reversed(range(len(layers))):
-        z, inner = layers[k], k < len(layers) - 1
+        z, inner, reruns = layers[k], k < len(layers) - 1, k < again
         # A second forward keeps all activations that the first one would have kept, input and output included.
-        again = z.act_b + z.loose + z.tail - z.entry - there[k] if recompute else 0.0
+        twice = z.act_b + z.loose + z.tail - z.entry - there[k] if reruns else 0.0
         result = z.result if inner else 0.0  # the gradient from the next layer; the last layer's is the stage's
         # With `keeps_given` the stage's gradient existed before, and `left` counts it.
         flowing = result - layers[-1].result if inner and layers[-1].keeps_given else result
-        shared = z.tail if inner and not recompute else 0.0  # its output: in `behind` as the next input
-        need = z.more_f + (0.0 if z.tail else z.result) if recompute else 0.0
+        shared = z.tail if inner and not reruns else 0.0  # its output: in `behind` as the next input
+        need = z.more_f + (0.0 if z.tail else z.result) if reruns else 0.0
         found.append(
             _Turn(
-                *(z, again + left + flowing, -released, again - behind + shared + result, need, behind, result),
+                *(z, twice + left + flowing, -released, twice - behind + shared + result, need, behind, result),
                 *((waiting + z.until_bw, owed) if waiting and z.until_bw is not None else ()),
             )
         )
@@ -75,31 +74,31 @@ def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn]
     return found, left
 
 
-def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
+def more(layers: Sequence[Footprint], *, again: int, first: bool) -> More:
     """Temporaries of the ops of a stage of `layers`, which run one after another.
 
     The `first` stage has no input gradient to send, which B otherwise holds at its end. A stage's incoming gradient
     exists from before B until B ends, used up or not; at its end only the bytes left for W remain.
     """
-    turns, left = _turns(layers, recompute=recompute)
+    turns, left = _turns(layers, again)
     given = layers[-1].result
-    stays = layers[-1].tail > 0 and not recompute  # its result is kept, else it is being sent
+    stays = layers[-1].tail > 0 and again < len(layers)  # its result is kept, else it is being sent
     f = 0.0
     for k, turn in zip(reversed(range(len(layers))), turns, strict=True):
         z, inner = turn.layer, k < len(layers) - 1
         # From the previous layer; the stage's input exists before. If a loss follows, that needs the most.
-        entering = z.loose if k and z.result and not recompute else 0.0
+        entering = z.loose if k > again and z.result else 0.0
         made = z.result if inner or not stays else 0.0
-        own = (z.more_alone if recompute else z.more_f) + entering + made
+        own = (z.more_alone if k < again else z.more_f) + entering + made
         f = max(f, own - (0.0 if stays else given) - turn.behind)
     found = _most(turns)
     after = left - given + (0.0 if first else layers[0].entry)
     return More(f, max(0.0, found.b - max(0.0, after)), found.w, found.bw)
 
 
-def rise(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> Rise:
+def rise(layers: Sequence[Footprint], *, again: int, first: bool) -> Rise:
     """The rise of a stage of `layers`; in the `first` backward of a step it includes gradients as they are made."""
-    turns, _ = _turns(layers, recompute=recompute)
+    turns, _ = _turns(layers, again)
     if not first:
         return _most(turns)
     b = w = 0.0

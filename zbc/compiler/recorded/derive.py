@@ -237,14 +237,16 @@ class _Work:
         around = profiled.messages(self.placement, moved)
         host = tuple(map(add, profiled.host_ms(added, self.placement)[op.row.cost], around))
         totals: list[float | None] = []
-        for stage, counts in enumerate(self.counts):
+        for stage in range(len(self.counts)):
             samples = self.times.cost.get((op, stage))
             if not samples:
                 totals.append(None)
                 continue
             again = 0.0  # the time that recompute adds to a backward
-            if op.is_backward and self.job.memory.recomputes(stage):
-                for kind, count in counts.items():
+            if op.is_backward:
+                part = self.stages[stage]
+                first = self.job.memory.again(stage, [self.table[i].name for i in part])
+                for kind, count in Counter(self.kinds[i] for i in part[:first]).items():
                     base = self._known(kind)
                     again += count * (self._f[kind] if base is None or base.again is None else base.again.ms)
             ms = max(0.0, median_ms(samples) - self.manifest.slices * host[stage] - again)

@@ -26,15 +26,13 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.ops import At, Scope
 from zbc.runtime.core.bundle import shown, taken_apart
 from zbc.runtime.core.slot import Slot
-from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.stage import Finish, Stage
 from zbc.runtime.core.tape import Tape
 from zbc.runtime.core.tensors import Length, Loss, Part, TensorSpec, share_of, to_device
 from zbc.runtime.seeding import seed_of, seeded
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import BatchSource, PhaseRun, Worker
-
-Finish = Callable[[Tensor], Tensor]
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.core.bundle import Packing
 from zbc.runtime.core.current import AGAIN, as_then
 from zbc.runtime.core.remembered import Decisions, Kept, Place, as_before, renew
-from zbc.runtime.core.slot import Slot, swap_slot
+from zbc.runtime.core.slot import Slot, current_slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tape import Alone, Inputs, RecordedGraph, Tape, input_of
 from zbc.runtime.core.tensors import Laid, Length, Part, TensorSpec
@@ -25,6 +25,9 @@ from zbc.runtime.seeding import Watch, seed_of, seeded
 
 if TYPE_CHECKING:
     from zbc.runtime.features.offload.parcels import Parcel
+
+
+Finish = Callable[[Tensor], Tensor]  # what F makes of a stage's output: a message, the loss
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Stage:
 
     `flows`: the input may get a gradient; `passed`: in a trial the output got one (training/probing/shapes.py).
     `laid`: the memory layout of the input in one process, if known.
-    `recompute`: F keeps the inputs of the layers only, and backward runs each of them again. `spares`: the level of
-    selective recompute otherwise (again.py).
+    `recompute`: the number of its first layers of which F keeps the inputs only, and which backward runs again.
+    `spares`: the level of selective recompute of the others (again.py).
     """
 
     index: int
@@ -73,7 +76,7 @@ class Stage:
     seed: int
     device: torch.device
     autocast: AbstractContextManager[object]
-    recompute: bool = False
+    recompute: int = 0
     spares: int = 0
     flows: bool = True
     passed: bool = True
@@ -147,14 +150,7 @@ class Stage:
         return self.casts_weights or self.spares > 0 or self.fused
 
     def forward(
-        self,
-        x: Tensor,
-        step: int,
-        mb: int,
-        finish: Callable[[Tensor], Tensor],
-        slot: Slot | None,
-        parcel: Parcel | None = None,
-        /,
+        self, x: Tensor, step: int, mb: int, finish: Finish, slot: Slot | None, parcel: Parcel | None = None, /
     ) -> tuple[Tensor, Tape]:
         """`finish` of the stage's output (a message, the loss), and the tape for backward.
 
@@ -170,7 +166,7 @@ class Stage:
             slot.spares = self.spares
         before = swap_slot(slot)
         try:
-            if self.recompute and self.layers:
+            if self.recompute:
                 return self._keep_inputs(x, step, mb, finish)
             if self.casts_weights:
                 with self.autocast:
@@ -182,9 +178,9 @@ class Stage:
             swap_slot(before)
 
     def _through(
-        self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor], parcel: Parcel | None
+        self, x: Tensor, step: int, mb: int, finish: Finish, parcel: Parcel | None = None, first: int = 0
     ) -> Tensor:
-        for layer in self.layers:
+        for layer in self.layers[first:]:
             if parcel is not None:
                 parcel.layer = layer.name
             if layer.buffers:
@@ -222,7 +218,7 @@ class Stage:
         """A received input, which is contiguous, in the memory layout of one process, on which layers may depend."""
         return x if self.laid is None else self.laid.lay(x)
 
-    def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
+    def evaluate(self, x: Tensor, finish: Finish, *place: object) -> Tensor:
         """`finish` of the stage's output, without saving anything for a backward.
 
         Layers that draw random numbers even in evaluation use a seed made of `place`.
@@ -236,12 +232,14 @@ class Stage:
         finally:
             swap_slot(before)
 
-    def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
-        layers, last, asleep = self.layers, len(self.layers) - 1, self.asleep
+    def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Finish) -> tuple[Tensor, Tape]:
+        layers, last, asleep = self.layers[: self.recompute], len(self.layers) - 1, self.asleep
         buffers: dict[int, list[Kept]] = {}  # layer -> its buffers before its forward
         now, decisions = [current.value for current in AGAIN], [Decisions() for _ in layers]
 
         def run(index: int, x: Tensor) -> Tensor:
+            if (slot := current_slot()) is not None:
+                slot.spares = 0
             rests = self.resting(asleep & {index}) if asleep else nullcontext()
             # In backward as well, when it runs again.
             with self.autocast, rests, as_then(now), decisions[index].again():
@@ -262,7 +260,14 @@ class Stage:
                     x = run(index, x)
             else:  # as in the recompute: code compiled for no gradient has other results in the last bits
                 x = run(index, input_of(index, x, first)).detach()
-        return x, Inputs(inputs, run, again, first)
+        if len(layers) > last:
+            return x, Inputs(inputs, run, again, first)
+        x = input_of(len(layers), x, first)
+        if (slot := current_slot()) is not None:
+            slot.spares = self.spares
+        with self.autocast:
+            y = self._through(x, step, mb, finish, first=len(layers))
+        return y, Inputs(inputs, run, again, first, (x, RecordedGraph(y)))
 
     def _run(self, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, *place: object) -> Tensor:
         """`call`, a forward of a layer; its random draws depend on `place` and its name."""

@@ -2,7 +2,8 @@
 
     Graph      B and BW run the backward of the whole stage's graph
     Inputs     B and BW go through the layers from the last to the first: they run its forward again on the saved
-               input, run the backward of this layer, and drop both
+               input, run the backward of this layer, and drop both; after the graph of later layers that do not
+               run again
 
 With `Inputs` each layer's forward runs twice per microbatch, in F and in its backward, whether that is split or not:
 the slot keeps the tensors that W needs, as without recompute.
@@ -51,13 +52,14 @@ class RecordedGraph:
 
 
 class Inputs:
-    """The inputs of a stage's layers; `run(i, x)` is the forward of layer i, and the loss after the last stage's last.
+    """The inputs of a stage's first layers; `run(i, x)` is the forward of layer i, and the loss after the last stage's
+    last. `rest`: the input and the graph of the layers after these.
 
     `again(i)` is the context of the second forward and the backward of layer i. `first` is the layer where backward
     ends: the first one whose input or parameters need a gradient.
     """
 
-    __slots__ = ("_again", "_first", "_run", "inputs")
+    __slots__ = ("_again", "_first", "_rest", "_run", "inputs")
 
     def __init__(
         self,
@@ -65,10 +67,19 @@ class Inputs:
         run: Callable[[int, Tensor], Tensor],
         again: Callable[[int], AbstractContextManager[None]],
         first: int,
+        rest: tuple[Tensor, RecordedGraph] | None = None,
     ) -> None:
-        self.inputs, self._run, self._again, self._first = inputs, run, again, first
+        self.inputs, self._run, self._again, self._first, self._rest = inputs, run, again, first, rest
 
     def backward(self, grad: Tensor | None) -> None:
+        if self._rest is not None:
+            x, graph = self._rest
+            self._rest = None
+            graph.backward(grad)
+            grad = x.grad
+            del x, graph
+            if grad is None:
+                self.inputs.clear()
         while len(self.inputs) > self._first:
             grad = self._layer(grad)
             if grad is None:  # the stage's input, or the input of a layer, has no gradient

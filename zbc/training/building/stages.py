@@ -78,7 +78,7 @@ def _build(site: Site, index: int, share: Share, *, splits: bool) -> Stage:
         seed=settings.train.seed,
         device=device,
         autocast=nullcontext() if low is None else torch.autocast(device.type, low),
-        recompute=settings.memory.recomputes(index),
+        recompute=settings.memory.again(index, names),
         spares=spares,
         flows=shapes.flows[index],
         passed=shapes.passed[index],
@@ -131,7 +131,8 @@ def _spares(site: Site, stage: int) -> int:
     memory = site.settings.memory
     if memory.spares(stage):
         return ATTENTION if memory.attends_again else CHEAP
-    return GATHERED if site.shares_sequence == "regather" and not memory.recomputes(stage) else 0
+    names = site.manifest.layers[stage]
+    return GATHERED if site.shares_sequence == "regather" and memory.again(stage, names) < len(names) else 0
 
 
 def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ class Stopwatch:
     def _step(self, *, recompute: bool) -> dict[tuple[int, str], list[float]]:
         worker = self._worker
         for stage, kind in enumerate(self.rig.kinds):
-            worker.stages[stage].recompute = recompute and kind != IDLE
+            worker.stages[stage].recompute = len(worker.stages[stage].layers) if recompute and kind != IDLE else 0
         self._took.clear()
         began = time.perf_counter()
         run_step(worker, self._steps)

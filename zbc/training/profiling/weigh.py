@@ -170,7 +170,7 @@ def _prepare(worker: Worker) -> tuple[dict[int, int], dict[int, int]]:
 
     def recompute(worker: Worker, op: Op) -> None:
         for one in (worker.stages[op.stage], *worker.stages[op.stage].slices):
-            one.recompute = True
+            one.recompute = len(one.layers)
 
     def look(worker: Worker, op: Op) -> None:
         for first in worker.stages[op.stage].slices[:1]:
@@ -275,7 +275,7 @@ class _Kept(NamedTuple):
 
 def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _Kept:
     """Runs forward and backward of a stage alone: in a step, its neighbours also reference the tensors between them."""
-    stage.recompute = False
+    stage.recompute = 0
     x = torch.zeros(takes.shape, dtype=takes.dtype, device=worker.device)
     leaf, finish = x.requires_grad_(stage.flows), stage.fit
     with Ledger() as ledger:

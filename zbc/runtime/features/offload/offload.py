@@ -65,7 +65,7 @@ class Moves(Keeps):
         self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
     ) -> tuple[Tensor, Left]:
         parcel, flows = Parcel(self._pool, x), stage.flows
-        if stage.recompute and stage.layers:
+        if stage.recompute:
             y, tape = stage.forward(x.requires_grad_() if flows else x, worker.step, number, finish, slot)
             assert isinstance(tape, Inputs)
             parcel.adopt(tape.inputs, [layer.name for layer in stage.layers], flows=flows)
