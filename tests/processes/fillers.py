@@ -25,11 +25,5 @@ def make(rank, ranks, folder, ms=1.0, fails=0, ends=0):
     return Sleeping(rank, ranks, folder, ms, fails, ends)
 
 
-def hungry(rank, ranks):
-    found = Sleeping(rank, ranks, ".", 1.0, 0, 0)
-    found.bytes = 10**15
-    return found
-
-
 def nothing(rank, ranks):
     return None

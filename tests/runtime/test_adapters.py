@@ -409,16 +409,11 @@ def test_merged_weights_compute_what_adapters_beside_them_do(folders):
 
 
 @pytest.mark.parametrize(
-    "how", [{"parallel": {"dp": 2, "shard": "weights"}}, {"parallel": {"dp": 2, "shard": "all"}}], ids=str
+    ("adapter", "text", "dp"), [({"rank": 4}, "adapter.rank", {"dp": 2, "shard": "all"}), ({"alpha": 2.0}, "alpha", {})]
 )
-def test_what_adapters_do_not_go_with_is_refused(how):
-    with refused("E110", match="adapter.rank"):
-        job(adapter={"rank": 4}, **how)
-
-
-def test_alpha_without_a_rank_is_refused():
-    with refused("E110", match="alpha"):
-        job(adapter={"alpha": 2.0})
+def test_what_adapters_do_not_go_with_is_refused(adapter, text, dp):
+    with refused("E110", match=text):
+        job(adapter=adapter, parallel=dp)
 
 
 def test_alpha_counts_over_rank():

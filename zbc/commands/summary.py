@@ -622,6 +622,8 @@ def _recomputed(compiled: Compiled) -> Iterator[str]:
         some = f"{count} layer{'s' if count != '1' else ''} recomputed" if count else "recomputed"
         if how in ("recompute", "selective"):
             named.setdefault(some if how == "recompute" else selectively, []).append(s)
+    if (chunk := compiled.job.model.loss_chunk) is not None:
+        yield f"model.loss_chunk = {chunk}: logits of so many tokens at a time"
     for name, again in named.items():
         some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"
         yield f"{name}: {'all stages' if len(again) == len(stages) else some}"

@@ -24,7 +24,7 @@ from zbc.compiler.check.orders import order_problems
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cards import with_card
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.deciding import decided
+from zbc.compiler.deciding import chunked, decided
 from zbc.compiler.freezing import freeze_report, freezes
 from zbc.compiler.graph import build
 from zbc.compiler.memory.per_rank import RankMemory
@@ -241,7 +241,8 @@ def _planned(job: Job, shape: world.Shape, enough: float) -> world.Weighed:
         row = world.Weighed(shape, compiled.schedule, took, took / sequences, held, at_least=rest > 0)
         check_memory(job, compiled.memory, compiled.costs)
     except ZbcError as error:
-        return replace(row, error=error)
+        other = chunked(job)
+        return replace(row, error=error) if other is None else _planned(other, shape, enough)
     return row
 
 
@@ -340,13 +341,16 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
     `suggest`, with the schedules that would).
     """
-    until = Until(budget if budget is None else max(budget, ASKING))
-    job = decided(job)
-    compiled = _compile(job, budget)
+    until, compiled = Until(budget if budget is None else max(budget, ASKING)), None
+    asked, job = job, decided(job)
     try:
+        compiled = _compile(job, budget)
         check_memory(job, compiled.memory, compiled.costs)
     except ZbcError as error:
-        if suggest and not _unknown(job, compiled):
+        if (other := chunked(asked)) is not None:
+            with suppress(ZbcError):
+                return compile_job(other, suggest=False, budget=budget)
+        if compiled is not None and suggest and not _unknown(job, compiled):
             raise _with_alternatives(error, compiled, budget, until) from None
         raise
     check_host(job, compiled.program, compiled.costs)
@@ -539,6 +543,7 @@ def _change(ms: float, from_ms: float) -> str:
 def _alternatives(job: Job, failed: str, until: Until, left: list[str]) -> Iterator[_Alternative]:
     """Yields every other registered schedule that keeps to the job's limits, those without a search first; predicted,
     not proven. `left` gets the ones there is no time for."""
+    job = chunked(job) or job
     table = estimate.layers(job)
     for name, card in sorted(SCHEDULES.items(), key=lambda entry: entry[1].searched):
         if name == failed:
@@ -565,6 +570,7 @@ def _helps(compiled: Compiled, way: str) -> bool:
         for setting in way.split(" with "):
             document = toml.merge(document, spec.override(setting.replace(" = ", "="), document.source))
         other = job_of(document, (compiled.job.profile, compiled.job.links))
+        other = (chunked(other) if way == RECOMPUTE else None) or other
         found = order(other, estimate.layers(other), 0.0)
         if way == RECOMPUTE:
             check_memory(other, found.memory, found.costs)

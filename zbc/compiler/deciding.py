@@ -13,6 +13,7 @@ from typing import Any
 from zbc import excludes
 from zbc.compiler.check.memory import check_memory, shares
 from zbc.compiler.cost import estimate
+from zbc.compiler.cost.cards import with_card
 from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.order import order
@@ -29,6 +30,7 @@ from zbc.job.spec import Job
 
 WORTH = 0.002  # of a step: least saving for twice as many slices, or for vocabulary parallelism
 MOST = 64  # slices
+CHUNK = 1024  # tokens whose logits a loss makes at once
 _LAYERS, _SLACK, _PLANNED = 10, 0.05, 6  # layers of the closed form, slack of plans, and number of plans
 
 
@@ -114,6 +116,20 @@ def shareable(job: Job) -> bool:
     traits = frozenset[str]() if kind == AUTO else find(kind).traits
     apart = (pair for pair in excludes.clashes(vars(shared), traits) if "shared vocabulary" in pair[:2])
     return job.parallel.pp > 1 and not any(apart) and not any(unshareable(vars(job)))
+
+
+def chunked(job: Job) -> Job | None:
+    """The job with a loss that makes the logits of some tokens at a time, for one that does not fit without. None if it
+    says what its loss does, or if that is impossible."""
+    model, tokens = job.model, job.schedule.microbatch_size * (job.model.seq_len or 1)
+    words = model.causal and model.loss == "cross_entropy" and model.vocab
+    measured = job.profile is not None and not job.carded
+    if not words or measured or job.hardware.memory_gib is None or model.loss_chunk or tokens < 2:
+        return None
+    job = job.with_vocabulary("ends") if job.parallel.vocabulary == "auto" else job
+    model = model.model_copy(update={"loss_chunk": min(CHUNK, tokens // 2)})
+    found = with_card(replace(job, model=model, profile=None, carded=False))
+    return None if found.uncounted or any(excludes.clashes(vars(found))) else found
 
 
 def _counts(job: Job) -> Iterator[int]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from zbc.errors import ZbcError
 from zbc.job import graph
@@ -238,8 +238,10 @@ class Model(Section):
     stands_for: str | None = Field(
         None, description="the model whose sizes these are, about: layers of it are missing, so it is planned, not run"
     )
-    loss_chunk: Count | None = Field(
-        None, description="cross_entropy: tokens whose logits there are at once; default all of a microbatch"
+    loss_chunk: Annotated[Count | None, BeforeValidator(lambda given: None if given == "auto" else given)] = Field(
+        None,
+        description='cross_entropy: tokens whose logits there are at once; "auto" (default): all of a microbatch, or '
+        "1024 where a plan would not fit otherwise",
     )
     z_loss: NonNegative = Field(
         0.0, description="cross_entropy: coefficient of the mean of log(sum of exp of logits)^2, which keeps them small"

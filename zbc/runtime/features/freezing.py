@@ -27,9 +27,9 @@ from zbc.ops import owners_among
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import StageOptimizer, inside
-from zbc.runtime.core.route import KEEPS, Finish, Keeps, Left, Route
+from zbc.runtime.core.route import KEEPS, Keeps, Left, Route
 from zbc.runtime.core.slot import Slot
-from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.stage import Finish, Stage
 from zbc.runtime.core.state import PhaseRun
 from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.seeding import seed_of

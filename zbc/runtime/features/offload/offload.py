@@ -12,9 +12,9 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
 from zbc.plan.directory import RankPlan
 from zbc.runtime.core.feature import Context, Feature
-from zbc.runtime.core.route import Finish, Keeps, Left, Route
+from zbc.runtime.core.route import Keeps, Left, Route
 from zbc.runtime.core.slot import Slot, know
-from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.stage import Finish, Stage
 from zbc.runtime.core.state import Handler, PhaseRun, Worker
 from zbc.runtime.core.tape import Inputs
 from zbc.runtime.features.offload.copying import copier_for

@@ -25,7 +25,7 @@ from zbc.plan.dealing import CHUNK
 from zbc.runtime.core.feature import Feature
 from zbc.runtime.core.optimizer import Held, OptimizerOver, StageOptimizer
 from zbc.runtime.core.private import users
-from zbc.runtime.core.route import Edges, Finish, Keeps, Left, Route
+from zbc.runtime.core.route import Edges, Keeps, Left, Route
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.tensors import Part, TensorSpec
 from zbc.runtime.core.validate import chunks
@@ -35,7 +35,7 @@ from zbc.runtime.features.words.words import Own, combine
 from zbc.runtime.transports.transport import Pending, Transport
 
 if TYPE_CHECKING:
-    from zbc.runtime.core.stage import Stage
+    from zbc.runtime.core.stage import Finish, Stage
     from zbc.runtime.core.state import PhaseRun, Worker
 
 Unit = tuple[int, int]  # microbatch, slice
