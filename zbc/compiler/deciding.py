@@ -79,7 +79,8 @@ def _by_layers(job: Job) -> Job:
 
     if not most:
         return of(0)
-    if kind == AUTO or (kind and find(kind).searched):
+    elsewhere = job.schedule.file is not None or job.schedule.plugin is not None
+    if not elsewhere and (kind == AUTO or find(kind).searched):
         some = {0, most, most + 1, *(k << n for n in range(most.bit_length()) for k in (1, 3) if k << n < most)}
         return _shortest(map(of, sorted(some)), worth=0.0, while_shorter=True) or of(most + 1)
     found = order(of(most + 1), table, 0.0)
