@@ -39,7 +39,7 @@ class Shifted:
         self._inner, self._first = inner, first
         self.count = inner.count
 
-    def inputs(self, step, mb, group=""):
+    def inputs(self, step, mb):
         return self._inner.inputs(step, mb + self._first)
 
     def targets(self, step, mb):

@@ -80,7 +80,7 @@ def gradients(plan):
 def forward(model, modules, read, *seeds):
     ends = {}
     for group, reads in model.graph.items():
-        x = [ends[one] for one in reads] or [read(group)]
+        x = [ends[one] for one in reads] or [batch[group] if isinstance(batch := read(), dict) else batch]
         for i in range(model.groups[group]):
             with seeded(seed_of(*seeds, f"{group}.{i}")):
                 x = [modules[f"{group}.{i}"](*x)]

@@ -173,18 +173,6 @@ def first_fit(lengths: Sequence[int], samples: Sequence[int], room: int) -> list
     return rows
 
 
-def next_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Packs samples into rows of `room` tokens in their order."""
-    rows, left = list[list[int]](), 0
-    for i, length in enumerate(lengths):
-        if length > left or not rows:
-            rows.append([])
-            left = room
-        rows[-1].append(i)
-        left -= length
-    return rows
-
-
 def deal(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]] | None:
     """The microbatches of each replica; None if a replica would need more than `shape.most`."""
     as_they_come = _as_they_come(lengths, shape)

@@ -32,8 +32,8 @@ from zbc.runtime.seeding import seed_of
 from zbc.training.building.context import Site
 from zbc.training.checkpoint.folder import Best
 from zbc.training.data.counted import counting
-from zbc.training.data.data import Batches, build_validation, place
-from zbc.training.data.unequal import build_kept
+from zbc.training.data.data import Batches, all_samples, build_validation, place
+from zbc.training.data.unequal import whole_rows
 from zbc.training.guest import Guest
 
 
@@ -68,7 +68,8 @@ def build_evaluation(site: Site, layout: VectorLayout, counts: Callable[[Tensor]
     """
     manifest, settings, train = site.manifest, site.settings, site.settings.train
     deal = site.dealer is not None
-    kept = (build_kept if deal else build_validation)(settings.data, settings.model, train.seed) if site.reads else None
+    every = whole_rows if deal else all_samples
+    kept = build_validation(settings.data, settings.model, train.seed, every) if site.reads else None
     per_step, size = manifest.topology.batch, manifest.microbatch_size
     batches, total = None, 0
     if kept is not None:
@@ -98,12 +99,12 @@ def forward_run(kind: type[_Run], plan: RankPlan, layout: VectorLayout, rank: in
     return kind(RankPlan(plan.rank, ops, manifest), layout, script, trains=False, batches=batches, first=first)
 
 
-def forwards(worker: Worker, run: EvaluationRun, batches: int, work: Work | None = None) -> Iterator[int]:
-    """Runs one batch after the other; yields the number of each, while its losses and weights exist. `work`: the shares
-    of replicas, by default equal ones of whole rows."""
+def forwards(worker: Worker, run: EvaluationRun, batches: int) -> Iterator[int]:
+    """Runs one batch after the other, of equal shares of whole rows for all replicas; yields the number of each, while
+    its losses and weights exist."""
     training, progress = (worker.phase_run, worker.work), worker.progress
     with evaluating(worker):
-        worker.phase_run, worker.work = run, work or Work()
+        worker.phase_run, worker.work = run, Work()
         for batch in range(batches):
             worker.step = batch
             for handler, op, text in run.script:

@@ -2,8 +2,8 @@
 
 For built-in models with cross entropy a row has the log-probabilities of a sample's targets, 0 for one that does not
 count; for others the model's output. Rows are in the order of the samples, as float32. If samples differ in length, the
-file has their `lengths`, too, and the rows are filled up to the longest possible one. Such samples are packed into rows
-as they come. The last batch is filled up with the first ones.
+file has their `lengths`, too, and the rows are filled up to the longest possible one. The last batch is filled up with
+the first ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from zbc.errors import ZbcError, unwritten
 from zbc.plan.manifest import Manifest
 from zbc.runtime.core.bundle import shown
-from zbc.runtime.core.state import BatchSource, Work, Worker
-from zbc.runtime.features.packing import Rows
+from zbc.runtime.core.state import BatchSource, Worker
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.words.vocabulary_state import Meeting, Unit, Vocabulary
 from zbc.runtime.features.words.words import PLAIN
@@ -36,7 +34,7 @@ from zbc.training.building.shares import log_probabilities_of
 from zbc.training.data.data import Batches, Tokens, all_samples, place
 from zbc.training.data.pairs import Samples
 from zbc.training.data.split import SplitBatches, Steps
-from zbc.training.data.unequal import Padded, all_documents
+from zbc.training.data.unequal import Padded, whole_rows
 from zbc.training.evaluate import EvaluationRun, forward_run, forwards, total
 
 _DIMS = 8  # length of a message with the number of dimensions of a row and their sizes
@@ -52,18 +50,6 @@ class InOrder(NamedTuple):
     batches: BatchSource
     most: int  # batches
     cut: Cut
-    work: Work
-
-
-class _Packed(Work):
-    """Microbatches of `size` packed rows."""
-
-    def __init__(self, packed: Padded, size: int, per_batch: int) -> None:
-        self._packed, self._size, self._per_batch = packed, size, per_batch
-
-    def rows(self, step: int, number: int) -> Rows:
-        first = step * self._per_batch + number * self._size
-        return tuple(self._packed.lengths(first + row) for row in range(self._size))
 
 
 def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
@@ -73,8 +59,7 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
     if data.items == "steps":
         samples = steps_of(settings, manifest, as_given=True)
     elif data.balance != "none":
-        documents = all_documents(data, chosen, settings.train.seed)
-        samples = Padded(documents, chosen.seq_len or 1, packed=manifest.balance is not None)
+        samples = whole_rows(data, chosen, settings.train.seed)
     else:
         samples = all_samples(data, chosen, settings.train.seed)
     total, per_batch = len(samples), count * size
@@ -84,12 +69,15 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
     tokens, lowered, most = tokens_of(manifest, chosen, at), settings.lowered, -(-total // per_batch)
     if isinstance(samples, Steps):
         given = SplitBatches(samples, seed=None, lowered=lowered, where=settings.where, tokens=tokens)
-        return InOrder(given, total, _of_steps(samples, size), Work())
+        return InOrder(given, total, _of_steps(samples, size))
     batches = Batches(samples, seed=None, microbatches=count, size=size, lowered=lowered, tokens=tokens)
-    if not isinstance(samples, Padded):
-        return InOrder(batches, most, lambda batch, rows: (rows[: total - batch * per_batch], None), Work())
-    cut = _of_rows(samples, chosen.seq_len or 1, per_batch)
-    return InOrder(batches, most, cut, _Packed(samples, size, per_batch))
+    lengths = samples.lengths if isinstance(samples, Padded) else None
+
+    def cut(batch: int, rows: Tensor) -> tuple[Tensor, list[int] | None]:
+        first = batch * per_batch
+        return rows[: total - first], lengths and lengths[first : first + per_batch]
+
+    return InOrder(batches, most, cut)
 
 
 def _of_steps(steps: Steps, size: int) -> Cut:
@@ -97,17 +85,6 @@ def _of_steps(steps: Steps, size: int) -> Cut:
         given = [(mb * size + row, one.tokens) for mb, one in enumerate(steps.step(batch)) for row in range(one.rows)]
         lengths = [tokens for _, tokens in given if tokens is not None]
         return rows[[row for row, _ in given]], lengths or None
-
-    return cut
-
-
-def _of_rows(packed: Padded, longest: int, per_batch: int) -> Cut:
-    def cut(batch: int, rows: Tensor) -> tuple[Tensor, list[int] | None]:
-        first = batch * per_batch
-        known = [packed.lengths(i) for i in range(first, min(len(packed), first + per_batch))]
-        each = [one for row, own in zip(rows, known, strict=False) for one in row[: sum(own)].split(own)]
-        padded = [functional.pad(one, (0, 0) * (one.dim() - 1) + (0, longest - len(one))) for one in each]
-        return torch.stack(padded), [len(one) for one in each]
 
     return cut
 
@@ -159,7 +136,7 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
     run.row, shape = row or run.row, list[int]()
     own = () if tokens is None else (slice(None), tokens.rows)
     with _collecting(worker, run), nullcontext() if worker.rank else closing(_Rows(out, name)) as file:
-        for batch in forwards(worker, run, count, data and data.work):
+        for batch in forwards(worker, run, count):
             rows = {n: torch.cat(parts, 1) if len(parts) > 1 else parts[0] for n, parts in run.rows.items()}
             run.rows.clear()
             if worker.share or (shared is not None and worker.rank != shared.last):

@@ -11,6 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from zbc.runtime.core.route import KEEPS, stage_loss
 from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
-from zbc.runtime.core.tensors import to_device
+from zbc.runtime.core.tensors import Batch, each, to_device
 from zbc.runtime.features.ahead import NORM, VERDICT, Ahead
 from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.shards.gathers import Gathers
@@ -39,7 +40,7 @@ from zbc.runtime.transports.network import directions, rounds
 from zbc.runtime.transports.transport import Letter
 from zbc.training import devices
 from zbc.training.building.context import Settings
-from zbc.training.data.prefetch import AHEAD
+from zbc.training.data.prefetch import Prefetched
 from zbc.training.evaluate import evaluating
 
 _FEW = 64  # elements of a parameter that represents all of its type
@@ -177,8 +178,9 @@ def _share_words(worker: Worker) -> None:
 def _input(worker: Worker, stage: Stage) -> Tensor:
     first = worker.features.find(Vocabulary) is None and not worker.placement.sources(stage.index)
     if first and worker.batches is not None:
-        look_up = worker.batches.inputs
-        return _carried(worker, functools.partial(look_up, group=stage.reads) if stage.reads else look_up)
+        inputs = worker.batches.inputs
+        found: Tensor = _carried(worker, lambda step, mb: stage.entered(inputs(step, mb)))
+        return found
     if stage.takes.numbers:
         return stage.arrived(stage.empty_input().normal_())
     return stage.arrived(stage.empty_input().zero_())
@@ -190,13 +192,17 @@ def _finish(worker: Worker, stage: Stage) -> Callable[[Tensor], Tensor]:
     return functools.partial(stage_loss, worker.loss, _carried(worker, worker.batches.targets))
 
 
-def _carried(worker: Worker, read: Callable[[int, int], Tensor]) -> Tensor:
+def _carried(worker: Worker, read: Callable[[int, int], Batch]) -> Any:
     """The first microbatch, on the device; also allocates the maximum of pinned memory for later ones."""
-    tensor = read(worker.step, worker.number(0))
-    if worker.device.type == "cuda":
-        pinned = [tensor.clone().pin_memory() for _ in range(AHEAD + 2)]
-        del pinned
-    return to_device(tensor, worker.device).clone()
+    ahead = 2 * worker.batches.most if isinstance(worker.batches, Prefetched) else 2
+
+    def carried(tensor: Tensor) -> Tensor:
+        if worker.device.type == "cuda":
+            pinned = [tensor.clone().pin_memory() for _ in range(ahead)]
+            del pinned
+        return to_device(tensor, worker.device).clone()
+
+    return each(carried, read(worker.step, worker.number(0)))
 
 
 def _update(worker: Worker, stage: Stage, settings: Settings) -> None:

@@ -46,23 +46,46 @@ def alongside(value: Any, **others: Any) -> Any:
     return Alongside(value, others)
 
 
-def names_of(forward: Callable[..., Any]) -> frozenset[str] | None:
+Names = frozenset[str] | None
+
+
+def names_of(forward: Callable[..., Any]) -> Names:
     """Returns the parameters of a forward that can be given by name; None: it accepts any keyword."""
     parameters = inspect.signature(forward).parameters.values()
     free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return None if free else frozenset(p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY)
 
 
-def call(forward: Callable[..., Any], given: Any, takes: frozenset[str] | None = None, *, last: bool = False) -> Any:
-    """Calls a layer with the output of the layer before; the output of the `last` layer has no other inputs alongside.
+def call(forward: Callable[..., Any], given: Any, takes: Names = None, *, later: Names = None) -> Any:
+    """Calls a layer with the output of the layer before, or with the entries of a batch alongside of nothing.
 
-    `takes`: see `names_of`."""
+    `takes`: see `names_of`; `later`: those of all later layers, () at the last one, whose output is given alone."""
     if not isinstance(given, Alongside):
         return forward(*given) if isinstance(given, tuple) else forward(given)
     value, others = given
     keywords = {name: other for name, other in others.items() if takes is None or name in takes}
     y = forward(*value, **keywords) if isinstance(value, tuple) else forward(value, **keywords)
-    return y if last or isinstance(y, Alongside) else Alongside(y, others)
+    others = {name: other for name, other in others.items() if later is None or name in later}
+    if isinstance(y, Alongside):
+        return Alongside(y.value, {**others, **y.others})
+    return Alongside(y, others) if others else y
+
+
+class ByName:
+    """A loss of a user, or its `count`: called with a target, or with those of several that it names."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._names = function, names_of(getattr(function, "forward", function))
+
+    def __call__(self, *given: Any) -> Any:
+        *output, target = given
+        if isinstance(target, Tensor):
+            return self._function(*given)
+        named = {name: t for name, t in target.items() if self._names is None or name in self._names}
+        return self._function(*output, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
 
 
 class Form(NamedTuple):
@@ -114,8 +137,8 @@ class Part(NamedTuple):
 class Packing(NamedTuple):
     """The layout of a packed tuple of tensors: `parts` in its order; `size` and `back` in float32 numbers.
 
-    `form`: the structure around the tensors; None for a tuple. `ends`: the input of the last layer, or the input of the
-    loss, which takes it unpacked.
+    `form`: the structure around the tensors; None for a tuple. `ends`: the input of the loss, which takes it unpacked.
+    `later`: of a layer's input, the names that all later layers have parameters for (`call`).
     """
 
     parts: tuple[Part, ...]
@@ -123,6 +146,18 @@ class Packing(NamedTuple):
     back: int
     form: Form | None = None
     ends: bool = False
+    later: Names = None
+
+    @classmethod
+    def of_entries(cls, entries: Mapping[str, Tensor]) -> Packing:
+        """The packing of a batch with several entries."""
+        return cls.of([*entries.values()], [False] * len(entries), taken_apart(Alongside((), {**entries}))[1])
+
+    @property
+    def alongside(self) -> Sequence[str]:
+        """The names of what is alongside a layer's input."""
+        whole = None if self.form is None else self.form.around(self.parts)
+        return [*whole.others] if isinstance(whole, Alongside) else []
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], flows: Sequence[bool], form: Form | None = None) -> Packing:
@@ -276,7 +311,7 @@ class Adapted:
         else:
             came = layout.unpack(x)
             taken = came if layout.form is None else layout.form.around(came)
-            y = call(self.forward, taken, self._takes, last=layout.ends)
+            y = call(self.forward, taken, self._takes, later=layout.later)
         if given is None or (given.ends and not self._trial):
             return y
         tensors, form = taken_apart(y)

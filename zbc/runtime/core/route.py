@@ -28,7 +28,7 @@ from zbc.runtime.core.bundle import shown, taken_apart
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Finish, Stage
 from zbc.runtime.core.tape import Tape
-from zbc.runtime.core.tensors import Length, Loss, Part, TensorSpec, share_of, to_device
+from zbc.runtime.core.tensors import Batch, Length, Loss, Part, TensorSpec, each, share_of, to_device
 from zbc.runtime.seeding import seed_of, seeded
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class Data:
     waits: bool = False
 
     def take(self, worker: Worker, number: int) -> Tensor:
-        return read(worker, worker.source, "inputs", number, self.stage.part, self.stage.reads)[0]
+        found: Tensor = read(worker, worker.source, "inputs", number, self.stage.part, self.stage)[0]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +117,25 @@ def read(
     kind: Literal["inputs", "targets"],
     number: int,
     part: Part | None,
-    group: str = "",
-) -> tuple[Tensor, float]:
+    stage: Stage | None = None,
+) -> tuple[Any, float]:
     """The inputs or targets of a microbatch, or of a slice of it, on the rank's device; and the slice's share in the
-    loss. `group` selects the inputs of a group of layers if there are several. Each microbatch is looked up once, for
-    all its slices. Raises E505 for sequences of another length."""
+    loss. `stage`: the one that the inputs are for, if they may be several. Each microbatch is looked up once, for all
+    its slices. Raises E505 for sequences of another length."""
     if batches is None:
         raise ZbcError("E703", "run: this rank reads no data, and its plan asks for some")
     look_up = batches.inputs if kind == "inputs" else batches.targets
     if part is None:
-        x = batches.inputs(worker.step, number, group) if group else look_up(worker.step, number)
-        return x if worker.on_host else to_device(x, worker.device), 1.0
+        x = look_up(worker.step, number)
+        if stage is not None:
+            x = stage.entered(x)
+        return x if worker.on_host else each(functools.partial(to_device, device=worker.device), x), 1.0
     at = (kind, worker.step, number)
     whole = worker.reading.pop(at, None)
     if whole is None:
-        whole = look_up(worker.step, number)
+        found = look_up(worker.step, number)
+        assert isinstance(found, Tensor)  # slices of several tensors are refused (training/building/context.py)
+        whole = found
         if whole.dim() > 1 and whole.shape[1] != part.length:
             text = f"run: {kind} have {whole.shape[1]} tokens, the slices of the plan are cut from {part.length}"
             hint = "samples of one length, for evaluation too: model.seq_len; or schedule.slices = 1"
@@ -226,19 +231,19 @@ class Measures(Losses):
         worker.losses[op.mb] = tensor if not op.slice else worker.losses.get(op.mb, 0.0) + tensor
 
 
-def slice_loss(function: Loss, target: Tensor, share: float, output: Any) -> Tensor:
+def slice_loss(function: Loss, target: Batch, share: float, output: Any) -> Tensor:
     """The contribution of a slice to the loss of its microbatch. Raises E505 as `stage_loss`."""
     if share == 0.0:  # no target counts: a mean over none would be nan
         return total([(tensor * 0.0).sum() for tensor in taken_apart(output)[0] if TensorSpec.of(tensor).numbers])
     return stage_loss(function, target, output) * share
 
 
-def stage_loss(function: Loss, target: Tensor, output: Any) -> Tensor:
+def stage_loss(function: Loss, target: Batch, output: Any) -> Tensor:
     """The loss of a microbatch. Raises E505 if it is not one number."""
     try:
-        loss = function(output, target)
+        loss: Tensor = function(output, target)
     except IN_A_RANK as error:
-        error.add_note(f"in model.loss, for an output {shown(output)} and a target {TensorSpec.of(target)}")
+        error.add_note(f"in model.loss, for an output {shown(output)} and a target {shown(target)}")
         raise
     if loss.dim() != 0:
         text = f"run: model.loss returned a tensor of shape {list(loss.shape)}, it must be one number"

@@ -20,7 +20,7 @@ from zbc.runtime.core.remembered import Decisions, Kept, Place, as_before, renew
 from zbc.runtime.core.slot import Slot, current_slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tape import Alone, Inputs, RecordedGraph, Tape, input_of
-from zbc.runtime.core.tensors import Laid, Length, Part, TensorSpec
+from zbc.runtime.core.tensors import Batch, Laid, Length, Part, TensorSpec
 from zbc.runtime.seeding import Watch, seed_of, seeded
 
 if TYPE_CHECKING:
@@ -213,6 +213,17 @@ class Stage:
     def returned(self) -> TensorSpec | None:
         """The spec of its output's gradient as it arrives: of several tensors only those that have one."""
         return self.gives if self.goes is None else self.goes.gradient
+
+    def entered(self, batch: Batch) -> Tensor:
+        """A microbatch of the data as the stage's input: of several entries its group's, or some as one carrier."""
+        if isinstance(batch, Tensor):
+            return batch
+        names = [self.reads] if self.reads or self.came is None else self.came.alongside
+        if missing := [name for name in names if name not in batch]:
+            text = f"data: a microbatch has {', '.join(batch)}, and no {missing[0]} for stage {self.index}"
+            raise ZbcError("E505", text, hint="give all samples the same entries")
+        found = [batch[name] for name in names]
+        return found[0] if self.reads or self.came is None else self.came.pack(found, "the data")
 
     def arrived(self, x: Tensor) -> Tensor:
         """A received input, which is contiguous, in the memory layout of one process, on which layers may depend."""

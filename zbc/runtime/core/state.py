@@ -34,7 +34,7 @@ from zbc.runtime.core.progress import Progress, StepResult
 from zbc.runtime.core.route import Left, Route, route_of
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
-from zbc.runtime.core.tensors import Length, Loss, Part
+from zbc.runtime.core.tensors import Batch, Length, Loss, Part
 from zbc.runtime.core.validate import VectorLayout
 from zbc.runtime.seeding import Watch
 from zbc.runtime.transports.transport import Letter, Pending, Transport
@@ -53,8 +53,8 @@ class BatchSource(Protocol):
     @property
     def count(self) -> int: ...  # samples
     def follow(self, phases: Phases) -> None: ...
-    def inputs(self, step: int, mb: int, group: str = "") -> Tensor: ...
-    def targets(self, step: int, mb: int) -> Tensor: ...
+    def inputs(self, step: int, mb: int) -> Batch: ...
+    def targets(self, step: int, mb: int) -> Batch: ...
     def digest(self) -> int: ...  # of a few samples
     def weight(self, step: int, mb: int) -> float | None:
         """A microbatch's weight by its targets that count; None: equal weights, or `Work.weight`."""

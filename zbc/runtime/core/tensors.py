@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -11,8 +11,16 @@ from torch import Tensor, nn
 
 from zbc.runtime.core.private import fake_mode
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # of an output and its target: one number
+Batch = Tensor | Mapping[str, Tensor]  # inputs or targets of a microbatch: one tensor, or several by name
+Loss = Callable[[Any, Any], Tensor]  # of an output and its target, a `Batch`: one number
 IGNORED = -100  # a target that does not count, as in torch's cross entropy
+
+
+def each(function: Callable[[Tensor], Any], batch: Batch) -> Any:
+    """Returns the result of a function of tensors for each tensor of a batch, under the same names."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    return {name: function(tensor) for name, tensor in batch.items()}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
@@ -25,7 +24,7 @@ from zbc.runtime.features.slices.slicing import Inside, within
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.transport import Transport
 from zbc.training.data.data import KINDS, Tokens, build_dataset, build_samples, input_spec, place
-from zbc.training.data.pairs import Samples, Words
+from zbc.training.data.pairs import Samples, Targets, Words
 from zbc.training.data.split import Steps, count_of_step
 from zbc.training.data.unequal import ByTokens, Dealer, Fixed, Padded, build_documents, dealer_of
 from zbc.training.models import adapters, model, pretrained
@@ -159,7 +158,7 @@ class Site:
         return layer_plans(self.settings) if self.given is None else self.given
 
     @cached_property
-    def some_targets(self) -> Tensor | None:
+    def some_targets(self) -> Any:
         """Targets of the first samples, if the loss is user-defined and this rank computes it."""
         if not self.last or self.settings.model.loss in model.LOSSES or isinstance(self.samples, Steps | None):
             return None
@@ -217,24 +216,42 @@ class Site:
     def look(self, rows: int | None) -> Shapes:
         """The shapes for rows of `rows` tokens, None for whole ones. Raises as `derive`."""
         settings, lowered, shared = self.settings, self.settings.lowered, self.manifest.vocabulary is not None
-        samples = self.samples
+        samples, named = self.samples, Targets.of(settings.model)
 
-        def first(layer: str) -> TensorSpec:
+        def lower(spec: TensorSpec) -> TensorSpec:
+            return spec if lowered is None or not spec.dtype.is_floating_point else spec._replace(dtype=lowered)
+
+        def first(layer: str) -> TensorSpec | dict[str, TensorSpec]:
             size, group = self.manifest.microbatch_size, group_of(settings.model, layer)
-            found = input_spec(settings.data, settings.model, samples, size, group)
+            found = input_spec(settings.data, settings.model, samples, size)
+            if group and not isinstance(found, TensorSpec):
+                if group not in found:
+                    text = f"data: samples of {settings.data.kind} have {', '.join(found)}, and nothing for {group}"
+                    hint = "give a tensor for each group that reads no other one"
+                    raise ZbcError("E505", text, hint=hint)
+                found = found[group]
+            if not isinstance(found, TensorSpec):
+                if rows is not None or self.ranks > 1:
+                    text = f"data: samples of {settings.data.kind} have entries called {', '.join(found)}"
+                    hint = "return pairs, or set schedule.slices = 1 and parallel.cp = 1"
+                    raise ZbcError("E110", f"{text}; ranks and slices that share tokens take pairs yet", hint=hint)
+                return {name: lower(spec) for name, spec in found.items()}
             if self.ranks > 1:
                 found = found._replace(shape=(size, found.shape[1] // self.ranks, *found.shape[2:]))
             if shared:  # the input of the first layer is the embedding
                 shape = *found.shape, settings.model.hidden or 0
                 found = TensorSpec(shape, lowered or torch.get_default_dtype())
-            elif lowered is not None and found.dtype.is_floating_point:
-                found = found._replace(dtype=lowered)
+            else:
+                found = lower(found)
             return found if rows is None else found._replace(shape=(found.shape[0], rows, *found.shape[2:]))
 
         plans, learnt = trunk(self.layers) if shared else self.layers, shared and not settings.adapter.rank
         low = AUTOCAST.get(settings.model.dtype)
         autocast = None if low is None else (self.device, low)
-        found = derive(plans, first, self.manifest, autocast=autocast, lowered=lowered, rows=rows, flow=learnt)
+        ends = None if named is None or named.free else frozenset(named.names)
+        found = derive(
+            plans, first, self.manifest, ends=ends, autocast=autocast, lowered=lowered, rows=rows, flow=learnt
+        )
         if self.shares_sequence:
             whole, firsts = [plan.name for plan in plans if plan.whole], [names[0] for names in self.manifest.layers]
             found = found.of_tokens(self.topology.along("tp"), whole, firsts)

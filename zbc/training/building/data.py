@@ -12,7 +12,7 @@ from zbc.runtime.core.state import BatchSource, PhaseRun, Work, run_of
 from zbc.runtime.core.tensors import Loss
 from zbc.topology import Topology
 from zbc.training.building.context import Settings, Site
-from zbc.training.data.counted import Count, Weights, count_of, counting, no_mean
+from zbc.training.data.counted import Count, Weights, count_of, counting, no_mean, rows_of
 from zbc.training.data.data import KINDS, Batches, RankBatches, Tokens
 from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.data.split import SplitBatches, Steps
@@ -112,7 +112,7 @@ def warnings_of(site: Site, loss: Loss) -> tuple[str, ...]:
     """Remarks on a loss that is no mean, and on layers whose gradients do not scale with it."""
     chosen, found = site.settings.model, list[str | None]()
     if site.some_targets is not None:
-        found.append(no_mean(chosen.loss, loss, site.made_up(len(site.some_targets)), site.some_targets))
+        found.append(no_mean(chosen.loss, loss, site.made_up(int(rows_of(site.some_targets))), site.some_targets))
     adds = [name for name, traits in site.shapes.traits.items() if traits.adds]
     if adds and site.last and (site.topology.batch > 1 or chosen.dtype == "float16"):
         found.append(" ".join(unscaled(adds)))

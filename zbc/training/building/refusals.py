@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from zbc import excludes
 from zbc.errors import ZbcError, raise_all
@@ -36,7 +37,8 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
     if site.slices:
         if site.samples is not None and data not in KINDS:
             some = range(min(len(site.samples), 8))
-            for what, found in (("inputs", site.samples.inputs(some)), ("targets", site.samples.targets(some))):
+            read: Any = site.samples
+            for what, found in (("inputs", read.inputs(some)), ("targets", read.targets(some))):
                 refuse_others(data, what, found, site.ranks * site.slices[-1].length)
         if site.some_targets is not None:
             try_loss(name, loss, site.shapes.output, site.some_targets)

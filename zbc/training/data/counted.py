@@ -17,27 +17,30 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.job.userobject import IN_A_RANK
-from zbc.runtime.core.bundle import taken_apart
-from zbc.runtime.core.tensors import IGNORED, Loss
+from zbc.runtime.core.bundle import ByName, shown, taken_apart
+from zbc.runtime.core.tensors import IGNORED, Batch, Loss, each
 from zbc.runtime.seeding import seed_of, seeded
 
-Count = Callable[[Tensor], float]
+Count = Callable[[Any], float]  # of a `Batch`
 _STEPS = 3  # cached steps: without a flush the next step begins before the end of one
 
 
-def count_of(loss: Any, name: str, target: Tensor) -> Count | None:
+def count_of(loss: Any, name: str, target: Batch) -> Count | None:
     """A function that counts targets: the loss's own attribute `count`, otherwise integers that are not IGNORED.
 
-    None if all microbatches have equal weights: for mean squared errors, and for a floating-point `target`.
+    None if all microbatches have equal weights: for mean squared errors, a floating-point `target` and several ones.
     """
     own = getattr(loss, "count", None)
     if own is None:
-        return None if name == "mse" or target.is_floating_point() or target.is_complex() else counting
+        if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex() or name == "mse":
+            return None
+        return counting
+    own = ByName(own)
 
-    def counted(target: Tensor) -> float:
+    def counted(target: Batch) -> float:
         found = float(userobject.call(lambda: own(target), {}, f"{name}.count", "model.loss"))
         if not 0 <= found < float("inf"):
-            text = f"model: {name}.count gave {found:g} for a target of shape {list(target.shape)}"
+            text = f"model: {name}.count gave {found:g} for a target {shown(target)}"
             raise ZbcError("E513", text, hint="return how many targets count: a finite number from 0 on")
         return found
 
@@ -49,21 +52,28 @@ def counting(target: Tensor) -> float:
     return int((target != IGNORED).sum())
 
 
-def no_mean(name: str, loss: Loss, output: Any, targets: Tensor) -> str | None:
+def rows_of(batch: Batch) -> float:
+    """The number of samples of a batch."""
+    return float(len(batch if isinstance(batch, Tensor) else next(iter(batch.values()))))
+
+
+def no_mean(name: str, loss: Loss, output: Any, targets: Batch) -> str | None:
     """A warning if a loss is not a mean over the targets that count: its value for all samples is not the weighted mean
     of its values for both halves. `targets` are some real ones, `output` is a made-up one of the last layer for them.
 
     The training then depends on the number of microbatches of a step, as intended for losses that compare samples.
     """
-    counts, half = count_of(loss, name, targets) or (lambda target: float(target.numel())), len(targets) // 2
+    counts, rows = count_of(loss, name, targets) or rows_of, int(rows_of(targets))
+    half = rows // 2
     tensors, form = taken_apart(output)
     if not half or not any(tensor.is_floating_point() for tensor in tensors):
         return None
 
     def told(cut: slice) -> tuple[float, float]:
-        made = [tensor[cut] if tensor.shape[:1] == (len(targets),) else tensor for tensor in tensors]
+        made = [tensor[cut] if tensor.shape[:1] == (rows,) else tensor for tensor in tensors]
         whole: Any = tuple(made) if form is None else form.around(made)
-        return counts(targets[cut]), float(loss(whole, targets[cut]))
+        target = each(lambda tensor: tensor[cut], targets)
+        return counts(target), float(loss(whole, target))
 
     try:
         with seeded(seed_of("mean")), torch.no_grad():
@@ -73,7 +83,7 @@ def no_mean(name: str, loss: Loss, output: Any, targets: Tensor) -> str | None:
     mean = sum(weight * value for weight, value in halves if weight) / (all_ or 1.0)
     if not math.isfinite(whole) or math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6):
         return None
-    found = f"{whole:.6g} for {len(targets)} samples, {halves[0][1]:.6g} and {halves[1][1]:.6g} for its halves"
+    found = f"{whole:.6g} for {rows} samples, {halves[0][1]:.6g} and {halves[1][1]:.6g} for its halves"
     return (
         f"model.loss = {name} is no mean over the targets that count ({found}): what is trained depends on"
         " schedule.microbatches; return the mean, and let its attribute count say how many targets count"

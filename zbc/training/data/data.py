@@ -13,7 +13,7 @@ import hashlib
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import BatchSource
-from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.core.tensors import Batch, TensorSpec, each
 from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
 from zbc.training.data.chat import CHAT, Chat
@@ -52,7 +52,7 @@ class Windows(Samples):
     def __len__(self) -> int:
         return len(self._inputs)
 
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
+    def inputs(self, indices: Sequence[int]) -> Tensor:
         return self._inputs[torch.tensor(indices) % len(self)].long()
 
     def targets(self, indices: Sequence[int]) -> Tensor:
@@ -68,7 +68,7 @@ class RandomTokens(Samples):
     def __len__(self) -> int:
         return self._count
 
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
+    def inputs(self, indices: Sequence[int]) -> Tensor:
         return torch.stack([self._sample(i)[:-1] for i in indices])
 
     def targets(self, indices: Sequence[int]) -> Tensor:
@@ -92,9 +92,9 @@ class Pairs:
             text = f"data: {name} returned {type(dataset).__name__}, which has no length or cannot be indexed"
             raise ZbcError("E502", text, hint="return a map-style dataset: __len__ and __getitem__(index)")
         self._dataset, self._name, self._seed, self._both, self.words = dataset, name, seed, both, words
-        self._targets: dict[int, Tensor] = {}  # of samples whose input was read, by their number
+        self._targets: dict[int, Any] = {}  # of samples whose input was read, by their number
         self._next: list[int] = []  # the numbers of samples that are expected, the first one last
-        self._early: dict[int, tuple[Any, Tensor]] = {}  # those read before they are asked for
+        self._early: dict[int, tuple[Any, Any]] = {}  # those read before they are asked for
 
     def expect(self, indices: Sequence[int]) -> None:
         """Samples that are read quickly are read several at a time, since seeding costs more than they do."""
@@ -109,17 +109,16 @@ class Pairs:
     def _count(self) -> int:
         return int(userobject.call(partial(len, self._dataset), {}, f"len({self._name})", "data.kind"))
 
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        pairs = self.pairs(indices, group)
+    def inputs(self, indices: Sequence[int]) -> Any:
+        pairs = self.read(indices)
         if self._both and len(self._targets) < _KEPT:
             self._targets |= {number: target for number, (_, target) in zip(indices, pairs, strict=True)}
         return self._stacked(indices, 0, [x for x, _ in pairs])
 
-    def targets(self, indices: Sequence[int]) -> Tensor:
-        known = [self._targets.pop(number, None) for number in indices]
-        found = [target for target in known if target is not None]
-        if len(found) < len(known):
-            found = [target for _, target in self.pairs(indices, None)]
+    def targets(self, indices: Sequence[int]) -> Any:
+        found = [self._targets.pop(number, None) for number in indices]
+        if any(target is None for target in found):
+            found = [target for _, target in self.read(indices)]
         return self._stacked(indices, 1, found)
 
     def digest(self) -> int:
@@ -135,24 +134,24 @@ class Pairs:
 
     def _bytes(self, index: int) -> bytes:
         """All bytes of a sample."""
-        x, target = self._pair(index, self._look([index])[0])
-        tensors = [*(x[name] for name in sorted(x)), target] if isinstance(x, Mapping) else [x, target]
+        pair = self._pair(index, self._look([index])[0])
+        tensors = [t for part in pair for t in ([part] if isinstance(part, Tensor) else map(part.get, sorted(part)))]
         return b"".join(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
-    def _stacked(self, indices: Sequence[int], which: int, found: list[Tensor]) -> Tensor:
-        """Stacks tensors of samples. Raises E505 if they have several shapes, or ids that the model does not have."""
-        other = next((k for k, tensor in enumerate(found) if tensor.shape != found[0].shape), None)
+    def _stacked(self, indices: Sequence[int], which: int, found: list[Any]) -> Any:
+        """Stacks tensors of samples, by name. Raises E505 if they have several shapes, or ids that the model does not
+        have."""
+        shapes = [each(lambda tensor: list(tensor.shape), one) for one in found]
+        other = next((k for k, shape in enumerate(shapes) if shape != shapes[0]), None)
         if other is not None:
-            what, shapes = ("input", "target")[which], [list(found[k].shape) for k in (other, 0)]
-            numbers = [indices[k] % len(self) for k in (other, 0)]
-            text = f"data: the {what} of sample {numbers[0]} of {self._name} has shape {shapes[0]}, that of sample"
-            raise ZbcError("E505", f"{text} {numbers[1]} {shapes[1]}", hint="pad or cut samples to one shape")
-        name = f"of {self._name}"
-        return self.words.checked(torch.stack(found), which, lambda row: f"sample {indices[row] % len(self)} {name}")
-
-    def pairs(self, numbers: Sequence[int], group: str | None = "") -> list[tuple[Tensor, Tensor]]:
-        """Samples as pairs; if they have several inputs, that of `group`, or any if `group` is None."""
-        return [self._for(n % len(self), pair, group) for n, pair in zip(numbers, self._read(numbers), strict=True)]
+            what, numbers = ("input", "target")[which], [indices[k] % len(self) for k in (other, 0)]
+            text = f"data: the {what} of sample {numbers[0]} of {self._name} has shape {shapes[other]}, that of sample"
+            hint = "pad or cut samples to one shape, with the same entries"
+            raise ZbcError("E505", f"{text} {numbers[1]} {shapes[0]}", hint=hint)
+        name = lambda row: f"sample {indices[row] % len(self)} of {self._name}"  # noqa: E731
+        if isinstance(found[0], Tensor):
+            return self.words.checked(torch.stack(found), which, name)
+        return {entry: self.words.checked(torch.stack([x[entry] for x in found]), which, name) for entry in found[0]}
 
     def _look(self, numbers: Sequence[int]) -> list[Any]:
         with reading() as seed:
@@ -163,7 +162,8 @@ class Pairs:
         seed(seed_of(self._seed, "sample", epoch, index))
         return self._dataset[index]
 
-    def _read(self, numbers: Sequence[int]) -> list[tuple[Any, Tensor]]:
+    def read(self, numbers: Sequence[int]) -> list[tuple[Any, Any]]:
+        """Samples as pairs of one tensor each, or of several by name."""
         early = self._early
         found = {number: early.pop(number) for number in numbers if number in early}
         missing = [number for number in numbers if number not in found]
@@ -181,23 +181,14 @@ class Pairs:
                             early[number] = copied(self._pair(number % len(self), self._item(number, seed)))
         return [found[number] for number in numbers]
 
-    def _for(self, index: int, pair: tuple[Any, Tensor], group: str | None) -> tuple[Tensor, Tensor]:
-        x, target = pair
-        if not isinstance(x, Mapping):
-            return x, target
-        group = next(iter(x), "") if group is None else group
-        if group not in x:
-            text = f"data: sample {index} of {self._name} has inputs for {', '.join(map(str, x))}, and none for"
-            hint = "give a tensor for each group that reads no other one"
-            raise ZbcError("E505", f"{text} {group or 'a chain of layers'}", hint=hint)
-        return x[group], target
-
-    def _pair(self, index: int, sample: Any) -> tuple[Any, Tensor]:
+    def _pair(self, index: int, sample: Any) -> tuple[Any, Any]:
         try:
-            return pair_of(sample)
+            return pair_of(sample, self.words.named)
         except UnfitError as error:
             text = f"data: sample {index} of {self._name} {error}"
             hint = "return (input, target), tensors, arrays or numbers; or a mapping with input_ids and labels"
+            if self.words.named is not None:
+                hint = "return (input, target), or a mapping by the names that the layers and the loss take"
             raise ZbcError("E505", text, hint=hint) from None
 
 
@@ -210,10 +201,10 @@ class SampleRange:
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        return self._samples.inputs(self._numbers(indices), group)
+    def inputs(self, indices: Sequence[int]) -> Batch:
+        return self._samples.inputs(self._numbers(indices))
 
-    def targets(self, indices: Sequence[int]) -> Tensor:
+    def targets(self, indices: Sequence[int]) -> Batch:
         return self._samples.targets(self._numbers(indices))
 
     def expect(self, indices: Sequence[int]) -> None:
@@ -252,7 +243,7 @@ class RankBatches(BatchSource):
     def __init__(self, lowered: torch.dtype | None, tokens: Tokens | None) -> None:
         self._lowered, self._tokens = lowered, tokens
         self._weights: Weights | None = None
-        self._kept: dict[int, dict[int, Tensor]] = {}  # by step, targets that were counted, until they are requested
+        self._kept: dict[int, dict[int, Batch]] = {}  # by step, targets that were counted, until they are requested
 
     def weigh(self, weights: Weights, count: Count, own: Callable[[int, int], bool]) -> None:
         """Gives microbatches `weights`, by the `count` of their targets. `own`: whether this rank's replica runs a
@@ -265,7 +256,7 @@ class RankBatches(BatchSource):
             self._weights.forget()
 
     @abstractmethod
-    def whole(self, step: int, mb: int) -> Tensor:
+    def whole(self, step: int, mb: int) -> Batch:
         """The targets of a microbatch with the tokens of all context parallel ranks."""
 
     def counts(self, step: int, mb: int) -> tuple[float, float]:
@@ -281,18 +272,19 @@ class RankBatches(BatchSource):
     def weight(self, step: int, mb: int) -> float | None:
         return None if self._weights is None else self._weights.of(step, self.counts)[mb]
 
-    def given(self, x: Tensor) -> Tensor:
+    def given(self, x: Any) -> Any:
         """This rank's part of an input."""
         x = self.own(x)
-        return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
+        low = self._lowered
+        return x if low is None else each(lambda t: t.to(low) if t.is_floating_point() else t, x)
 
-    def targets(self, step: int, mb: int) -> Tensor:
+    def targets(self, step: int, mb: int) -> Batch:
         if self._weights is not None:
             self._weights.of(step, self.counts)
         known = self._kept.get(step, {}).pop(mb, None)
         return self.own(self.whole(step, mb)) if known is None else known
 
-    def own(self, whole: Tensor) -> Tensor:
+    def own(self, whole: Any) -> Any:
         """This rank's part of `whole`."""
         return whole if self._tokens is None else self._tokens.of(whole)
 
@@ -352,15 +344,14 @@ class Batches(RankBatches):
     def open(self) -> None:
         self._ahead = True
 
-    def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
-        """The model input of a microbatch, on the CPU; `group` selects the input of a group of layers."""
-        numbers = self._numbers(step, mb)
-        return self.given(self._cut(mb, self._samples.inputs(numbers, *([group] if group else []))))
+    def inputs(self, step: int, mb: int) -> Any:
+        """The model input of a microbatch, on the CPU."""
+        return self.given(self._cut(mb, self._samples.inputs(self._numbers(step, mb))))
 
-    def whole(self, step: int, mb: int) -> Tensor:
+    def whole(self, step: int, mb: int) -> Any:
         return self._cut(mb, self._samples.targets(self._numbers(step, mb)))
 
-    def _cut(self, mb: int, whole: Tensor) -> Tensor:
+    def _cut(self, mb: int, whole: Any) -> Any:
         return whole[:, : self._lengths[mb % len(self._lengths)]] if self._lengths else whole
 
     def digest(self) -> int:
@@ -422,13 +413,17 @@ def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool =
     return SampleRange(samples, 0, len(samples) - kept) if kept else samples
 
 
-def build_validation(data: spec.Data, model: spec.Model, seed: int) -> Samples | None:
-    """The validation samples, which are never trained on; None if the job has none. Raises as `build_samples`."""
+def build_validation(
+    data: spec.Data, model: spec.Model, seed: int, every: Callable[..., Samples] | None = None
+) -> Samples | None:
+    """The validation samples, which are never trained on, of `every` one, by default `all_samples`; None if the job has
+    none. Raises as `build_samples`."""
+    every = every or all_samples
     if data.validation_path is not None:
-        return all_samples(data.model_copy(update={"path": data.validation_path}), model, seed)
+        return every(data.model_copy(update={"path": data.validation_path}), model, seed)
     if not data.validation:
         return None
-    samples = all_samples(data, model, seed)
+    samples = every(data, model, seed)
     return SampleRange(samples, len(samples) - kept_of(data, samples), len(samples))
 
 
@@ -478,15 +473,16 @@ def all_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = F
     return Windows(tokens, seq_len)
 
 
-def input_spec(data: spec.Data, model: spec.Model, samples: Samples | None, size: int, group: str = "") -> TensorSpec:
-    """The spec of the model input of one microbatch, or of `group`'s; reads the first sample of a factory's dataset."""
+def input_spec(data: spec.Data, model: spec.Model, samples: Samples | None, size: int) -> Any:
+    """The spec of the model input of one microbatch, or of each of its entries by name; reads the first sample of a
+    factory's dataset."""
     if data.kind not in KINDS and samples is not None:
         if len(samples) == 0:
             text = f"data: {data.kind} returned a dataset without samples"
             raise ZbcError("E504", text, hint="its __len__ is 0: does it find its files?")
         name = f"{data.kind}, asked for its first sample,"
-        first = userobject.call(partial(samples.inputs, [0], group), {}, name, "data.kind")
-        return TensorSpec((size, *first.shape[1:]), first.dtype)
+        first = userobject.call(partial(samples.inputs, [0]), {}, name, "data.kind")
+        return each(lambda t: TensorSpec((size, *t.shape[1:]), t.dtype), first)
     return TensorSpec((size, _token_length(data, model)), torch.int64)
 
 

@@ -117,7 +117,7 @@ class PairDocuments(Documents):
         return self._pairs.digest()
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
-        ((x, y),), index = self._pairs.pairs([number]), number % len(self)
+        ((x, y),), index = self._pairs.read([number]), number % len(self)
         wanted = int(self.lengths[index])
         for what, found in (("input", x), ("target", y)):
             if found.dim() == 0 or len(found) != wanted:

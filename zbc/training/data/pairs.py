@@ -3,22 +3,28 @@
     (x, y)                                     tensors, numpy arrays, numbers or lists of numbers
     {"input": x, "target": y}                  the same
     {"input_ids": x, "labels": y, ..}          as in Hugging Face: the target of a token is the label of the next one
+    {"image": x, "mask": m, "boxes": y, ..}    entries for the layers of a user and the loss, by the names of their
+                                               parameters; in a graph of layers by groups. A dataclass is the same
 
-A mapping for x has an input for each group of layers (`model.graph`).
+x and y of a pair may be mappings, too.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.job import spec
-from zbc.runtime.core.tensors import IGNORED
+from zbc.job import spec, userobject
+from zbc.job.model_section import TRANSFORMERS
+from zbc.runtime.core.tensors import IGNORED, Batch, each
 from zbc.training.data.chat import CHAT
+from zbc.training.models.model import LOSSES
 
 HINT = "set model.vocab to that of the tokenizer and plan again; -100 marks targets that do not count"
 _NAMES = (("input", "target"), ("inputs", "targets"), ("x", "y"))
@@ -34,11 +40,10 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        """The inputs of these samples, stacked along a new first dimension; `group` selects the inputs of a group of
-        layers if samples have several."""
+    def inputs(self, indices: Sequence[int]) -> Batch:
+        """The inputs of these samples, stacked along a new first dimension."""
 
-    def targets(self, indices: Sequence[int]) -> Tensor:
+    def targets(self, indices: Sequence[int]) -> Batch:
         """Their targets, stacked."""
 
     def expect(self, indices: Sequence[int]) -> None:
@@ -57,18 +62,52 @@ class UnfitError(Exception):
     """The reason why a sample is not a pair."""
 
 
+class Targets(NamedTuple):
+    """The entries of a sample that the loss takes: parameters after the output, the first one the target of a pair;
+    `needed` ones without a default; `free`: it takes any. A loss of zbc takes the first that there is, `alone`."""
+
+    names: tuple[str, ...]
+    needed: frozenset[str] = frozenset()
+    alone: bool = False
+    free: bool = False
+
+    @classmethod
+    def of(cls, model: spec.Model) -> Targets | None:
+        """None for models of zbc and of transformers, whose samples are pairs."""
+        if model.builtin or model.family == TRANSFORMERS:
+            return None
+        if model.loss in LOSSES:
+            return cls(("target", "targets", "label", "labels", "y"), alone=True)
+        function = userobject.load(model.loss, "model.loss")
+        _, *found = inspect.signature(getattr(function, "forward", function)).parameters.values()
+        named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        needed = frozenset(p.name for p in named if p.default is p.empty)
+        return cls(tuple(p.name for p in named), needed, free=any(p.kind is p.VAR_KEYWORD for p in found))
+
+    def among(self, entries: Mapping[str, Tensor]) -> Any:
+        """The targets in the entries of a sample. Raises UnfitError."""
+        found = {name: entries[name] for name in self.names if name in entries}
+        missing = self.needed - found.keys()
+        if missing or not (found or self.free):
+            wants = ", ".join(sorted(missing)) or " or ".join(self.names)
+            raise UnfitError(f"has {', '.join(entries) or 'nothing'}, and model.loss takes {wants}")
+        return next(iter(found.values())) if self.alone else {**entries} if self.free else found
+
+
 class Words(NamedTuple):
-    """The ids that a user's samples may have: 0 to `vocab` in inputs, and with `targets` in targets that count."""
+    """The ids that a user's samples may have, 0 to `vocab` in inputs and with `targets` in targets that count; and the
+    entries `named` by the loss, if they may have several."""
 
     vocab: int | None = None  # None: any ids
     targets: bool = False
+    named: Targets | None = None
 
     @classmethod
     def of(cls, model: spec.Model, data: spec.Data | None = None) -> Words:
         """Those of a built-in model, and of a chat's tokens: where ranks share words, or in a loss by chunks, no kernel
         would notice."""
         known = model.builtin or (data is not None and data.kind == CHAT)
-        return cls(model.vocab if known else None, model.loss == "cross_entropy")
+        return cls(model.vocab if known else None, model.loss == "cross_entropy", Targets.of(model))
 
     def checked(self, whole: Tensor, which: int, name: Callable[[int], str]) -> Tensor:
         """Returns inputs (`which` = 0) or targets (1), (rows, ..), called `name(row)`. Raises E505 for other ids."""
@@ -91,27 +130,53 @@ class Words(NamedTuple):
 ANY = Words()
 
 
-def pair_of(sample: Any) -> tuple[Any, Tensor]:
-    """(input, target); the input may be a mapping of tensors. Raises UnfitError."""
+def pair_of(sample: Any, wanted: Targets | None = None) -> tuple[Any, Any]:
+    """(input, target), each a tensor or with `wanted` several by name. Raises UnfitError."""
+    if is_dataclass(sample):
+        sample = {field.name: getattr(sample, field.name) for field in fields(sample)}
     if isinstance(sample, Mapping):
-        if _TOKENS in sample:
-            return _shifted(sample)
         names = next((names for names in _NAMES if {*names} == {*sample}), None)
-        if names is None:
+        if names is not None:
+            sample = tuple(sample[name] for name in names)
+        elif _TOKENS in sample and (wanted is None or _is_causal(sample)):
+            return _shifted(sample)
+        elif wanted is None:
             raise UnfitError(f"is a mapping of {', '.join(map(str, sample)) or 'nothing'}")
-        sample = tuple(sample[name] for name in names)
+        else:
+            sample = _entries(sample, "entry")
+            return sample, wanted.among(sample)
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise UnfitError("is not a pair (input, target)")
-    x, target = sample
-    if isinstance(x, Mapping):
-        return {name: _tensor(value, f"input for {name}") for name, value in x.items()}, _tensor(target, "target")
-    return _tensor(x, "input"), _tensor(target, "target")
+    x, target = _entries(sample[0], "input"), _entries(sample[1], "target")
+    if wanted is None:
+        if isinstance(target, Mapping):
+            raise UnfitError(f"has targets called {', '.join(target)}")
+        return x, target
+    others = x if isinstance(x, Mapping) and not wanted.alone else {}
+    if isinstance(target, Tensor):
+        return x, wanted.among({**others, wanted.names[0]: target}) if others and wanted.names else target
+    if (unnamed := target.keys() - wanted.names) and not wanted.free:
+        raise UnfitError(f"has a target called {min(unnamed)}, which model.loss does not take")
+    return x, wanted.among({**others, **target})
 
 
-def copied(pair: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
+def copied(pair: tuple[Any, Any]) -> tuple[Any, Any]:
     """A copy, which stays if its dataset uses the memory of one sample for the next."""
-    x, target = pair
-    return {name: t.clone() for name, t in x.items()} if isinstance(x, Mapping) else x.clone(), target.clone()
+    return each(Tensor.clone, pair[0]), each(Tensor.clone, pair[1])
+
+
+def _entries(value: Any, what: str) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _tensor(one, f"{what} for {name}") for name, one in value.items()}
+    return _tensor(value, what)
+
+
+def _is_causal(sample: Mapping[str, Any]) -> bool:
+    """Whether a mapping with tokens has nothing but what a language model is trained on."""
+    if {*sample} - {_TOKENS, _LABELS, _MASK} - _ELSE or _LABELS not in sample:
+        return False
+    tokens, labels = (_tensor(sample[name], name) for name in (_TOKENS, _LABELS))
+    return tokens.shape == labels.shape and tokens.dim() == 1
 
 
 def _tensor(value: Any, what: str) -> Tensor:

@@ -9,7 +9,7 @@ of a step is the weighted mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.plan.manifest import Manifest
 from zbc.runtime.core.bundle import taken_apart
-from zbc.runtime.core.tensors import IGNORED, Loss
+from zbc.runtime.core.tensors import IGNORED, Batch, Loss, each
 from zbc.training.data.data import Batches, Pairs, RankBatches, Tokens, in_epochs
 from zbc.training.data.pairs import ANY, UnfitError, Words, pair_of
 
@@ -26,9 +26,9 @@ _KEPT = 3  # cached steps
 
 
 class Microbatch(NamedTuple):
-    """One of a step; `inputs` by group of layers, "" in a chain; `rows` and `tokens` without padding."""
+    """One of a step; `rows` and `tokens` without padding."""
 
-    inputs: Mapping[str, Tensor]
+    inputs: Batch
     target: Tensor
     weight: float
     rows: int
@@ -71,26 +71,22 @@ class Steps(Pairs):
             self._known[number] = found
         return found
 
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
+    def inputs(self, indices: Sequence[int]) -> Any:
         """Inputs of the first microbatches of these steps."""
-        return torch.cat([self._filled(self._of(self.step(i)[0], group), 0, self._length) for i in indices])
+        first = [self.step(i)[0].inputs for i in indices]
+        found: list[Any] = [each(lambda t: self._filled(t, 0, self._length), x) for x in first]
+        return (
+            torch.cat(found)
+            if isinstance(found[0], Tensor)
+            else {k: torch.cat([x[k] for x in found]) for k in found[0]}
+        )
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         return torch.cat([self.step(i)[0].target for i in indices])
 
-    def input(self, number: int, mb: int, group: str) -> Tensor:
-        return self._of(self.step(number)[mb % self._microbatches], group)
-
-    def _of(self, microbatch: Microbatch, group: str) -> Tensor:
-        found = microbatch.inputs.get(group, microbatch.inputs.get(""))
-        if found is None:
-            text = f"data: steps of {self._name} have inputs for {', '.join(microbatch.inputs)}, and none for {group}"
-            raise ZbcError("E505", text, hint="give a tensor for each group that reads no other one")
-        return found
-
     def _bytes(self, index: int) -> bytes:
         every = self._split(index, self._look([index])[0])
-        tensors = [t for one in every for t in (*(one.inputs[k] for k in sorted(one.inputs)), one.target)]
+        tensors = [t for one in every for t in (*_tensors(one.inputs), one.target)]
         return b"".join(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
 
     def _split(self, index: int, item: Any) -> list[Microbatch]:
@@ -123,29 +119,27 @@ class Steps(Pairs):
             raise ZbcError("E505", f"{where} {error}", hint="tensors or arrays, and a number as weight") from None
         if not 0 <= weight < math.inf:
             raise ZbcError("E505", f"{where} has the weight {weight:g}", hint="weights are finite numbers from 0 on")
-        inputs = x if isinstance(x, Mapping) else {"": x}
-        sizes = {len(t) if t.dim() else 0 for t in (*inputs.values(), target)}
+        inputs = _tensors(x)
+        sizes = {len(t) if t.dim() else 0 for t in (*inputs, target)}
         if len(sizes) > 1 or not 1 <= max(sizes) <= self.size:
             text = f"{where} has inputs and targets of {' and '.join(map(str, sorted(sizes)))} rows"
             hint = f"as many rows of each, at least one and at most schedule.microbatch_size = {self.size}"
             raise ZbcError("E505", text, hint=hint)
-        most = max([t.shape[1] for t in (*inputs.values(), target) if t.dim() > 1], default=0)
+        most = max([t.shape[1] for t in (*inputs, target) if t.dim() > 1], default=0)
         if self._length is not None and most > self._length:
             text = f"{where} has rows of {most} tokens, model.seq_len is {self._length}"
             raise ZbcError("E505", text, hint="cut them, or set model.seq_len to the longest")
-        for which, tensors in enumerate((inputs.values(), [target])):
+        for which, tensors in enumerate((inputs, [target])):
             for tensor in tensors:
                 self.words.checked(tensor, which, lambda row: f"{where[6:]} row {row},")
         if self._ignores and not (target != IGNORED).any():
             weight = 0.0
-        tokens = None if self._length is None else next(iter(inputs.values())).shape[1]
-        return Microbatch(inputs, target, weight, len(target), tokens)
+        tokens = None if self._length is None else inputs[0].shape[1]
+        return Microbatch(x, target, weight, len(target), tokens)
 
     def _padded(self, one: Microbatch, length: int | None) -> Microbatch:
-        inputs = {group: self._filled(t, 0, length) for group, t in one.inputs.items()}
-        return one._replace(
-            inputs=inputs, target=self._filled(one.target, IGNORED, length) if self._ignores else one.target
-        )
+        target = self._filled(one.target, IGNORED, length) if self._ignores else one.target
+        return one._replace(inputs=each(lambda t: self._filled(t, 0, length), one.inputs), target=target)
 
     def _filled(self, t: Tensor, padding: int, length: int | None) -> Tensor:
         shape = [self.size, *t.shape[1:]]
@@ -171,8 +165,12 @@ class Steps(Pairs):
         return loss if self._ignores else cut
 
 
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [batch] if isinstance(batch, Tensor) else [batch[name] for name in sorted(batch)]
+
+
 def _tokens_of(one: Microbatch) -> int:
-    return max([t.shape[1] for t in one.inputs.values() if t.dim() > 1], default=1)
+    return max([t.shape[1] for t in _tensors(one.inputs) if t.dim() > 1], default=1)
 
 
 def count_of_step(manifest: Manifest) -> int:
@@ -201,12 +199,14 @@ class SplitBatches(RankBatches):
     def digest(self) -> int:
         return self._steps.digest()
 
-    def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
-        return self.given(self._steps.input(self._number(step), mb, group))
+    def inputs(self, step: int, mb: int) -> Batch:
+        steps = self._steps.step(self._number(step))
+        found: Batch = self.given(steps[mb % len(steps)].inputs)  # a profile runs more of them
+        return found
 
-    def whole(self, step: int, mb: int) -> Tensor:
+    def whole(self, step: int, mb: int) -> Any:
         found = self._steps.step(self._number(step))
-        return found[mb % len(found)].target  # a profile runs more of them
+        return found[mb % len(found)].target
 
     def counts(self, step: int, mb: int) -> tuple[float, float]:
         """As the dataset weighs a microbatch."""

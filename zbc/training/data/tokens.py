@@ -81,7 +81,7 @@ class TokenWindows(Samples):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
+    def inputs(self, indices: Sequence[int]) -> Tensor:
         return torch.stack([self._window(index, 0) for index in indices])
 
     def targets(self, indices: Sequence[int]) -> Tensor:

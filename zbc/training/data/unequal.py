@@ -18,11 +18,11 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.plan.balancing import Microbatch, Shape, deal, deal_by_tokens, dealt_evenly, next_fit, samples_of_step
+from zbc.plan.balancing import Microbatch, Shape, deal, deal_by_tokens, dealt_evenly, samples_of_step
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import Work
-from zbc.runtime.core.tensors import IGNORED, Length
+from zbc.runtime.core.tensors import IGNORED, Batch, Length
 from zbc.runtime.features.packing import Rows
 from zbc.training.data.data import (
     KINDS,
@@ -69,15 +69,9 @@ def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     return Some(found, 0, len(found) - kept) if kept else found
 
 
-def build_kept(data: spec.Data, model: spec.Model, seed: int) -> Padded | None:
-    """The validation samples, each in a whole row; None if the job has none. Raises as `build_documents`."""
-    if data.validation_path is not None:
-        data = data.model_copy(update={"path": data.validation_path})
-    elif not data.validation:
-        return None
-    found = all_documents(data, model, seed)
-    first = 0 if data.validation_path is not None else len(found) - kept_of(data, found)
-    return Padded(Some(found, first, len(found)), model.seq_len or 1)
+def whole_rows(data: spec.Data, model: spec.Model, seed: int) -> Padded:
+    """All samples, each in a whole row. Raises as `build_documents`."""
+    return Padded(all_documents(data, model, seed), model.seq_len or 1)
 
 
 def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
@@ -93,8 +87,8 @@ def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
 def _documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     longest = model.seq_len or 1
     if data.kind not in KINDS:
-        dataset = build_dataset(data, model, seed)
-        return PairDocuments(Pairs(dataset, data.kind, seed, words=Words.of(model, data)), dataset, data.kind, longest)
+        dataset, words = build_dataset(data, model, seed), Words.of(model, data)._replace(named=None)
+        return PairDocuments(Pairs(dataset, data.kind, seed, words=words), dataset, data.kind, longest)
     if data.kind == "tokens":
         paths = [data.path] if isinstance(data.path, str) else data.path or []
         return TokenDocuments(paths, data.dtype, longest, model.vocab)
@@ -324,9 +318,10 @@ class PackedBatches(RankBatches):
         """A digest of a few samples and all lengths."""
         return self._dealer.digest
 
-    def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
+    def inputs(self, step: int, mb: int) -> Batch:
         """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
-        return self.given(self._filled(step, mb, 0))
+        found: Batch = self.given(self._filled(step, mb, 0))
+        return found
 
     def whole(self, step: int, mb: int) -> Tensor:
         return self._filled(step, mb, 1)
@@ -351,27 +346,23 @@ def filled(documents: Documents, rows: Sequence[Sequence[int]], room: int, which
 
 
 class Padded(Samples):
-    """Documents as `Samples` of one length: each padded, or with `packed` the next ones that fit into a row."""
+    """Documents as `Samples` of one length: each in a row of its own, with padding behind it."""
 
-    def __init__(self, documents: Documents, room: int, *, packed: bool = False) -> None:
+    def __init__(self, documents: Documents, room: int) -> None:
         self._documents, self._room = documents, room
-        self._rows = next_fit(documents.lengths.tolist(), room) if packed else None
 
     def __len__(self) -> int:
-        return len(self._documents if self._rows is None else self._rows)
+        return len(self._documents)
 
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        return filled(self._documents, [self._row(i) for i in indices], self._room, 0)
+    @property
+    def lengths(self) -> list[int]:
+        return self._documents.lengths.tolist()
+
+    def inputs(self, indices: Sequence[int]) -> Tensor:
+        return filled(self._documents, [[i] for i in indices], self._room, 0)
 
     def targets(self, indices: Sequence[int]) -> Tensor:
-        return filled(self._documents, [self._row(i) for i in indices], self._room, 1)
+        return filled(self._documents, [[i] for i in indices], self._room, 1)
 
     def digest(self) -> int:
         return self._documents.digest()
-
-    def lengths(self, index: int) -> tuple[int, ...]:
-        """The lengths of the samples in a row."""
-        return tuple(int(self._documents.lengths[i]) for i in self._row(index))
-
-    def _row(self, index: int) -> Sequence[int]:
-        return [index] if self._rows is None else self._rows[index % len(self)]

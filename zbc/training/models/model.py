@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.job import graph, spec, userobject
+from zbc.runtime.core.bundle import ByName
 from zbc.runtime.core.private import mse_kernel
 from zbc.runtime.core.split import refuse_wrapped
 from zbc.runtime.core.tensors import Loss
@@ -256,8 +257,9 @@ def hollow(module: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 def loss(name: str) -> Loss:
-    """`cross_entropy` (logits (..., C), targets (...)), `mse`, or a user's function (output, target) -> scalar."""
-    return LOSSES[name] if name in LOSSES else userobject.load(name, "model.loss")
+    """`cross_entropy` (logits (..., C), targets (...)), `mse`, or a user's function (output, target) -> scalar, which
+    gets several targets by name."""
+    return LOSSES[name] if name in LOSSES else ByName(userobject.load(name, "model.loss"))
 
 
 def mse(output: Tensor, targets: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,10 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
-from zbc.runtime.core.bundle import call, names_of
+from zbc.runtime.core.bundle import Alongside, call, names_of
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.state import Worker
-from zbc.runtime.core.tensors import AUTOCAST, lower_precision
+from zbc.runtime.core.tensors import AUTOCAST, each, lower_precision
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.seeding import seed_of, seeded
@@ -193,12 +194,13 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
         )
         counts = count_of(criterion, settings.model.loss, batches.targets(0, 0)) or (lambda target: 1.0)
         weights = [counts(batches.targets(0, mb)) for mb in range(count)]
+    to = methodcaller("to", device)
     total, low, after = 0.0, AUTOCAST.get(settings.model.dtype), read_by(layer_plans(settings))
     *_, last = modules
     for mb, weight in enumerate(weights):
         if not weight:
             continue  # no target counts
-        target = batches.targets(0, mb).to(device)
+        target = each(to, batches.targets(0, mb))
         adding = adding_to(Adding(1.0 / count))
         with adding, nullcontext() if low is None else torch.autocast(device.type, low):
             made = dict[str, Any]()
@@ -206,9 +208,12 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
                 if after[name]:
                     given = made[after[name][0]] if len(after[name]) == 1 else tuple(made[src] for src in after[name])
                 else:
-                    given = batches.inputs(0, mb, group_of(settings.model, name)).to(device)
+                    given = each(to, batches.inputs(0, mb))
+                    if not isinstance(given, Tensor):
+                        group = group_of(settings.model, name)
+                        given = given[group] if group else Alongside((), given)
                 with seeded(seed_of(seed, 0, mb, name), device):
-                    x = call(module, given, names_of(module.forward), last=name == last)
+                    x = call(module, given, names_of(module.forward), later=frozenset() if name == last else None)
                     made[name] = x
             loss = criterion(x, target) * (weight * count / sum(weights))
         if loss.requires_grad:

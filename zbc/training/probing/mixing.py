@@ -52,7 +52,7 @@ class _Together(nn.ModuleList):
     def forward(self, x: Tensor) -> Tensor:
         given: Any = x
         for index, layer in enumerate(self, 1):
-            given = call(layer, given, names_of(layer.forward), last=index == len(self))
+            given = call(layer, given, names_of(layer.forward), later=frozenset() if index == len(self) else None)
         made: Tensor = given
         return made
 

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import Boundary, Manifest
 from zbc.runtime.core.bucket import gradient_type
-from zbc.runtime.core.bundle import Packing, adapt, taken_apart
+from zbc.runtime.core.bundle import Names, Packing, adapt, names_of, taken_apart
 from zbc.runtime.core.private import FakeTensorMode, pytree
 from zbc.runtime.core.stage import Traits
 from zbc.runtime.core.tensors import Laid, TensorSpec, lower_precision
@@ -34,6 +34,7 @@ from zbc.training.probing.probe import observe, reaches, union
 from zbc.training.probing.trials import adds, carried
 
 _CONSTANTS = (type(None), bool, int, float, str)  # allowed between tensors
+META = torch.device("meta")
 _TRIALS = 8  # forwards of a layer that returns several tensors, some of which might require a gradient
 
 
@@ -114,32 +115,40 @@ class _Seen(NamedTuple):
 
 def derive(
     plans: Sequence[LayerPlan],
-    first: Callable[[str], TensorSpec],
+    first: Callable[[str], TensorSpec | Mapping[str, TensorSpec]],
     manifest: Manifest,
     *,
+    ends: Names = None,
     autocast: tuple[torch.device, torch.dtype] | None,
     lowered: torch.dtype | None = None,
     rows: int | None = None,
     flow: bool = False,
 ) -> Shapes:
-    """Runs all layers without data, from model inputs of the spec `first(layer)` for each layer that reads the data;
-    `autocast` are the device and type to autocast for, if any.
+    """Runs all layers without data, from model inputs of the spec `first(layer)` for each layer that reads the data, or
+    the specs of its entries; `ends`: the names of entries that the loss takes, None: any. `autocast` are the device and
+    type to autocast for, if any.
 
     `lowered` is the type that parameters are cast to for forward, if it is not their own. `rows`: the number of tokens
     of a slice, if `first` is one. `flow`: the input of the first layer requires a gradient.
 
-    Raises E505 if a layer cannot run or the plan has other boundary tensors or layers, E508 if two
+    Raises E505 if a layer cannot run, nothing takes an entry or the plan has other boundaries or layers, E508 if two
     layers share a parameter, E509 if a layer cannot be trained in a pipeline.
     """
     _check_layers(plans, manifest)
     before, packed = dict[str, Laid](), dict[str, tuple[Packing | None, Packing | None]]()  # of each layer's input
     known, seen = dict[tuple[str, Laid, Packing | None, bool], _Seen](), dict[str, _Seen]()
-    owners, wanted, after = Owners(), flow, read_by(plans)
+    owners, wanted, after, later = Owners(), flow, read_by(plans), dict[str, Names]()
     for plan in plans:
         sources = [seen[source] for source in after[plan.name]]
         flow = any(source.trains for source in sources) if sources else wanted
-        taken, comes = _taken(plan.name, sources) if sources else (Laid(first(plan.name)), None)
-        comes = comes and comes._replace(ends=plan is plans[-1])
+        given = None if sources else first(plan.name)
+        if isinstance(given, Mapping):
+            later = _later(plans)
+            enters: tuple[Laid, Packing | None] = _entered(given, later[""], ends)
+        else:
+            enters = _taken(plan.name, sources) if given is None else (Laid(given), None)
+        taken, comes = enters
+        comes = comes and comes._replace(later=later.get(plan.name, frozenset() if plan is plans[-1] else None))
         before[plan.name] = taken
         place = (plan.like or plan.name, taken, comes, flow)
         if place not in known:
@@ -187,6 +196,26 @@ def derive(
     )
 
 
+def _later(plans: Sequence[LayerPlan]) -> dict[str, Names]:
+    """By layer the names of the parameters of all later layers' forwards, and of all under ""; None: some take any."""
+    found, names = dict[str, Names](), cast(Names, frozenset())
+    for plan in reversed(plans):
+        found[plan.name], own = names, names_of(plan.on_meta().forward)
+        names = None if own is None or names is None else names | own
+    return {**found, "": names}
+
+
+def _entered(given: Mapping[str, TensorSpec], known: Names, ends: Names) -> tuple[Laid, Packing]:
+    """The entries of the data that layers take, alongside of nothing. Raises E505 for one that no layer and no loss
+    takes."""
+    packing = Packing.of_entries({n: s.empty(META) for n, s in given.items() if known is None or n in known})
+    lost = [] if known is None or ends is None else [name for name in given if name not in known | ends]
+    if lost or not packing.parts:
+        text = f"data: samples have {', '.join(lost or given)}, which no parameter of a layer or the loss is called"
+        raise ZbcError("E505", text, hint=f"drop it, or name it as layers do: {', '.join(sorted(known or ()))}")
+    return Laid(packing.spec), packing
+
+
 class _StageEnds(NamedTuple):
     """A stage: the layers that it reads, and the only stage whose output is its input, if there is one; its last layer,
     or the last one before if it has none ("" before the first); its input and output."""
@@ -213,7 +242,8 @@ def _stages(
         if names:
             sources, laid, layout = after[names[0]], before[names[0]], packed[names[0]][0]
         else:
-            sources, laid, layout = (last,) if last else (), made, packed[last][1] if last else None
+            sources, laid = (last,) if last else (), made
+            layout = packed[last][1] if last else packed[next(iter(before))][0]
         home = homes.get(sources[0]) if len(sources) == 1 else None
         if names:
             last, made = names[-1], seen[names[-1]].laid
@@ -242,7 +272,7 @@ def _taken(name: str, sources: Sequence[_Seen]) -> tuple[Laid, Packing | None]:
     if several is not None:
         text = f"run: layer {name} reads several groups, of which one ends in {several}"
         raise ZbcError("E505", text, hint="the last layer of a group that is read beside others returns one tensor")
-    made = [source.laid.zeros(torch.device("meta")) for source in sources]
+    made = [source.laid.zeros(META) for source in sources]
     packing = Packing.of(made, [source.trains for source in sources])
     return Laid(packing.spec), packing
 
@@ -292,7 +322,7 @@ def _output(
     A layer that cannot run without values is built and run once on the CPU. One that cannot take an input in the layout
     of the meta device gets a contiguous one: layouts there may differ from those in training.
     """
-    device, low = (torch.device("meta"), None) if autocast is None else autocast
+    device, low = (META, None) if autocast is None else autocast
     # Kernels of the CPU may need buffers of the parameters' type, which only a run with values shows.
     mixed = lowered is not None and device.type == "cpu" and any(b.is_floating_point() for b in module.buffers())
     found: _Seen | None = None

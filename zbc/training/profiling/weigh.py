@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from zbc.runtime.core.route import stage_loss
 from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Entry, Worker
-from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.core.tensors import TensorSpec, each
 from zbc.runtime.features.slices.stage_slice import StageSlice
 from zbc.runtime.transports.transport import Offer
 from zbc.training.profiling.kernels import Kernels
@@ -281,8 +282,8 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
     with Ledger() as ledger:
         if last and worker.batches is not None:
             worker.batches.close()  # another thread would run fake tensors beside this one
-            target = worker.batches.targets(0, 0).to(worker.device)
-            ledger.add([target])
+            target = each(methodcaller("to", worker.device), worker.batches.targets(0, 0))
+            ledger.add([target] if isinstance(target, Tensor) else [*target.values()])
             finish = functools.partial(stage_loss, worker.loss, target)
             del target
         inner, slot = leaf.clone(), Slot()
