@@ -210,7 +210,7 @@ def test_tensorboard_has_every_finite_number_of_every_step(open_log, tmp_path):
     with open_log(log={"tensorboard": True}) as log:
         log.record(result())
         log.record(result(1, loss=4.5, grad_norm=math.inf))
-        log.record_evaluation(EvaluationResult(1, 4.25, 8, 0.5))
+        assert " over 8 of 16 samples, " in log.record_evaluation(EvaluationResult(1, 4.25, 8, 0.5, 16))
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 5.5), (2, 4.5)]
     assert [e.step for e in found.Scalars("grad_norm")] == [1]

@@ -210,3 +210,9 @@ def test_too_little_data_is_refused_with_the_file(text, m, said, end):
     with refused("E504", said, hint="data.validation" if said else "") as caught:
         run_threads(plan_for("1f1b", 2, text, m=m), 1)
     assert caught.value.where.startswith("data.path = ") and caught.value.where.endswith(end)
+
+
+def test_a_synthetic_set_is_not_evaluated_whole_unless_asked_to():
+    data = {"kind": "synthetic", "validation": 0.5}
+    (worker,) = run_threads(make_plan(make_program("1f1b", 1, 1), model=GPT, data=data, train={"eval_every": 1}), 1)
+    assert (worker.evaluation.results[0].samples, worker.evaluation.results[0].kept) == (200, 2**19)

@@ -563,7 +563,7 @@ class Train(Section):
         0, description="steps between evaluations, and one in the end; 0: none"
     )
     eval_batches: Count | None = Field(
-        None, description="of as many samples as a step has; default: all whole microbatches of the validation data"
+        None, description="of as many samples as a step has; default: the whole validation data, but 100 at most"
     )
     patience: Count | None = Field(
         None, description="evaluations in a row without a lower loss, after which the run ends"

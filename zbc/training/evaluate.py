@@ -36,6 +36,8 @@ from zbc.training.data.data import Batches, all_samples, build_validation, place
 from zbc.training.data.unequal import whole_rows
 from zbc.training.guest import Guest
 
+BATCHES = 100  # of an evaluation at most, unless train.eval_batches says otherwise
+
 
 @dataclass
 class EvaluationRun(PhaseRun):
@@ -43,6 +45,7 @@ class EvaluationRun(PhaseRun):
 
     every: int = 0
     total: int = 0  # microbatches per evaluation, in all replicas; 0 if the rank does not know
+    kept: int = 0  # validation samples, likewise
     results: list[EvaluationResult] = field(default_factory=list)
     counts: Callable[[Tensor], float] | None = None  # number of targets that count, if microbatches may differ in it
     weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, on ranks with losses
@@ -82,9 +85,14 @@ def build_evaluation(site: Site, layout: VectorLayout, counts: Callable[[Tensor]
         batches = Batches(
             kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered, tokens=site.tokens
         )
-        total = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
+        total = min(len(kept) // size, (train.eval_batches or BATCHES) * per_step)
     run = forward_run(EvaluationRun, site.plan, layout, site.rank, batches)
-    run.every, run.total, run.counts = train.eval_every, total, counts or (counting if deal else None)
+    run.every, run.total, run.kept, run.counts = (
+        train.eval_every,
+        total,
+        len(kept or ()),
+        counts or (counting if deal else None),
+    )
     return run
 
 
@@ -161,7 +169,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     began = time.monotonic()
     manifest, progress = worker.plan.manifest, worker.progress
     reads = worker.copy == worker.share == 0 and worker.placement.rank_of(0) == worker.plan.rank
-    count = total(worker, run.total if reads else 0)
+    count, kept = total(worker, *((run.total, run.kept) if reads else (0, 0)))
     per_batch = run.count * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may be filled up with earlier samples, which do not count
     losses = torch.zeros(2, batches * per_batch, dtype=torch.float64, device=worker.device)  # times weights; weights
@@ -178,17 +186,17 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
         for value in values:
             totals[which] += value
     progress.waiting, worker.step = False, step
-    samples = count * manifest.microbatch_size
-    result = EvaluationResult(step, totals[0] / totals[1] if totals[1] else 0.0, samples, time.monotonic() - began)
+    samples, mean = count * manifest.microbatch_size, totals[0] / totals[1] if totals[1] else 0.0
+    result = EvaluationResult(step, mean, samples, time.monotonic() - began, kept)
     run.results.append(result)
     return result
 
 
-def total(worker: Worker, number: int) -> int:
-    """The sum of a number over all ranks, which call this together."""
-    found = torch.tensor([number], dtype=torch.float64, device=worker.device)
+def total(worker: Worker, *numbers: int) -> list[int]:
+    """The sum of each number over all ranks, which call this together."""
+    found = torch.tensor(numbers, dtype=torch.float64, device=worker.device)
     worker.all_reduce(found, worker.everyone)
-    return int(found.item())
+    return [int(number) for number in found.tolist()]
 
 
 @contextmanager

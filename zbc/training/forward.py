@@ -125,7 +125,7 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
     size, per_batch = manifest.microbatch_size, manifest.topology.batch
     reads = worker.batches is not None or worker.rank == 0 or manifest.balance is not None
     data = in_order(settings, manifest, worker.at) if reads else None
-    count = total(worker, data.most if data and worker.rank == 0 else 0)
+    (count,) = total(worker, data.most if data and worker.rank == 0 else 0)
     count = count if most is None else min(count, most)
     layers = [layer.module for stage in worker.stages.values() for layer in stage.layers]
     row = log_probabilities_of(settings.model, worker.features.of(SharedLayers).group, layers)

@@ -91,3 +91,4 @@ class EvaluationResult:
     loss: float
     samples: int
     seconds: float
+    kept: int = 0  # samples to choose from

@@ -139,7 +139,7 @@ class RunRecord:
         width = len(str(self._steps))
         return (
             f"step {result.step + 1:{width}d}/{self._steps}  evaluation: loss {result.loss:.4f} over "
-            f"{result.samples} samples, {1e3 * result.seconds:.1f} ms"
+            f"{result.samples}{f' of {result.kept}' * (result.kept > result.samples)} samples, {1e3 * result.seconds:.1f} ms"
         )
 
     def _write(self, numbers: dict[str, Any]) -> None:
