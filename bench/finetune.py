@@ -1,8 +1,9 @@
-"""A fine-tuning of a tiny Qwen3 on chat data beside TRL's SFTTrainer on one process, with the same batches.
+"""A fine-tuning of a tiny Qwen3 or DeepSeek-V3 on chat data beside TRL's SFTTrainer on one process, with the same
+batches: the walk of docs/finetune.md.
 
-    python bench/finetune.py [--steps 20] [--adapter 4] [--quick]      needs: pip install trl peft
+    python bench/finetune.py [--model deepseek_v3] [--steps 20] [--adapter 4] [--quick]      needs: pip install trl peft
 
-zbc trains the folder under zb-v on four ranks in two runs, the second from the checkpoint of the first.
+zbc trains the folder under zb-v on four ranks, of which one is killed in the middle, and goes on from a checkpoint.
 Prints the largest difference of the losses of a step, and of the logits of the merged model, loaded by transformers.
 """
 
@@ -10,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from torch.utils.data import SequentialSampler
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.record import Record
-from tests.runtime.test_chat import ASK, MARKED, tokenizer_of
+from plans.finetune import KINDS, conversations, write
 from zbc.training.data.data import Batches, RandomTokens
 
 LENGTH, BATCH, SEED = 48, 8, 7
@@ -31,41 +35,24 @@ LENGTH, BATCH, SEED = 48, 8, 7
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", choices=sorted(KINDS), default="qwen3")
     parser.add_argument("--adapter", type=int, default=0, help="rank of LoRA; 0: all weights")
     parser.add_argument("--quick", action="store_true", help="write no file")
     asked = parser.parse_args()
     record = Record("finetune")
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        samples = made(place)
+        write(asked.model, place)
+        samples = conversations()
         losses, merged = ours(place, asked.steps, asked.adapter)
         theirs, logits = beside(place, samples, asked.steps, asked.adapter)
         far = max(abs(a - b) for a, b in zip(losses, theirs, strict=True))
         what = f"LoRA of rank {asked.adapter}" if asked.adapter else "all weights"
+        what = f"{asked.model}, {what}"
         record(f"{what}: {asked.steps} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}; losses differ by {far:.1e}")
         record(f"logits of the saved model differ by {(merged - logits).abs().max().item():.1e}")
     if not asked.quick:
         record.write()
-
-
-def made(place: Path) -> list[dict[str, Any]]:
-    """Writes the folder of a tiny Qwen3 with a tokenizer, and 100 samples; returns these."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(SEED)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 264, "tie_word_embeddings": False}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, **more, max_position_embeddings=LENGTH)).save_pretrained(place / "model")
-    tokenizer_of(place / "model", MARKED + ASK)
-    turns = [("user", "{}+{}?"), ("assistant", "{}"), ("user", "sure?"), ("assistant", "yes")]
-    samples = []
-    for a in range(10):
-        for b in range(10):
-            texts = [f"{a}+{b}?", str(a + b), "sure?", "yes"]
-            pairs = zip(turns, texts, strict=True)
-            samples.append({"messages": [{"role": role, "content": text} for (role, _), text in pairs]})
-    (place / "train.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    return samples
 
 
 JOB = """
@@ -98,13 +85,40 @@ every = 1
 
 
 def zbc(*words: Any) -> None:
-    ran = subprocess.run([sys.executable, "-m", "zbc", *map(str, words)], check=False, text=True, capture_output=True)
+    ran = subprocess.run(command(*words), check=False, text=True, capture_output=True)
     if ran.returncode:
         sys.exit(ran.stderr)
 
 
+def command(*words: Any) -> list[str]:
+    return [sys.executable, "-m", "zbc", *map(str, words)]
+
+
+def killed(folder: Path, steps: int, *words: Any) -> None:
+    """Starts a run that writes `folder`, and kills one of its ranks after so many steps."""
+    run = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while run.poll() is None and len(rows(folder)) < steps:
+        time.sleep(0.02)
+    ranks = subprocess.run(["pgrep", "-P", str(run.pid)], check=True, capture_output=True, text=True).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    _, said = run.communicate()
+    if not run.returncode:
+        sys.exit("the run did not notice")
+    print(said.decode().splitlines()[0])
+
+
+def rows(folder: Path) -> dict[int, float]:
+    """The losses of a run, by step."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    read = [json.loads(line) for line in lines if line.endswith("}")]
+    return {row["step"]: row["loss"] for row in read if "loss" in row}
+
+
 def ours(place: Path, steps: int, rank: int) -> tuple[list[float], torch.Tensor]:
-    """Losses of steps, the run stopped in the middle; and logits of the saved model."""
+    """Losses of steps, a rank killed in the middle; and logits of the saved model."""
     for name, lr in (("start", 0.0), ("job", 1e-2)):
         text = JOB.format(place=place, length=LENGTH, steps=steps, seed=SEED, lr=lr, rank=rank)
         (place / f"{name}.toml").write_text(text if rank else text.replace("[adapter]\nrank = 0\n", ""))
@@ -122,10 +136,10 @@ def ours(place: Path, steps: int, rank: int) -> tuple[list[float], torch.Tensor]
             "--save-adapter",
             place / "lora",
         )
-    zbc("run", place / "job", "--local", 4, "--steps", steps // 2, "--out", place / "run")
+    killed(place / "run", steps // 2, "run", place / "job", "--local", 4, "--out", place / "run")
     zbc("run", place / "job", "--local", 4, "--out", place / "run", "--resume", "auto", "--save-hf", place / "saved")
-    rows = [json.loads(line) for line in (place / "run/metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row], logits_of(place / "saved")
+    found = rows(place / "run")
+    return [found[step] for step in sorted(found)], logits_of(place / "saved")
 
 
 def logits_of(folder: Path) -> torch.Tensor:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, run_here, write_plan
 from tests.refusals import refused
+from zbc.cli import main
 from zbc.errors import ZbcError
 from zbc.host.linefile import replace_text
 from zbc.plan.directory import read_manifest
@@ -91,6 +92,9 @@ def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(
     lines = run_here(plan, 2, out, resume="auto")
     assert lines[-1] == "nothing is left to train: the checkpoint has 3 steps, the run 3"
     assert [step for step, _ in losses(out)] == [1, 2, 3]
+    with pytest.raises(SystemExit) as left:  # a folder of its own has no step to sum up
+        main(["run", str(plan), "--local", "2", "--resume", str(out), "--out", str(tmp_path / "other")])
+    assert not left.value.code
 
 
 @pytest.mark.repeats

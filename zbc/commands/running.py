@@ -102,7 +102,7 @@ def run(
         StoredPlan.read(folder)
     from zbc.compiler.recorded.log import read
     from zbc.training.launch import launch
-    from zbc.training.launch.options import RunOptions
+    from zbc.training.launch.options import NOTHING_LEFT, RunOptions
 
     options = RunOptions(
         folder,
@@ -120,9 +120,10 @@ def run(
         max_restarts=max_restarts,
     )
     launch.run(options, _emit(lines, json=json, quiet=quiet))
-    if forward is not None:
+    trained = not any(line.startswith(NOTHING_LEFT) for line in lines)
+    if forward is not None or not trained:
         if json:
-            show_json({"forward": str(forward)})
+            show_json({"run": _written(lines)} if forward is None else {"forward": str(forward)})
     elif local is not None and not quiet and not json:
         for line in _ending(read(Path(_written(lines))), plan if is_job(plan) else None):
             to_stdout(line)

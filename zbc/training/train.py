@@ -54,7 +54,7 @@ from zbc.training.guest import Guest, Skips
 from zbc.training.launch.board import Place, host_of, hosts_of
 from zbc.training.launch.identity import identity
 from zbc.training.launch.launch import check_forward
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.options import NOTHING_LEFT, RunOptions
 from zbc.training.launch.outages import watch_siblings
 from zbc.training.launch.peers import SHARED, connected
 from zbc.training.launch.reach import Doorstep, check_reach
@@ -360,7 +360,7 @@ def _train(run: _Run) -> None:
         if in_turn := worker.features.of(Braids).in_turn:
             run.show(f"groups (OVERLAP) run one op after the other: {'; '.join(in_turn)}")
         if run.first >= run.total:
-            run.show(f"nothing is left to train: the checkpoint has {run.first} steps, the run {run.total}")
+            run.show(f"{NOTHING_LEFT}: the checkpoint has {run.first} steps, the run {run.total}")
     stopped = train_steps(worker, range(run.first, run.total), run.guests, run.step)
     best, settings = run.evaluations.best, Settings.of(run.manifest)
     if best is not None and (settings.train.patience or settings.checkpoint.keep_best):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+NOTHING_LEFT = "nothing is left to train"  # how the line of a run begins that goes on from its last checkpoint
+
 
 @dataclass(frozen=True)
 class RunOptions:

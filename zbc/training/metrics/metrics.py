@@ -136,10 +136,10 @@ class RunRecord:
             "eval_ms": 1e3 * result.seconds,
         }
         self._write(numbers)
-        width = len(str(self._steps))
+        width, of = len(str(self._steps)), f" of {result.kept}" * (result.kept > result.samples)
         return (
             f"step {result.step + 1:{width}d}/{self._steps}  evaluation: loss {result.loss:.4f} over "
-            f"{result.samples}{f' of {result.kept}' * (result.kept > result.samples)} samples, {1e3 * result.seconds:.1f} ms"
+            f"{result.samples}{of} samples, {1e3 * result.seconds:.1f} ms"
         )
 
     def _write(self, numbers: dict[str, Any]) -> None:
