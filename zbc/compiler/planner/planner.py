@@ -81,8 +81,9 @@ def planned(
     if best.ordered is None:
         _least_memory(best, cases)
     else:
-        for case, choice in best.too_large_ones()[:IMPROVED]:
-            _into_the_limit(best, case, choice)
+        for k, (case, choice) in enumerate(best.too_large_ones()):
+            if k < IMPROVED or case.card.searched:
+                _into_the_limit(best, case, choice)
     spent = 0.0
     if budget is None or budget > SMALL_BUDGET:
         share = MOVED if any(case.card.searched for case in cases) else 1 / IMPROVED
@@ -189,24 +190,26 @@ def _least_memory(best: Best, cases: Sequence[Case]) -> None:
     by the least memory of any order, for hand-made ones starting from the variant that exceeds its limit least."""
     for case in cases:
         if case.free and case.card.searched:
-            choices = [] if case.hopeless else case.below(INF, LEAST) or []
-            choice = min(choices or case.starts, key=case.missing)
-            if not case.hopeless:
-                choice = _climbed(case, choice, case.missing, LEAST)
-            try:
-                case.setup(choice)
-            except ZbcError as error:
-                best.refuse_for(case, choice, error)
-            else:
-                best.look(case, choice)
+            _into_the_limit(best, case, min(case.starts, key=case.missing))
     nearest = best.nearest()
     if best.ordered is None and nearest is not None:
         _into_the_limit(best, *nearest)
 
 
 def _into_the_limit(best: Best, case: Case, choice: Choice) -> None:
-    """Moves layers and recompute of an order made by hand that is too large, until it fits."""
-    if case.free and not (case.card.searched or case.hopeless):
+    """Moves layers and recompute of an order that is too large: made by hand, until it fits; searched, to the least
+    memory of any order, which it looks at or records as impossible."""
+    if case.card.searched and case.free:
+        if not case.hopeless:
+            start = min(case.below(INF, LEAST) or case.starts, key=case.missing)
+            choice = _climbed(case, start, case.missing, LEAST)
+        try:
+            case.setup(choice)
+        except ZbcError as error:
+            best.refuse_for(case, choice, error)
+        else:
+            best.look(case, choice)
+    elif case.free and not case.hopeless:
         most = min(LEAST, LEAST_OPS // case.size)
         _climbed(case, choice, lambda near: best.look(case, near, quick=True), most, fullest=best.fullest)
 
