@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,14 +50,31 @@ class Loads:
 
 
 def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """(N, in) -> (N, out): each group times the transpose of its matrix in `weight` (E, out, in), plus `bias` (E, out).
-    If autograd records it, matrix after matrix: the backward of torch's kernel refuses some gradients."""
-    if not torch.is_grad_enabled() and _together(rows, *weight.shape[1:]):
-        y: Tensor = functional.grouped_mm(rows, weight.transpose(-1, -2), offs=groups.ends)
+    """(N, in) -> (N, out): each group times the transpose of its matrix in `weight` (E, out, in), plus `bias` (E, out)."""
+    if _together(rows, *weight.shape[1:]):
+        y: Tensor = _Grouped.apply(rows, weight, groups)  # type: ignore[no-untyped-call]
     else:
         parts = zip(rows.split_with_sizes(groups.counts), weight.unbind(), strict=True)
         y = torch.cat([functional.linear(part, matrix) for part, matrix in parts])
     return y if bias is None else y + _spread(bias, groups)
+
+
+class _Grouped(torch.autograd.Function):
+    """Torch's kernel with a backward of our own, since its own refuses some gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.groups = groups
+        y: Tensor = functional.grouped_mm(rows, weight.transpose(-1, -2), offs=groups.ends)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (rows, weight), grad, (first, second) = ctx.saved_tensors, grads[0].contiguous(), ctx.needs_input_grad[:2]
+        made = backward(grad, weight, ctx.groups) if first else None
+        parts = [part for *_, part in _weight_grads(grad, rows, ctx.groups, *weight.shape[1:])] if second else []
+        return made, torch.cat(parts) if parts else None, None
 
 
 def backward(grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
