@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from zbc.compiler.cost import cards, profiled, stage_bytes
+from zbc.compiler.cost import cards, profiled
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.engine import compiles_first
 
@@ -64,8 +64,7 @@ cards._made = _timed(cards._made)
 @pytest.fixture
 def everything_moves(monkeypatch):
     """Plans offload all activations: a toy model stands for a large one, whose tensors are not too small to move."""
-    for module in (profiled, stage_bytes):
-        monkeypatch.setattr(module, "SMALL", 1)
+    monkeypatch.setattr(profiled, "SMALL", 1)
 
 
 def pytest_addoption(parser):

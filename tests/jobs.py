@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from zbc.compiler.compile import load_job
-from zbc.compiler.cost import profiled, stage_bytes
+from zbc.compiler.cost import profiled
 from zbc.job.spec import Job
 
 BASE = {
@@ -28,7 +28,7 @@ def tiny_tensors_move() -> Iterator[None]:
     from zbc.runtime.features.offload import parcels
 
     with ExitStack() as stack:
-        for module in (profiled, stage_bytes, parcels):
+        for module in (profiled, parcels):
             stack.enter_context(mock.patch.object(module, "SMALL", 1))
         yield
 

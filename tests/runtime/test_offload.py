@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from tests.jobs import job
@@ -48,6 +48,7 @@ def compared(model, activations, size, limit="0.9x", **more):
 
 
 @settings(max_examples=8)
+@example("llama", 128, 128, "offload", "bfloat16", 2)
 @given(
     st.sampled_from(["gpt", "llama"]),
     st.sampled_from([64, 128, 256]),

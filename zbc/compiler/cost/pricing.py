@@ -611,8 +611,8 @@ def _sizes(
     if bytes is None:
         return {"kept": tuple(map(Size, whole)), "left": left_sizes}
     kept = []
-    for units, stage, part in zip(whole, bytes, stages, strict=True):
-        size = stage_bytes.kept_by([table[i] for i in part]) - stage.given
+    for s, (units, stage) in enumerate(zip(whole, bytes, strict=True)):
+        size = stage_bytes.kept_by([table[i] for i in stages[s]], moves=job.memory.offloads(s)) - stage.given
         kept.append(Size(units * size / (stage.share or 1.0), size))
     return {"kept": tuple(kept), "left": left_sizes}
 

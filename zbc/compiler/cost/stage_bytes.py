@@ -17,7 +17,6 @@ from zbc.compiler.cost.turns import NO_MORE, NO_RISE, More, Rise, more, rise
 from zbc.ir import Placement
 from zbc.job.sections import Parallel
 from zbc.job.spec import Job
-from zbc.ops import SMALL
 from zbc.plan import dealing
 
 _LOW = 2  # bytes of a bfloat16
@@ -161,23 +160,23 @@ def _kept(
     job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
 ) -> dict[str, Any]:
     """The fields of `StageBytes` for the activations and messages of a microbatch."""
-    layers = [table[i] for i in part]
+    layers, moves = [table[i] for i in part], job.memory.offloads(s)
     kept = [one.size for one in layers if not one.reruns]
     return {
         "boundary": max(behind[at] for at in (s, *placement.sources(s))),
         "logits": sum((z.logits for z in kept), 0.0),
         "behind": behind[s],
-        "share": kept_by([replace(one, reruns=False) for one in layers]),
-        "stays": sum(one.size.entry_stays if one.reruns else one.size.stays for one in layers)
-        + sum(z.loose for z in kept[:1] if z.loose < SMALL),
+        "share": kept_by([replace(one, reruns=False) for one in layers], moves=moves),
+        "stays": sum(one.size.entry_stays if one.reruns else one.size.stays for one in layers),
         "sent": sum((z.tail for z in kept[-1:]), 0.0),
     }
 
 
-def kept_by(layers: Sequence[Layer]) -> float:
-    """Bytes that F keeps for a microbatch in a stage of these layers, of which the first may run again."""
+def kept_by(layers: Sequence[Layer], *, moves: bool) -> float:
+    """Bytes that F keeps for a microbatch in a stage of these layers, of which the first may run again; not its input
+    where what it keeps `moves` to the host, unless a layer needs it."""
     kept = [one.size for one in layers if not one.reruns]
-    own = sum(z.act_b for z in kept) + sum(z.loose for z in kept[:1]) + sum(z.tail for z in kept[-1:])
+    own = sum(z.act_b for z in kept) + sum(z.loose for z in kept[:1] if not moves) + sum(z.tail for z in kept[-1:])
     return own + sum(one.size.entry for one in layers if one.reruns)
 
 

@@ -50,7 +50,7 @@ class Loads:
 
 
 def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """(N, in) -> (N, out): each group times the transpose of its matrix in `weight` (E, out, in), plus `bias` (E, out)."""
+    """(N, in) -> (N, out): each group times its matrix of `weight` (E, out, in), transposed, plus `bias` (E, out)."""
     if _together(rows, *weight.shape[1:]):
         y: Tensor = _Grouped.apply(rows, weight, groups)  # type: ignore[no-untyped-call]
     else:
