@@ -12,7 +12,7 @@ from tests.refusals import refused
 from tests.runtime.test_exchanges import planned
 from tests.runtime.test_expert_parallel import numbers, plan
 from tests.threads import run_threads
-from zbc.job import hfplanned, trained
+from zbc.job import trained
 from zbc.training.models.experts import Experts
 
 LIMITED = {"experts": 8, "top_k": 2, "expert_groups": 4, "node_limit": 2}
@@ -85,23 +85,3 @@ def test_a_checkpoint_knows_its_groups():
     }
     keys = [one.key for one in trained.differences(before, now)]
     assert keys == ["model.expert_groups", "model.node_limit"]
-
-
-CONFIG = {"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-CONFIG |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 32}
-CONFIG |= {"num_experts_per_tok": 8, "moe_intermediate_size": 32, "vocab_size": 256, "max_position_embeddings": 64}
-
-
-@pytest.mark.parametrize(
-    ("changes", "groups"),
-    [
-        ({"n_group": 8, "topk_group": 4}, (8, 4)),
-        ({"n_group": 8, "topk_group": 8}, (None, None)),
-        ({}, (None, None)),
-        ({"model_type": "deepseek_v2", "n_group": 8, "topk_group": 3}, (None, None)),
-        ({"model_type": "deepseek_v2", "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"}, (8, 3)),
-    ],
-)
-def test_a_config_tells_its_groups(changes, groups):
-    model, _ = hfplanned.model_of({**CONFIG, **changes}, "config.json")
-    assert (model.expert_groups, model.node_limit) == groups

@@ -74,7 +74,6 @@ FREE = {  # these change no number of a step, or only the first one's
     "loss_scale": 2.0,
     "loss_scale_steps": 3,
     "imbalance": 2.0,
-    "stands_for": "another",
     "pretrained": "folder",
     "config": "config.json",
 }

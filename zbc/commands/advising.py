@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from zbc.commands.advice import count
 from zbc.commands.console import labelled, progress, refuse_unwritable, show, show_json, table, tell, write_text
-from zbc.commands.fromhf import data_for, model_values
+from zbc.commands.fromhf import data_for
 from zbc.commands.jobs import toml_value
 from zbc.commands.summary import throughput_lines
 from zbc.errors import ZbcError
 from zbc.job import gpu as gpus_known
-from zbc.job import hfconfig, hfplanned, spec, toml
+from zbc.job import hfconfig, hfmodel, spec, toml
+from zbc.job.model_section import TRANSFORMERS
 from zbc.text import GIB, MIB, aligned, percent, size, wrap
 
 if TYPE_CHECKING:
@@ -58,13 +59,9 @@ def advised(
     source = _document(model, gpus, gpu, batch, seq_len, settings or ())
     if output is not None:
         refuse_unwritable(output)
-    differences = approximated(model)
     state = core.state_of(source)
     if not quiet and not json:
-        show(
-            *_fits(source, state),
-            *(labelled("about", *wrap(difference.split(" "), 68, between=" ")) for difference in differences),
-        )
+        show(*_fits(source, state))
     with progress("planning", 100, quiet=quiet or json) as advance:
         advice = core.advise(source, _counter(advance), _so_far if not quiet and not json else lambda row: None)
     if output is not None and row > len(advice.rows):
@@ -73,9 +70,9 @@ def advised(
         )
     if json:
         written: dict[str, Any] = {} if output is None else {"job": str(output), "row": row}
-        show_json({**as_json(advice), "approximated": differences, **written})
+        show_json({**as_json(advice), **written})
     elif not quiet:
-        show("", *of_advice(advice, verbose=verbose), *([""] if not differences else []))
+        show("", *of_advice(advice, verbose=verbose), "")
         if output is None:
             named = shlex.join(["zbc", "advise", str(model), *_again(gpus, gpu, batch, seq_len, settings or ())])
             show(labelled("next", f"{named} -o job.toml", "writes the job of row 1; --row 2 that of another"))
@@ -168,7 +165,7 @@ def opened(tables: Mapping[str, Any], places: toml.Document, gpus: int, batch: i
     length = model.get("seq_len") if isinstance(model.get("seq_len"), int) else LONGEST
     size = max(1, LONGEST // 2 // (length or 1))
     batch = batch or max(1, round(TOKENS / (length or 1) / size / gpus)) * gpus * size
-    parallel = {"world": gpus, "tp": "auto", "tp_sequence": True}
+    parallel = {"world": gpus, "tp": "auto", "tp_sequence": model.get("family") != TRANSFORMERS}
     parallel |= {"ep": "auto"} if model.get("experts") else {}
     parallel |= {"cp": "auto"} if (length or 1) > LONGEST else {}
     schedule = {"batch": batch, "microbatch_size": math.gcd(min(size, max(1, batch // gpus)), batch)}
@@ -192,38 +189,18 @@ def _size_of(given: toml.Document) -> tuple[int | None, int | None]:
 
 
 def of_folder(path: Path) -> dict[str, Any]:
-    """The tables of a job for a Hugging Face model. Raises E520, E521."""
-    return _of_config(path)[0]
-
-
-def _of_config(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The tables of a job for a Hugging Face model, and the differences of the planned model from it."""
+    """The tables of a job for a Hugging Face model. Raises E520, E521, E602."""
     if not os.path.lexists(path):  # False also without the right to look
         hint = "name a JOB.toml or a folder with a config.json: hf download NAME config.json --local-dir DIR"
         raise ZbcError("E520", f"model: {path} is not there", hint=hint)
-    folder = path.parent if path.name.endswith(".json") else path
-    config = hfconfig.read_config(folder, path.name if path.name.endswith(".json") else hfconfig.CONFIG)
-    model, differences = hfplanned.model_of(config, str(path))
-    values = {**model_values(model, LONGEST), "dtype": "bfloat16", "parameters": "bfloat16"}
-    if any(folder.glob("*.safetensors")) and not differences:
-        values["pretrained"] = str(folder)
+    values = {**hfmodel.described(path, LONGEST)[0], "dtype": "bfloat16", "parameters": "bfloat16"}
     optimizer = {"kind": "adamw", "lr": 2e-5 if "pretrained" in values else 3e-4, "clip_grad_norm": 1.0}
     return {
         "model": values,
         "optimizer": optimizer,
         "train": {"steps": 1000},
-        "data": {"kind": data_for(model)},
-    }, differences
-
-
-def approximated(path: Path) -> list[str]:
-    """Differences of the planned model from the model of a path; [] if there are none."""
-    return [] if path.suffix == ".toml" or isfile(path / "zbc.toml") else _of_config(path)[1]
-
-
-def told_of(told: Sequence[str]) -> list[str]:
-    """Comments for a job whose model differs from the one it is made from."""
-    return [f"# {line}" for difference in told for line in wrap(difference.split(" "), 110, between=" ")]
+        "data": {"kind": data_for(values)},
+    }
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------
@@ -337,13 +314,13 @@ def job_text(found: Advice, number: int, source: Path) -> str:
     lines = [
         f"# Made by zbc advise from {source}, row {number}: {row.shape}.",
         f"# Predicted: {took}, {gib:.1f} GiB on the fullest GPU.",
-        *told_of(approximated(source)),
         "zbc = 1",
     ]
     values = row.document.values
     for name in (*_ORDER, *(name for name in values if name not in (*_ORDER, "zbc"))):
         if values.get(name):
             keys = [*spec.SECTIONS[name].model_fields]
-            table = sorted(values[name].items(), key=lambda entry: keys.index(entry[0]))
+            given = hfmodel.written(values[name]) if name == "model" else values[name]
+            table = sorted(given.items(), key=lambda entry: keys.index(entry[0]))
             lines += ["", f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in table)]
     return "\n".join(lines) + "\n"

@@ -20,6 +20,7 @@ from zbc.job import hfconfig, userobject
 from zbc.job.model_section import TRANSFORMERS, Model
 from zbc.job.toml import Document, KeyPath
 
+_FOLLOWS = ("family", "layers", "vocab", "experts", "ties", "args")  # keys that follow from a configuration
 _FACTS, _CALLED, _SHARED = (f"zbc.training.models.transformers:{name}" for name in ("facts", "called", "shared"))
 
 
@@ -36,6 +37,8 @@ def filled(document: Document) -> Document:
     if key is None or not isinstance(model, dict):
         return document
     where, named, weights = document.where(("model", key)), Path(model[key]), model.get("pretrained")
+    if model.get("family") == TRANSFORMERS:  # they are there
+        return document
     if key == "config" and "family" in model:
         text = "config: model.config is a model of transformers, and model.family stands beside it"
         raise ZbcError("E110", text, where=where, hint="keep one of them")
@@ -48,15 +51,39 @@ def filled(document: Document) -> Document:
         if ours is not None and "layers" in model:
             return document  # it gives the sizes itself
         if ours is None:
-            found = _facts(json.dumps(config), weights, "loss_chunk" in model)
-            ours = {"family": TRANSFORMERS, **found, "args": {"config": config}}
+            ours = _theirs(config, weights, chunked=model.get("loss_chunk", "auto") != "auto")[0]
     except ZbcError as error:
         raise ZbcError(error.code, error.message, where=where, hint=error.hint, details=error.details) from error
-    kept = {name: value for name, value in model.items() if name != "config"}
-    places: dict[KeyPath, str] = {("model", name): where for name in ours if name not in kept}
+    places: dict[KeyPath, str] = {("model", name): where for name in ours if name not in model}
     return replace(
-        document, values={**document.values, "model": {**ours, **kept}}, places={**places, **document.places}
+        document, values={**document.values, "model": {**ours, **model}}, places={**places, **document.places}
     )
+
+
+def described(path: Path, most: int) -> tuple[dict[str, Any], int]:
+    """[model] of a config.json or the folder of one, for sequences of at most `most` tokens; and how many tokens the
+    model takes. Raises E520, E521, E602."""
+    folder, name = (path.parent, path.name) if path.name.endswith(".json") else (path, hfconfig.CONFIG)
+    config = hfconfig.read_config(folder, name)
+    named = {"pretrained": str(folder)} if any(folder.glob("*.safetensors")) else {}
+    ours = _ours(config)
+    if ours is not None:
+        values, longest = ours, ours["seq_len"]
+    else:
+        values, longest = _theirs(config, named.get("pretrained"))
+        named = named or {"config": str(folder / name)}
+    return {**values, "seq_len": min(longest or most, most), **named}, longest or most
+
+
+def written(model: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a [model] that a job file needs: of a model of transformers without those that follow."""
+    return {k: v for k, v in model.items() if model.get("family") != TRANSFORMERS or k not in _FOLLOWS}
+
+
+def _theirs(config: dict[str, Any], weights: str | None, *, chunked: bool = False) -> tuple[dict[str, Any], int | None]:
+    """The keys of a model of transformers, and how many tokens of a sequence it takes, if it says so."""
+    found, longest = _facts(json.dumps(config), weights, chunked)
+    return {"family": TRANSFORMERS, **found, "args": {"config": config}}, longest
 
 
 def _ours(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -83,10 +110,12 @@ def check_shared(config: str, ranks: int) -> None:
 
 
 @lru_cache(16)
-def _facts(config: str, folder: str | None, chunked: bool) -> dict[str, Any]:
+def _facts(config: str, folder: str | None, chunked: bool) -> tuple[dict[str, Any], int | None]:
     if find_spec("transformers") is None:
         kind = json.loads(config).get("model_type")
         text = f"model: {kind} is a model of transformers, which is not installed"
         raise ZbcError("E602", text, hint="pip install 'zbc[hf]'")
-    found: dict[str, Any] = userobject.load(_FACTS, "the reader of models")(json.loads(config), folder, chunked)
+    found: tuple[dict[str, Any], int | None] = userobject.load(_FACTS, "the reader of models")(
+        json.loads(config), folder, chunked
+    )
     return found

@@ -43,7 +43,6 @@ _EXPERTS = (
 )
 _ONLY_BUILTIN = (
     "pretrained",
-    "stands_for",
     "hidden",
     "heads",
     "kv_heads",
@@ -78,7 +77,7 @@ _PLAIN = (
 _FOREIGN = {  # family -> keys it does not have; a factory has none of them
     "gpt": _ONLY_LLAMA,
     "llama": _ONLY_GPT,
-    TRANSFORMERS: tuple(key for key in _ONLY_BUILTIN if key not in ("pretrained", *_OF_LOSS)),
+    TRANSFORMERS: tuple(key for key in _ONLY_BUILTIN if key not in ("pretrained", "experts", *_OF_LOSS)),
 }
 
 
@@ -234,9 +233,6 @@ class Model(Section):
     )
     config: str | None = Field(
         None, description="a config.json: the model as transformers builds it, without weights; in place of family"
-    )
-    stands_for: str | None = Field(
-        None, description="the model whose sizes these are, about: layers of it are missing, so it is planned, not run"
     )
     loss_chunk: Annotated[Count | None, BeforeValidator(lambda given: None if given == "auto" else given)] = Field(
         None,

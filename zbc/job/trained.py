@@ -16,7 +16,7 @@ _Section = TypeVar("_Section", bound=Section)
 # They may differ, and a run says so.
 PRECISION = {"model.dtype", "model.parameters", "model.master", "model.matmul", "model.seq_len", "optimizer.state"}
 # How it is computed or planned, and where its first weights came from.
-_OTHERWISE = {"compile", "loss_chunk", "loss_scale", "loss_scale_steps", "imbalance", "stands_for"}
+_OTHERWISE = {"compile", "loss_chunk", "loss_scale", "loss_scale_steps", "imbalance"}
 _OTHERWISE |= {"pretrained", "config"}
 
 
@@ -55,7 +55,7 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width, "attention_scale": attends}
         theta = (model.window_theta or model.rope_theta) if model.window else None
         values |= {"ffn_hidden": model.mlp_width, "window_theta": theta}
-    if model.experts:
+    if model.builtin and model.experts:
         values |= {"top_k": model.met, "expert_hidden": model.expert_width, "norm_top_k": model.normed}
         values |= {} if model.first_dense else {"ffn_hidden": None}
     adapts = {"rank": adapter.rank, "alpha": adapter.scale * adapter.rank}  # names of weights tell the targets

@@ -171,6 +171,7 @@ _ENDS = "lists of costs.f, b, w and act_b with two numbers more, the embedding f
 RETIRED = {  # key that is gone -> what to write now
     **dict.fromkeys(("costs.embed", "costs.head"), _ENDS),
     **dict.fromkeys(("costs.s", "costs.t", "costs.i", "costs.e"), "costs.vocabulary = [s, t, i, e]"),
+    "model.stands_for": "model.pretrained or model.config: the model itself is planned and trained",
     "extends": "its values here, or change a job with --set",
     "optimizer.clip_stage_norm": "optimizer.clip_grad_norm, which is of each stage where there is no flush",
     "partition.mode": 'partition.layers_per_stage = "equal", or nothing for "auto"',

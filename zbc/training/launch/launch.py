@@ -132,9 +132,6 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
     """Raises errors that can be detected before a rank is started: of the plan, or of options."""
     sections_of(manifest)
     sinks.check(manifest.training["log"])
-    if (stands_for := manifest.planning["model"].get("stands_for")) is not None:
-        text = f"run: the plan is of a model that stands for {stands_for}, whose layers zbc does not have: see [model]"
-        raise ZbcError("E521", text, hint="drop model.stands_for and plan again, to train the model that the job has")
     if options.forward is not None:
         check_forward(options, manifest)
     if options.save_hf is not None:

@@ -353,8 +353,7 @@ def _apart(text: str) -> TakenApart:
         except ZbcError:
             raise
         except Exception as error:  # of its own code
-            told = f"{type(error).__name__}: {error}".splitlines()[0]
-            errors.append(f"with {implementation} attention: {told[:160]}")
+            errors.append(f"with {implementation} attention: {type(error).__name__}: {error}".splitlines()[0][:190])
     text = f"model: {config['model_type']} of transformers cannot be taken apart"
     raise ZbcError("E521", text, details=errors, hint=HINT)
 
@@ -426,9 +425,8 @@ class Front(Part):
     def forward(self, ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         model = self.model
         hidden: Tensor = model.stubbed(self.root, model.path, 0, input_ids=ids, **model.places(ids, self.own))[0]
-        return (
-            hidden if model.balance is None else (hidden, torch.zeros(2, model.balance.experts, device=hidden.device))
-        )
+        count = model.balance and model.balance.experts
+        return hidden if count is None else (hidden, torch.zeros(2, count, device=hidden.device))
 
 
 class Decoder(Part):
@@ -529,12 +527,14 @@ def shared(config: Mapping[str, Any], ranks: int) -> None:
         check(apart(config), [build().shares(group, joined=False) for build in each.values()])
 
 
-def facts(config: Mapping[str, Any], folder: str | None, chunked: bool) -> dict[str, Any]:
-    """The keys of [model] that follow from a configuration. Raises E521; for the `folder` of its weights E520."""
+def facts(config: Mapping[str, Any], folder: str | None, chunked: bool) -> tuple[dict[str, Any], int | None]:
+    """The keys of [model] of a configuration, and its longest sequence. Raises E521; for a `folder` of weights E520."""
     model = apart(config)
     _ = chunked and model.output
     if folder is not None:
         from zbc.training.models.hfweights import Weights
 
         Weights(model, Path(folder)).check()
-    return {"layers": len(model.stack) + 2, "vocab": model.words, "ties": model.ties}
+    counts: list[Any] = [one.num_experts for one in model.stack.modules() if is_experts(one)]
+    keys = {"layers": len(model.stack) + 2, "vocab": model.words, "experts": max(counts, default=None)}
+    return {**keys, "ties": model.ties}, getattr(model.root.config.get_text_config(), "max_position_embeddings", None)
