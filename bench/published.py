@@ -203,12 +203,12 @@ LOW = {"family": "llama", "dtype": "bfloat16", "parameters": "bfloat16", "head_s
 MIXTURES = {  # layers, and the model
     "qwen3": (
         94,
-        {"variant": "qwen3_moe", "hidden": 4096, "heads": 64, "kv_heads": 4, "vocab": 151936, "experts": 128}
+        {"variant": "qwen3", "hidden": 4096, "heads": 64, "kv_heads": 4, "vocab": 151936, "experts": 128}
         | {"top_k": 8, "expert_hidden": 1536},
     ),
     "mixtral": (
         56,
-        {"variant": "mixtral", "hidden": 6144, "heads": 48, "kv_heads": 8, "vocab": 32768, "experts": 8}
+        {"hidden": 6144, "heads": 48, "kv_heads": 8, "vocab": 32768, "experts": 8}
         | {"top_k": 2, "expert_hidden": 16384},
     ),
 }

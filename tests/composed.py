@@ -17,7 +17,6 @@ SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     "tied embeddings": (("model.tie_embeddings", True),),
     "bfloat16 weights": (("model.parameters", "bfloat16"),),
     "autocast": (("model.dtype", "bfloat16"),),
-    "capped logits": (("model.family", "llama"), ("model.logits_cap", 0.2)),
     "loss by chunks": (("model.loss_chunk", 7), ("model.z_loss", 0.01), ("model.label_smoothing", 0.1)),
     "cp": (("parallel.cp", 2),),
     "tp": (("parallel.tp", 2),),
@@ -53,7 +52,6 @@ CHANGES = (
     "autocast",
     "ramp",
     "tied embeddings",
-    "capped logits",
     "loss by chunks",
 )
 

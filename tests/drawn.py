@@ -62,7 +62,7 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "balance loss": ({"model": {**EXPERTS, "balance_loss": 0.01, "router_z_loss": 0.01}}, True),
     "fewer keys": ({"model": {"kv_heads": 2}}, True),
     "llama": ({"model": {"family": "llama"}}, True),
-    "windows": ({"model": {"family": "llama", "window": 9, "whole_every": 2}}, True),
+    "windows": ({"model": {"family": "llama", "window": 9}}, True),
     "recompute": ({"memory": {"activations": "recompute"}}, False),
     "some layers": ({"memory": {"activations": "recompute 1"}}, False),
     "selective": ({"memory": {"activations": "selective"}}, False),
@@ -105,7 +105,7 @@ KINDS = tuple(SCHEDULES)
 LEFT_OUT = ("freeze",)  # another training each time; see "freeze later"
 FIRST = {"bfloat16 weights": 0.01, "autocast": 0.01}  # what rounds more in a step
 # And what a step does with that: Adam takes signs of what is near 0, a token chooses another of two experts alike.
-LATER = {"bfloat16 weights": 0.5, "autocast": 0.5, "muon": 0.015, "capped logits": 1e-3}
+LATER = {"bfloat16 weights": 0.5, "autocast": 0.5, "muon": 0.015}
 SIGNS = 1e-3  # of losses and norms, of Adam's steps by gradients that are rounded otherwise
 
 

@@ -196,17 +196,13 @@ class Inputs:
             found.targets([index])
 
     def config(self, rng: random.Random) -> None:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        }
-        llama = {"model_type": "llama", "num_attention_heads": 4, "head_dim": 8, "rope_parameters": rope}
-        sliding = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        llama = {"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2, "rope_parameters": rope}
+        llama |= {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64}
+        llama |= {"num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
+        sliding = llama | {"model_type": "mistral", "sliding_window": 64, "layer_types": []}
         gpt = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_inner": None}
-        good = rng.choice([llama, sliding, {"model_type": "gemma", "layer_types": []}, gpt])
+        good = rng.choice([llama, sliding, gpt])
         path = self.folder / hfconfig.CONFIG
         path.write_text(json.dumps(swap_value(rng, good)))
         if rng.random() < 0.3:

@@ -27,7 +27,6 @@ VALUES = {
     "loss by chunks": 7,
     "norms of heads": "qwen3",
     "own layers": "some.module:layers",
-    "capped logits": 30.0,
     "graph": {"a": [], "b": ["a"]},
     "tp": 2,
     "tp_sequence": True,

@@ -179,12 +179,12 @@ COMPILER = ("zbc/compiler", "zbc/ir.py", "zbc/ops.py", "zbc/excludes.py", "zbc/t
 # Upper bounds of lines, which fall with each step and are never raised.
 BOUNDS = {
     "the dry rig": (lambda: lines(*DRY), 418),
-    "models of transformers": (lambda: lines(*HF), 885),
-    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27917),
+    "models of transformers": (lambda: lines(*HF), 884),
+    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27790),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4267),
-    "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24372),
-    "all of zbc": (lambda: lines("zbc"), 74647),
-    "tests": (lambda: lines("tests"), 56496),
+    "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24369),
+    "all of zbc": (lambda: lines("zbc"), 74021),
+    "tests": (lambda: lines("tests"), 56299),
 }
 
 

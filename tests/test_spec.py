@@ -114,12 +114,6 @@ FACTORY = {"family": "a.b:c"}
         ({"model": {**FACTORY, "hidden": 8}}, "E110", "model.hidden", "model.hidden is not for family a.b:c"),
         ({"model": {**FACTORY, "heads": 8}}, "E110", "model.heads", "model.heads is not for family a.b:c"),
         ({"model": {"rope_theta": 1e6}}, "E110", "model.rope_theta", "needs rotary positions"),
-        (
-            {"model": {"positions": "rotary", "rope_scaling": {"kind": "linear", "factor": 2.0, "low_freq_factor": 2}}},
-            "E110",
-            "model.rope_scaling.low_freq_factor",
-            'is for kind = "llama3"',
-        ),
         ({"model": {"experts": 4, "expert_hidden": 8, "ffn_hidden": 9}}, "E110", "model.ffn_hidden", "experts"),
         ({"costs": PER_LAYER}, "E141", "costs.per", "there are none"),
     ],
@@ -172,7 +166,6 @@ def test_a_name_that_says_how_much_memory_sets_the_limit():
 
 
 LLAMA = {"family": "llama", "kv_heads": 2}
-SCALED = {"kind": "llama3", "factor": 8.0}
 
 
 @pytest.mark.parametrize(
@@ -183,12 +176,6 @@ SCALED = {"kind": "llama3", "factor": 8.0}
         ({"family": "a:b", "rope_theta": 1.0}, "E110", "model.rope_theta is not for family a:b"),
         ({**LLAMA, "kv_heads": 3}, "E110", "model.kv_heads = 3 does not divide model.heads = 4"),
         ({**LLAMA, "head_size": 7}, "E110", "rotary positions need an even head size, it is 7"),
-        ({"rope_scaling": SCALED}, "E110", "model.rope_scaling needs rotary positions"),
-        ({**LLAMA, "rope_scaling": {**SCALED, "high_freq_factor": 1.0}}, "E110", "is not above low_freq_factor"),
-        ({**LLAMA, "rope_scaling": {**SCALED, "kind": "yarns"}}, "E103", "model.rope_scaling.kind"),
-        ({**LLAMA, "rope_scaling": {**SCALED, "attention_factor": 2.0}}, "E110", 'is for kind = "yarn"'),
-        ({**LLAMA, "whole_every": 2}, "E110", "model.window is not set"),
-        ({**LLAMA, "rope_scaling": {**SCALED, "factors": 2}}, "E102", "model.rope_scaling.factors"),
         ({"family": "lama"}, "E103", "unknown model.family 'lama'"),
         ({**LLAMA, "args": {"x": 1}}, "E110", "model.args belongs to a factory, family is llama"),
     ],

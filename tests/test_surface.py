@@ -39,7 +39,7 @@ COUNTED = {
     "commands": (len(COMMANDS), 13),
     "options": (len({*OPTIONS}), 56),
     "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 102),
-    "keys": (keys(json_schema(), json_schema()), 208),
+    "keys": (keys(json_schema(), json_schema()), 190),
     "codes": (len(errors.CATALOGUE), 65),
 }
 

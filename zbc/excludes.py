@@ -75,8 +75,6 @@ def _given(value: object) -> bool:
     return True  # `Trait.of` never asks about None
 
 
-HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")  # variants of llama with norms of each head's queries and keys
-
 TRAITS = {
     "compile": Trait("model.compile", bool),
     "tied embeddings": Trait("model.tie_embeddings", bool),
@@ -87,8 +85,7 @@ TRAITS = {
     "float16": Trait("model.dtype", _is("float16"), 'model.dtype = "float16"'),
     "experts": Trait("model.experts", bool),
     "own layers": Trait("model.family", _not("gpt", "llama"), "layers of your own"),
-    "norms of heads": Trait("model.variant", _is(*HEAD_NORMS)),
-    "capped logits": Trait("model.logits_cap", _given),
+    "norms of heads": Trait("model.variant", _is("qwen3")),
     "loss by chunks": Trait("model.loss_chunk", _given),
     "expert bias": Trait("model.balance_rate", bool),
     "graph": Trait("model.graph", bool),

@@ -19,9 +19,12 @@ from zbc.job import toml, world
 
 LLAMA = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
 LLAMA |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096}
+LLAMA |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
 LARGE = LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
 EXPERTS = {"model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
 EXPERTS |= {"num_key_value_heads": 4, "num_experts": 8, "moe_intermediate_size": 256, "head_dim": 64}
+EXPERTS |= {"num_experts_per_tok": 8, "vocab_size": 151936, "max_position_embeddings": 32768}
+EXPERTS |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ SAME = [
 ]
 OTHER = [
     {"model": {**GPT, "seq_len": 32}},
-    {"model": {**GPT, "family": "llama", "window": 4, "whole_every": 2, "layers": 4}},
+    {"model": {**GPT, "family": "llama", "window": 4, "layers": 4}},
     {"model": GPT, "schedule": {"microbatch_size": 4}},
     {"model": GPT, "parallel": {"tp": 2}},
     {"model": GPT, "optimizer": {"kind": "muon"}},

@@ -316,7 +316,6 @@ def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says():
         ({"top_k": 2}, "top_k is for models with experts"),
         ({"expert_hidden": 8}, "expert_hidden is for models with experts"),
         ({"experts": 2, "top_k": 3}, "top_k = 3 is more than model.experts = 2"),
-        ({"family": "llama", "variant": "mixtral"}, "has experts, model.experts is not set"),
     ],
 )
 def test_experts_that_make_no_sense_are_refused(model, said):

@@ -27,7 +27,7 @@ SIZES = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
 def folder(request, tmp_path):
     """A folder of each family with the untrained layers of a job, written without transformers."""
     section = {**SIZES, "family": request.param.split()[0], "tie_embeddings": "tied" in request.param}
-    section |= {"rope_scaling": {"kind": "linear", "factor": 2.0}, "kv_heads": 1} if request.param == "llama" else {}
+    section |= {"kv_heads": 1} if request.param == "llama" else {}
     model = Model.model_validate(section)
     parameters = {f"{x.name}.{n}": p for x in layers(model, 99) for n, p in x.build(99).named_parameters()}
     target = tmp_path / "hf"

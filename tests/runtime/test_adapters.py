@@ -112,9 +112,8 @@ def losses_in_plain_torch(peer, named, batches, options, steps, m):
 CASES = [
     ("llama-grouped", ["q_proj", "v_proj"]),
     ("llama", ["*"]),
-    ("phi3", ["qkv_proj", "down"]),
     ("gpt2", ["c_attn", "mlp.c_proj"]),
-    ("gemma2", ["self_attn.*", "layers.1.gate_up"]),
+    ("mistral", ["self_attn.*", "layers.1.gate_up"]),
 ]
 
 

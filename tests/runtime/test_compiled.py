@@ -26,7 +26,7 @@ from zbc.training.models import compiled
 from zbc.training.probing.checkup import check_up
 
 FAMILIES = {"gpt": {**GPT, "layers": 3, "hidden": 16}, "llama": {**LLAMA, "layers": 3, "hidden": 16}}
-FAMILIES["gemma2"] = {**FAMILIES["llama"], "variant": "gemma2", "scores_cap": 2.0, "window": 5, "whole_every": 2}
+FAMILIES["window"] = {**FAMILIES["llama"], "variant": "qwen3", "window": 5}
 FAMILIES["experts"] = {**FAMILIES["llama"], "experts": 4, "top_k": 2, "expert_hidden": 8}
 
 # Ranks as threads look for compiled code at the same time and may miss it; torch then compiles once more, and warns.

@@ -43,9 +43,8 @@ def factory(name, data="Noise", **changes):
 KINDS = {
     "gpt": lambda: of(),
     "llama": lambda: of(LLAMA),
-    "gemma": lambda: of({**LLAMA, "variant": "gemma2"}),
     "qwen": lambda: of({**LLAMA, "variant": "qwen3"}),
-    "windows": lambda: of({**LLAMA, "window": 8, "whole_every": 2}),
+    "windows": lambda: of({**LLAMA, "window": 8}),
     "rotary, long": lambda: of({**GPT, "positions": "rotary", "seq_len": 128}),
     "short": lambda: of({**LLAMA, "hidden": 96, "seq_len": 8, "vocab": 2000, "dtype": "bfloat16"}),
     "tied": lambda: of({**GPT, "tie_embeddings": True}),
@@ -139,7 +138,6 @@ SHARED = {
     "one sum": {},
     "two sums": {"parallel": {"vocabulary_sums": 2}},
     "bfloat16": {"model": {**GPT, "tie_embeddings": True, "dtype": "bfloat16"}},
-    "capped": {"model": {**LLAMA, "variant": "gemma2", "logits_cap": 30.0}},
     "frozen": {"adapter": {"rank": 4}},
     "tp": {"model": LLAMA, "parallel": {"tp": 2, "tp_sequence": True}},
 }

@@ -25,28 +25,25 @@ from zbc.runtime.features.words.words import Terms
 
 ALL = {"loss_chunk": 5, "z_loss": 0.02, "label_smoothing": 0.1}
 WITHOUT = {key: value for key, value in ALL.items() if key != "loss_chunk"}
-CAPPED = {**LLAMA, "logits_cap": 0.3, "logits_scale": 1.5}
 V, H, N = 37, 12, 23
 
 
-def plainly(x, weight, targets, z, smoothing, cap):
+def plainly(x, weight, targets, z, smoothing):
     logits = x @ weight.t()
-    logits = logits if cap is None else (logits / cap).tanh() * cap
     counted = logits[targets != -100].logsumexp(-1).square().mean()
     return functional.cross_entropy(logits, targets, label_smoothing=smoothing) + z * counted
 
 
-@pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (0.03, 0.0), (0.0, 0.2), (0.03, 0.2)])
 @pytest.mark.parametrize("size", [1, 4, 23, 100])
-def test_loss_and_both_gradients_by_chunks_are_those_of_plain_torch(size, z, smoothing, cap):
+def test_loss_and_both_gradients_by_chunks_are_those_of_plain_torch(size, z, smoothing):
     torch.manual_seed(size)
     x, targets = torch.randn(N, H, dtype=torch.float64, requires_grad=True), torch.randint(0, V, (N,))
     targets[::4] = -100
     layer = nn.Linear(H, V, bias=False, dtype=torch.float64)
-    expected = plainly(x, layer.weight, targets, z, smoothing, cap)
+    expected = plainly(x, layer.weight, targets, z, smoothing)
     wanted = torch.autograd.grad(expected * 3, (x, layer.weight))
-    loss = cross_entropy(V, Terms(z, smoothing, smoothing / V), chunks=Chunks(layer, size, cap=cap))
+    loss = cross_entropy(V, Terms(z, smoothing, smoothing / V), chunks=Chunks(layer, size))
     slot = Slot()
     slot.split = True
     with using(slot):
@@ -61,7 +58,7 @@ WAYS = [("1f1b", 1, {}), ("zb-h1", 4, {}), ("zb-v", 4, {}), ("zb-h1", 4, {"activ
 WAYS += [("interleaved-1f1b", 2, {}), ("gpipe", 2, {}), ("chimera", 2, {}), ("zb-v", 2, {"slices": 2})]
 
 
-@pytest.mark.parametrize("model", [{**GPT, **ALL}, {**CAPPED, **ALL}, {**GPT, **ALL, "tie_embeddings": True}])
+@pytest.mark.parametrize("model", [{**GPT, **ALL}, {**LLAMA, **ALL}, {**GPT, **ALL, "tie_embeddings": True}])
 @pytest.mark.parametrize(("kind", "p", "how"), few(WAYS, WAYS[:3]))
 def test_a_step_by_chunks_has_the_gradients_of_one_process(kind, p, how, model):
     slices, tied = how.get("slices", 1), bool(model.get("tie_embeddings"))
@@ -71,14 +68,14 @@ def test_a_step_by_chunks_has_the_gradients_of_one_process(kind, p, how, model):
     check_gradients(make_plan(program, model=model, keep=without_step, **rest))
 
 
-@pytest.mark.parametrize("model", [{**GPT, **WITHOUT}, {**GPT, "z_loss": 0.1}, {**CAPPED, **WITHOUT}])
+@pytest.mark.parametrize("model", [{**GPT, **WITHOUT}, {**GPT, "z_loss": 0.1}, {**LLAMA, **WITHOUT}])
 @pytest.mark.parametrize(("kind", "p"), [("1f1b", 1), ("zb-h1", 4)])
 def test_whole_logits_with_terms_have_the_gradients_of_one_process(kind, p, model):
     check_gradients(make_plan(make_program(kind, p, 3), model=model, keep=without_step))
 
 
 @pytest.mark.parametrize("sums", [1, 2])
-@pytest.mark.parametrize("model", [{**GPT, **WITHOUT}, {**CAPPED, **WITHOUT}])
+@pytest.mark.parametrize("model", [{**GPT, **WITHOUT}, {**LLAMA, **WITHOUT}])
 def test_words_that_all_ranks_share_have_them_too(sums, model):
     check_gradients(shared_plan("zb-h1", 4, 3, sums, model=model, keep=without_step))
 
@@ -94,7 +91,7 @@ def test_ranks_that_share_layers_find_the_loss_of_one_process(kind, pp, tp, mode
 SIZED = {
     "fp32": {"hidden": 48, "heads": 3, "seq_len": 96, "vocab": 2000},
     "bf16": {"hidden": 48, "heads": 3, "seq_len": 96, "vocab": 2000, "dtype": "bfloat16"},
-    "capped": {**SMALL, "seq_len": 96, "vocab": 2000, "logits_cap": 3.0},
+    "llama": {**SMALL, "seq_len": 96, "vocab": 2000},
 }
 
 

@@ -46,18 +46,15 @@ CASES = {
     "rotary": {"model": {"hidden": 48, "heads": 2, "seq_len": 40, "positions": "rotary"}, "pp": 2},
     "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
 }
-LLAMA, WINDOWS = CASES["llama"]["model"], {"window": 12, "whole_every": 2}
+LLAMA = CASES["llama"]["model"]
 MASTERS = {"dtype": "bfloat16", "parameters": "bfloat16"}
 CASES |= {
-    **{f"{name} masters": {"model": {**LLAMA, "variant": name, **MASTERS}} for name in ("llama", "qwen3", "gemma")},
+    **{f"{name} masters": {"model": {**LLAMA, "variant": name, **MASTERS}} for name in ("llama", "qwen3")},
     "no masters": {"model": {**LLAMA, **MASTERS, "master": False}, "optimizer": {"state": "bfloat16"}},
     "low momentum": {"model": LLAMA, "optimizer": {"kind": "muon", "state": "bfloat16"}},
     "qwen2": {"model": {**LLAMA, "variant": "qwen2", "kv_heads": 3}},
-    "qwen3": {"model": {**LLAMA, "variant": "qwen3", "dtype": "bfloat16", "head_size": 10, "attention_bias": True}},
-    "gemma": {"model": {**LLAMA, "variant": "gemma"}},
-    "gemma2": {"model": {**LLAMA, "variant": "gemma2", "scores_cap": 5.0, "logits_cap": 3.0, **WINDOWS}},
-    "gemma3_text": {"model": {**LLAMA, "variant": "gemma3_text", "dtype": "bfloat16", **WINDOWS}},
-    "smollm3": {"model": {**LLAMA, "variant": "smollm3", "unturned_every": 2}},
+    "qwen3": {"model": {**LLAMA, "variant": "qwen3", "dtype": "bfloat16", "head_size": 10}},
+    "window": {"model": {**LLAMA, "window": 12}},
 }
 KINDS = ["gpipe", "1f1b", "zb-h1", "zb-v"]
 SOME = dealt([("fp32", kind) for kind in KINDS], ["keep", "recompute", "recompute 1"])

@@ -9,7 +9,6 @@ from zbc.job.spec import Adapter, Model
 from zbc.job.trained import PRECISION, differences
 from zbc.training.models.model import layers
 
-YARN = {"kind": "yarn", "factor": 2.0, "original_seq_len": 8, "high_freq_factor": 32.0}
 LLAMA = {"family": "llama", "layers": 4, "hidden": 16, "heads": 4, "vocab": 31, "seq_len": 16}
 MOE = {"experts": 4, "top_k": 2, "expert_hidden": 8, "balance_loss": 0.01}
 GPT = {"family": "gpt", "layers": 2, "hidden": 16, "heads": 4, "vocab": 31, "seq_len": 16}
@@ -21,18 +20,8 @@ CHANGES = {  # key -> a model, and what it is changed to
     "heads": (LLAMA, {"heads": 2, "head_size": 8, "kv_heads": 2}),
     "kv_heads": (LLAMA, {"kv_heads": 2}),
     "head_size": (LLAMA, {"head_size": 8}),
-    "variant": (LLAMA, {"variant": "gemma"}),
-    "embedding_scale": (LLAMA, {"embedding_scale": 4.0}),
-    "attention_scale": (LLAMA, {"attention_scale": 0.25}),
-    "residual_scale": (LLAMA, {"residual_scale": 0.5}),
-    "logits_scale": (LLAMA, {"logits_scale": 2.0}),
+    "variant": (LLAMA, {"variant": "qwen3"}),
     "window": (LLAMA, {"window": 4}),
-    "whole_every": ({**LLAMA, "window": 4}, {"whole_every": 2}),
-    "window_theta": ({**LLAMA, "window": 4}, {"window_theta": 500.0}),
-    "unturned_every": (LLAMA, {"unturned_every": 2}),
-    "scores_cap": (LLAMA, {"scores_cap": 0.1}),
-    "logits_cap": (LLAMA, {"logits_cap": 0.1}),
-    "attention_bias": (LLAMA, {"attention_bias": True}),
     "ffn_hidden": (LLAMA, {"ffn_hidden": 24}),
     "experts": (LLAMA | MOE, {"experts": 8}),
     "top_k": (LLAMA | MOE, {"top_k": 3}),
@@ -47,12 +36,10 @@ CHANGES = {  # key -> a model, and what it is changed to
     "node_limit": (LLAMA | MOE | {"expert_groups": 4, "node_limit": 1}, {"node_limit": 2}),
     "router_z_loss": (LLAMA | MOE, {"router_z_loss": 0.1}),
     "vocab": (LLAMA, {"vocab": 32}),
-    "padding_token": (LLAMA, {"padding_token": 3}),
     "positions": (GPT, {"positions": "rotary"}),
     "activation": (GPT, {"activation": "gelu_tanh"}),
     "norm_eps": (LLAMA, {"norm_eps": 0.1}),
     "rope_theta": (LLAMA, {"rope_theta": 500.0}),
-    "rope_scaling": (LLAMA, {"rope_scaling": YARN}),
     "tie_embeddings": (LLAMA, {"tie_embeddings": True}),
     "z_loss": (LLAMA, {"z_loss": 0.1}),
     "label_smoothing": (LLAMA, {"label_smoothing": 0.1}),
@@ -99,7 +86,7 @@ def test_a_setting_that_changes_only_how_it_is_computed_may_change(key):
 
 
 def test_defaults_are_the_same_whether_written_or_not():
-    written = {"kv_heads": 4, "head_size": 4, "attention_scale": 0.5, "norm_top_k": True, "variant": "llama"}
+    written = {"kv_heads": 4, "head_size": 4, "norm_top_k": True, "variant": "llama"}
     assert not differences({"model": LLAMA | MOE}, {"model": LLAMA | MOE | written})
     assert not differences({"model": LLAMA, "adapter": {"rank": 4}}, {"model": LLAMA, "adapter": ADAPTED})
     assert not differences({"model": {**LLAMA, "gone": 1}}, {"model": LLAMA})  # a key that this version lacks

@@ -32,7 +32,7 @@ from zbc.training.probing.checkup import check_up
 from zbc.training.warm import warm
 
 TIED = {**GPT, "tie_embeddings": True}
-GEMMA = {**LLAMA, "variant": "gemma", "head_size": 8, "tie_embeddings": True, "padding_token": 40}
+QWEN = {**LLAMA, "variant": "qwen3", "head_size": 8, "tie_embeddings": True}
 ROWS = {1: (), 2: (0, 9, 16)}
 TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
 
@@ -58,15 +58,13 @@ def far(found, wanted):
 # ---- a step --------------------------------------------------------------------------------------------------
 
 WAYS = [("1f1b", 1, 3, 1, {}), ("1f1b", 2, 3, 1, {}), ("1f1b", 4, 5, 2, {}), ("zb-h1", 2, 4, 2, {"model": TIED})]
-WAYS += [("zb-h1", 4, 5, 1, {"model": {**LLAMA, "padding_token": 12}, "words": (0, 1, 30, 31, 67)})]
+WAYS += [("zb-h1", 4, 5, 1, {"model": LLAMA, "words": (0, 1, 30, 31, 67)})]
 WAYS += [("zb-v", 2, 3, 1, {"model": LLAMA}), ("zb-v", 4, 5, 2, {}), ("1f1b", 2, 3, 2, {"slices": 2})]
 WAYS += [("zb-h1", 4, 3, 1, {"slices": 2, "model": {**LLAMA, "tie_embeddings": True}})]
 WAYS += [("zb-v", 2, 3, 1, {"slices": 2}), ("1f1b", 2, 3, 1, {"activations": "recompute"})]
 WAYS += [("interleaved-1f1b", 2, 4, 1, {}), ("1f1b", 2, 2, 1, {"how": {"copies": 2}})]
 WAYS += [("zb-v", 2, 3, 2, {"how": {"copies": 2}, "model": TIED}), ("1f1b", 8, 3, 1, {})]
 WAYS += [("zb-h1", 8, 9, 2, {"model": TIED})]
-
-WAYS += [("zb-h1", 2, 3, sums, {"model": {**LLAMA, "logits_cap": 0.3}}) for sums in (1, 2)]
 
 
 @pytest.mark.parametrize(("schedule", "p", "m", "sums", "options"), few(WAYS, WAYS[1:7] + WAYS[9:10]))
@@ -75,7 +73,7 @@ def test_a_step_has_the_gradients_of_one_process(schedule, p, m, sums, options, 
     check_gradients(plan_of(schedule, p, m, sums, keep=without_step, **options), TIGHT[default])
 
 
-@pytest.mark.parametrize("model", [GPT, GEMMA])  # GEMMA has norms in float32 in any type
+@pytest.mark.parametrize("model", [GPT, QWEN])
 def test_float32_too(model):
     check_gradients(plan_of("zb-h1", 4, 5, 1, model=model, keep=without_step))
 

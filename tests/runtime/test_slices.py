@@ -69,10 +69,15 @@ BLOCKS = {
     "fewer keys": lambda: block_of("gpt", kv_heads=2),
     "rotary": lambda: block_of("gpt", positions="rotary", activation="gelu_tanh"),
     "llama": lambda: block_of("llama", kv_heads=2),
-    "capped": lambda: block_of("llama", kv_heads=2, scores_cap=0.5),
+    "capped": lambda: capped(block_of("llama", kv_heads=2)),
     "window": lambda: block_of("llama", kv_heads=2, window=5),
-    "capped window": lambda: block_of("llama", kv_heads=2, window=5, scores_cap=0.5),
+    "capped window": lambda: capped(block_of("llama", kv_heads=2, window=5)),
 }
+
+
+def capped(block):
+    block.limits["cap"] = 0.5
+    return block
 
 
 def block_of(family, **options):

@@ -31,10 +31,9 @@ MODELS = {
     "gpt": {},
     "tied": {"tie_embeddings": True},
     "rotary": {"positions": "rotary"},
-    "llama": {"family": "llama", "kv_heads": 4, "padding_token": 130},
+    "llama": {"family": "llama", "kv_heads": 4},
     "qwen3": {"family": "llama", "kv_heads": 4, "variant": "qwen3"},
-    "gemma2": {"family": "llama", "kv_heads": 2, "variant": "gemma2", "scores_cap": 0.5, "logits_cap": 2.0},
-    "gemma3": {"family": "llama", "kv_heads": 2, "variant": "gemma3_text", "window": 3, "whole_every": 2},
+    "window": {"family": "llama", "kv_heads": 2, "variant": "qwen2", "window": 3},
 }
 """By name, what they change in GPT."""
 

@@ -63,7 +63,6 @@ CONFIGS = {
     "mamba": {**SIZES, "state_size": 4},
     "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
 }
-OURS = ("qwen3", "phi3", "gemma2", "gemma3_text", "qwen3_moe")  # which zbc's own families compute, too
 
 
 def config(kind):
@@ -74,9 +73,7 @@ def compiled(folder, kind, *, pp=2, schedule="zb-h1", weights=None, **changes):
     """A compiled job of a model: of its config.json, or of the folder with `weights`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(kind)))
-    named = {} if weights is None else {"pretrained": str(weights)}
-    if weights is None or kind in OURS:
-        named["config"] = str(folder / "config.json")
+    named = {"config": str(folder / "config.json")} if weights is None else {"pretrained": str(weights)}
     gone = dict.fromkeys(("family", "layers", "hidden", "heads", "vocab"))
     tables = {"model": {**gone, **named, "seq_len": TOKENS, **changes.pop("model", {})}}
     tables["optimizer"] = {"kind": "sgd", "lr": RATE, "weight_decay": 0.0} | changes.pop("optimizer", {})

@@ -209,7 +209,7 @@ def test_weights_that_are_taken_come_in_any_order(schedule, here, there, residen
 
 
 MODELS = {"learned positions": GPT, "rotary positions": {**GPT, "positions": "rotary"}, "llama": LLAMA}
-MODELS["window"] = {**LLAMA, "variant": "gemma2", "scores_cap": 1.0, "window": 3, "whole_every": 2}
+MODELS["window"] = {**LLAMA, "variant": "qwen3", "window": 3}
 
 
 @pytest.mark.parametrize("rows", [1, 2])

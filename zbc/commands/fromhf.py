@@ -55,9 +55,6 @@ def data_for(model: Mapping[str, Any]) -> str:
 
 
 def _model_lines(values: dict[str, Any], longest: int) -> Iterator[str]:
-    scaling = values.pop("rope_scaling", None)
     for key, value in values.items():
         line = f"{key} = {json.dumps(value, ensure_ascii=False)}"
         yield f"{line:<29} # to train with; the model takes {longest}" if key == "seq_len" else line
-    if scaling:
-        yield from ("", "[model.rope_scaling]", *(f"{key} = {json.dumps(value)}" for key, value in scaling.items()))

@@ -52,5 +52,6 @@ def _per_token(model: Model) -> tuple[int, float]:
     matrices = h * (2 * q + 2 * model.kv_width) + mlp
     dense = (per_width * model.mlp_width - mlp) * model.first_dense  # difference of blocks without experts
     s = model.seq_len or 1
-    seen = ((2 * w * s - w * w) / (s * s) for w in (min(model.block(i).window or s, s) for i in range(model.layers)))
-    return model.layers * matrices + dense + h * (model.vocab or 0), q * sum(seen)
+    w = min(model.window or s, s)
+    seen = (2 * w * s - w * w) / (s * s)
+    return model.layers * matrices + dense + h * (model.vocab or 0), model.layers * q * seen

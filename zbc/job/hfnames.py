@@ -32,15 +32,8 @@ _LLAMA = {
     "norm_q": "self_attn.q_norm",
     "norm_k": "self_attn.k_norm",
     "proj": "self_attn.o_proj",
-    "behind1": "post_attention_layernorm",
-    "behind2": "post_feedforward_layernorm",
     "norm2": "post_attention_layernorm",
     "down": "mlp.down_proj",
-}
-_OWN = {  # variant -> modules with another name than in the other variants
-    "phi3": {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
-    "gemma2": {"norm2": "pre_feedforward_layernorm"},
-    "gemma3_text": {"norm2": "pre_feedforward_layernorm"},
 }
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 HEAD = "lm_head.weight"
@@ -78,8 +71,6 @@ def _llama(model: Model, parameter: str) -> list[TensorRows]:
     stem = f"model.layers.{index}"
     if module == "mlp":
         return _experts(model, stem, inside)
-    if module in (own := _OWN.get(model.variant, {})):
-        return [TensorRows(f"{stem}.{own[module]}.{kind}")]
     if module == "qkv":
         queries = (model.heads or 0) * model.head_width
         rows = {"q_proj": queries, "k_proj": model.kv_width, "v_proj": model.kv_width}
@@ -91,7 +82,7 @@ def _llama(model: Model, parameter: str) -> list[TensorRows]:
 
 def _experts(model: Model, stem: str, inside: list[str]) -> list[TensorRows]:
     """The tensors of `router`, `experts.3.gate_up`, `shared.down` and so on."""
-    mixtral = model.variant == "mixtral"
+    mixtral = model.variant == "llama"
     stem += ".block_sparse_moe" if mixtral else ".mlp"
     if inside[0] in ("router", "shared_gate"):
         return [TensorRows(f"{stem}.{'gate' if inside[0] == 'router' else 'shared_expert_gate'}.weight")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,11 +19,8 @@ BUILTIN = ("gpt", "llama")
 TRANSFORMERS = "zbc.training.models.transformers:layers"  # the factory of models of transformers (hfmodel.py)
 Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
-_SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale")
-_LIMITS = ("window", "whole_every", "window_theta", "unturned_every", "scores_cap", "logits_cap")
 _OF_LOSS = ("loss_chunk", "z_loss", "label_smoothing")
-OWN = (*_SCALES, *_LIMITS)  # keys that only a few variants of llama have
-_ONLY_LLAMA = ("head_size", "variant", "attention_bias", "padding_token", *OWN)
+_ONLY_LLAMA = ("head_size", "variant", "window")
 _ONLY_GPT = ("positions", "activation")
 _EXPERTS = (
     "experts",
@@ -52,17 +48,12 @@ _ONLY_BUILTIN = (
     "norm_eps",
     "matmul",
     "rope_theta",
-    "rope_scaling",
     *_ONLY_LLAMA,
     *_ONLY_GPT,
 )
-GEMMA = ("gemma", "gemma2", "gemma3_text")
-AROUND = ("gemma2", "gemma3_text")  # norms before and after attention and MLP
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe")  # variants of a llama that have experts
 # Keys whose defaults hold in other families too.
 _PLAIN = (
     "variant",
-    "attention_bias",
     "norm_top_k",
     "router",
     "first_dense",
@@ -70,7 +61,6 @@ _PLAIN = (
     "balance_rate",
     "router_z_loss",
     "imbalance",
-    *_SCALES,
     "z_loss",
     "label_smoothing",
 )
@@ -81,59 +71,15 @@ _FOREIGN = {  # family -> keys it does not have; a factory has none of them
 }
 
 
-Variant = Literal[
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "smollm3",
-    "phi3",
-    "granite",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-]
-
-
-class RopeScaling(Section):
-    """`[model.rope_scaling]`: rotary positions stretched for longer sequences than the first training had."""
-
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
-    factor: Positive = Field(description="stretch factor")
-    low_freq_factor: Positive = Field(
-        1.0, description="llama3, yarn (beta_slow): below this many turns per original_seq_len, stretch"
-    )
-    high_freq_factor: Positive = Field(
-        4.0, description="llama3, yarn (beta_fast, 32 in most models): above this many, leave; in between, blend"
-    )
-    original_seq_len: Count = Field(8192, description="all but linear: tokens per sequence of the first training")
-    attention_factor: Positive | None = Field(
-        None, description="yarn: what turned queries and keys are multiplied with; default 0.1 ln(factor) + 1"
-    )
-    fractions: bool = Field(False, description="yarn: blend between fractions of a pair (truncate = false)")
-
-    @property
-    def attention(self) -> float:
-        if self.kind != "yarn":
-            return 1.0
-        return self.attention_factor or 0.1 * math.log(max(1.0, self.factor)) + 1.0
-
-
 class Block(NamedTuple):
     """Properties of one block of a family in which blocks may differ."""
 
-    window: int | None = None  # tokens that one sees; None: all before it
-    turned: bool = True  # it has rotary positions
     dense: bool = False  # it has an MLP in a model with experts
 
     @property
     def name(self) -> str:
         """The name of its kind: blocks of one name cost the same."""
-        words = {"windowed ": self.window is not None, "unturned ": not self.turned, "dense ": self.dense}
-        return "".join(word for word, so in words.items() if so) + "block"
+        return "dense block" if self.dense else "block"
 
 
 class Model(Section):
@@ -147,26 +93,10 @@ class Model(Section):
     heads: Width | None = Field(None, description="attention heads")
     kv_heads: Width | None = Field(None, description="heads of keys and values; default heads")
     head_size: Width | None = Field(None, description="llama: width of a head; default hidden / heads")
-    variant: Variant = Field(
-        "llama", description="llama: whose blocks these are; the differences are in docs/models.md"
+    variant: Literal["llama", "qwen2", "qwen3"] = Field(
+        "llama", description="llama: qwen2 has biases of queries, keys and values, qwen3 norms of their heads"
     )
-    embedding_scale: Positive = Field(1.0, description="llama: what embeddings are multiplied with")
-    attention_scale: Positive | None = Field(
-        None, description="llama: what scores of attention are multiplied with; default 1 / sqrt(head_size)"
-    )
-    residual_scale: Positive = Field(1.0, description="llama: what attention and MLP add is multiplied with")
-    logits_scale: Positive = Field(1.0, description="llama: what logits are divided by")
-    window: Width | None = Field(
-        None, description="llama: tokens that one sees, itself included, in all layers but every whole_every-th"
-    )
-    whole_every: Width | None = Field(None, description="llama: such layers see all tokens before; default none")
-    window_theta: Positive | None = Field(
-        None, description="llama: base of rotary positions in layers with a window; default those of the others"
-    )
-    unturned_every: Width | None = Field(None, description="llama: such layers have no positions; default none")
-    scores_cap: Positive | None = Field(None, description="llama: scores s of attention become c tanh(s / c)")
-    logits_cap: Positive | None = Field(None, description="llama: logits x become c tanh(x / c)")
-    attention_bias: bool = Field(False, description="llama: biases in all four projections of attention")
+    window: Width | None = Field(None, description="llama: tokens that one sees, itself included; default all before")
     ffn_hidden: Width | None = Field(
         None, description="width inside the MLP; default gpt 4 hidden, llama 8/3 hidden up to a multiple of 256"
     )
@@ -198,15 +128,11 @@ class Model(Section):
         1.0, description="parallel.ep: rows of the rank with most, over the mean; for plans, see expert_load of a run"
     )
     vocab: Width | None = Field(None, description="size of the vocabulary")
-    padding_token: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="llama: the word whose embedding gets no gradient; transformers' pad_token_id"
-    )
     seq_len: Width | None = Field(None, description="tokens per sequence")
     positions: Literal["learned", "rotary"] = Field("learned", description="gpt: position information")
     activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="gpt: inside the MLP; GPT-2 has gelu_tanh")
     norm_eps: Positive = Field(1e-5, description="added to the variance in norms")
     rope_theta: Positive = Field(10000.0, description="base of rotary positions")
-    rope_scaling: RopeScaling | None = Field(None, description="rotary positions for longer sequences")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="compute type; the others run under autocast, float16 with a loss scale"
     )
@@ -281,9 +207,7 @@ class Model(Section):
 
     def block(self, layer: int) -> Block:
         """The properties of one block of a built-in family."""
-        windowed = self.window is not None and (self.whole_every is None or (layer + 1) % self.whole_every > 0)
-        turned = self.unturned_every is None or (layer + 1) % self.unturned_every > 0
-        return Block(self.window if windowed else None, turned, self.experts is not None and layer < self.first_dense)
+        return Block(self.experts is not None and layer < self.first_dense)
 
     @property
     def routed(self) -> range:
@@ -291,11 +215,6 @@ class Model(Section):
         if not self.builtin:
             return range(self.layers)
         return range(self.first_dense + 1, self.layers + 1 if self.experts else 0)
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether queries, keys and values of a llama have biases."""
-        return self.attention_bias or self.variant in ("qwen2", "qwen2_moe")
 
     @property
     def head_width(self) -> int:
@@ -410,9 +329,6 @@ def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
         text = "config: model.ffn_hidden is the width of MLPs, and of experts model.expert_hidden is"
         where = document.where(("model", "ffn_hidden"))
         yield ZbcError("E110", text, where=where, hint="keep one of them")
-    if model.experts is None and model.variant in MOE:
-        text = f'config: model.variant = "{model.variant}" has experts, model.experts is not set'
-        yield ZbcError("E110", text, where=document.where(("model", "variant")), hint="set model.experts")
 
 
 def _groups(model: Model, document: Document) -> Iterator[ZbcError]:
@@ -466,10 +382,6 @@ def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
 
 def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
     hidden, heads = model.hidden, model.heads
-    if model.padding_token is not None and model.vocab and model.padding_token >= model.vocab:
-        text = f"config: model.padding_token = {model.padding_token} is no word of model.vocab = {model.vocab}"
-        where = document.where(("model", "padding_token"))
-        yield ZbcError("E110", text, where=where, hint=f"use one from 0 to {model.vocab - 1}, or drop it")
     if not hidden or not heads:
         return
     if model.head_size is None and hidden % heads:
@@ -485,48 +397,10 @@ def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
         text = f"model.kv_heads = {model.kv_heads} does not divide model.heads = {heads}"
         hint = f"use kv_heads = {_divisors_near(heads, model.kv_heads)}"
         yield ZbcError("E110", f"config: {text}", where=document.where(("model", "kv_heads")), hint=hint)
-    yield from _rotary(model, document)
-
-
-_SCALING = {
-    "low_freq_factor": ("yarn", "llama3"),
-    "high_freq_factor": ("yarn", "llama3"),
-    "original_seq_len": ("yarn", "dynamic", "llama3"),
-    "attention_factor": ("yarn",),
-    "fractions": ("yarn",),
-}  # keys of [model.rope_scaling] that only some kinds have
-
-
-def _rotary(model: Model, document: Document) -> Iterator[ZbcError]:
-    """E110 for settings of rotary positions without them, or that contradict each other."""
     if not model.rotary and asks(model, "rope_theta"):
         text = "config: model.rope_theta needs rotary positions"
         hint = 'set positions = "rotary", or drop it'
         yield ZbcError("E110", text, where=document.where(("model", "rope_theta")), hint=hint)
-    for key, needed in (("whole_every", "window"), ("window_theta", "window")):
-        if asks(model, key) and getattr(model, needed) is None:
-            text = f"config: model.{key} is for models with {needed}, model.{needed} is not set"
-            yield ZbcError("E110", text, where=document.where(("model", key)), hint=f"set model.{needed}, or drop it")
-    scaling = model.rope_scaling
-    for key, kinds in _SCALING.items():
-        if scaling is not None and scaling.kind not in kinds and asks(scaling, key):
-            text = f'config: model.rope_scaling.{key} is for kind = "{kinds[-1]}", kind is "{scaling.kind}"'
-            where = document.where(("model", "rope_scaling", key))
-            yield ZbcError("E110", text, where=where, hint="drop it")
-    if scaling is not None and not model.rotary:
-        text = "config: model.rope_scaling needs rotary positions"
-        hint = 'set positions = "rotary", or drop it'
-        yield ZbcError("E110", text, where=document.where(("model", "rope_scaling")), hint=hint)
-    if (
-        scaling is not None
-        and scaling.kind in ("llama3", "yarn")
-        and scaling.high_freq_factor <= scaling.low_freq_factor
-    ):
-        text = f"high_freq_factor = {scaling.high_freq_factor} is not above low_freq_factor = {scaling.low_freq_factor}"
-        where = document.where(("model", "rope_scaling", "high_freq_factor"))
-        yield ZbcError(
-            "E110", f"config: model.rope_scaling: {text}", where=where, hint="Llama 3.1 has 1 and 4, yarn 1 and 32"
-        )
 
 
 def _divisors_near(whole: int, number: int) -> str:

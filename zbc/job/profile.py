@@ -35,7 +35,7 @@ _DIGITS = 6  # significant digits in the file
 # Of a layer, left out where they are empty, as in files from before there were any.
 _NEWER = ("slices", "kernels", "collectives", "apart", "matrices", "experts")
 # Keys of [model] that no cost depends on.
-_FREE = ("pretrained", "norm_eps", "rope_theta", "rope_scaling", "window_theta", "tie_embeddings")
+_FREE = ("pretrained", "norm_eps", "rope_theta", "tie_embeddings")
 
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 

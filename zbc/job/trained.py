@@ -51,10 +51,8 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     model, adapter = _read(Model, sections["model"]), _read(Adapter, sections.get("adapter", {}))
     values = model.model_dump(mode="json", exclude=_OTHERWISE)
     if model.builtin:
-        attends = model.attention_scale or model.head_width**-0.5
-        values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width, "attention_scale": attends}
-        theta = (model.window_theta or model.rope_theta) if model.window else None
-        values |= {"ffn_hidden": model.mlp_width, "window_theta": theta}
+        values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width}
+        values |= {"ffn_hidden": model.mlp_width}
     if model.builtin and model.experts:
         values |= {"top_k": model.met, "expert_hidden": model.expert_width, "norm_top_k": model.normed}
         values |= {} if model.first_dense else {"ffn_hidden": None}

@@ -168,16 +168,23 @@ def _number(found: Any) -> float | int | None:
 
 
 _ENDS = "lists of costs.f, b, w and act_b with two numbers more, the embedding first and the head last"
+_FOLDER = 'model.pretrained = "FOLDER", or model.config = "FILE", without a family or sizes'
+_FROM_CONFIG = (
+    *("embedding_scale", "attention_scale", "residual_scale", "logits_scale", "scores_cap", "logits_cap"),
+    *("whole_every", "window_theta", "unturned_every", "attention_bias", "padding_token", "rope_scaling", "stands_for"),
+)
 RETIRED = {  # key that is gone -> what to write now
     **dict.fromkeys(("costs.embed", "costs.head"), _ENDS),
     **dict.fromkeys(("costs.s", "costs.t", "costs.i", "costs.e"), "costs.vocabulary = [s, t, i, e]"),
-    "model.stands_for": "model.pretrained or model.config: the model itself is planned and trained",
+    **{f"model.{key}": f"{_FOLDER}: it comes from there" for key in _FROM_CONFIG},
     "extends": "its values here, or change a job with --set",
     "optimizer.clip_stage_norm": "optimizer.clip_grad_norm, which is of each stage where there is no flush",
     "partition.mode": 'partition.layers_per_stage = "equal", or nothing for "auto"',
 }
-_FOLDER = 'model.pretrained = "FOLDER", or model.config = "config.json", without a family or sizes'
-RETIRED_VALUES = {("model.variant", variant): _FOLDER for variant in ("olmo2", "olmoe")}
+_GONE = ("gemma", "gemma2", "gemma3_text", "granite", "olmo2", "olmoe", "phi3", "smollm3")
+RETIRED_VALUES = {("model.variant", variant): _FOLDER for variant in _GONE}
+RETIRED_VALUES |= {("model.variant", variant): 'model.variant = "llama"' for variant in ("mistral", "mixtral")}
+RETIRED_VALUES |= {("model.variant", f"{of}_moe"): f'model.variant = "{of}"' for of in ("qwen2", "qwen3")}
 RETIRED_VALUES["schedule.renumber", "steps"] = "schedule.renumber = true"
 
 

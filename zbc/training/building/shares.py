@@ -57,8 +57,7 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     for table in parameters.values():
         table.requires_grad_(not settings.adapter.rank)
     embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
-    cap = settings.model.logits_cap
-    output = Output(head, low, AUTOCAST.get(settings.model.dtype), cap, terms_of(settings.model))
+    output = Output(head, low, AUTOCAST.get(settings.model.dtype), terms_of(settings.model))
     replicas = run.ranks([site.plan.rank], site.seat.at)
     dealt, of = site.manifest.sharded and len(replicas) > 1, (settings.optimizer, parameters, (output.cast,))
     build = partial(Sharded, ranks=replicas, rank=site.rank) if dealt else build_optimizer
@@ -67,7 +66,7 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     ranks = tuple(sorted(map(seat, range(run.pp))))
     return Vocabulary(
         output,
-        Embedding(embedding, low, settings.model.padding_token),
+        Embedding(embedding, low),
         OfRows(with_mean(settings.optimizer, optimizer), low, tables.shapes),
         ranks=ranks,
         bounds=[[words_of(site, part)[run.of(rank).pp] for rank in ranks] for part in range(run.parts)],
@@ -149,4 +148,4 @@ def log_probabilities_of(
 
 def _chunks(layers: Iterable[nn.Module]) -> cross_entropy.Chunks | None:
     heads: Iterable[Any] = (layer for layer in layers if getattr(layer, "chunk", None) is not None)
-    return next((cross_entropy.Chunks(head.logits, head.chunk, head.scale, head.cap) for head in heads), None)
+    return next((cross_entropy.Chunks(head.logits, head.chunk) for head in heads), None)

@@ -82,11 +82,12 @@ class ExpertStack(Expert):
             for name, parameter in one.named_parameters():
                 self.get_parameter(name).data[place] = parameter.data
 
-    def own(self, group: Group) -> None:
-        """Keeps the experts of this rank of `group`."""
-        for inner in self.modules():
-            if isinstance(inner, GroupedLinear):
-                inner.keep(*group.bounds(inner.all))
+
+def keep_own(experts: nn.Module, group: Group) -> None:
+    """Keeps the experts of this rank of `group`."""
+    for inner in experts.modules():
+        if isinstance(inner, GroupedLinear):
+            inner.keep(*group.bounds(inner.all))
 
 
 def lowered(rows: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ class Experts(nn.Module):
     def share_experts(self, group: Group) -> str:
         """Keeps only this rank's experts, with expert parallelism over `group`."""
         self.swaps = Swaps(group)
-        self.experts.own(group)
+        keep_own(self.experts, group)
         return "experts"
 
     def _added(self, logits: Tensor, likely: Tensor, counts: Tensor, tokens: int) -> Tensor:

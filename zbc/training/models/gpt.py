@@ -10,7 +10,6 @@ projections back into the residual stream divided by sqrt(2 layers).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbc.job.model_section import GEMMA, Block, Model
+from zbc.job.model_section import Block, Model
 from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import attention, first_row
@@ -30,11 +29,9 @@ class Embed(nn.Module):
     """(B, T) int64 -> (B, T, H)."""
 
     def __init__(self, model: Model) -> None:
-        """The word `model.padding_token` gets no gradient."""
         super().__init__()
-        vocab, hidden, seq_len, padding = model.vocab or 0, model.hidden or 0, model.seq_len or 0, model.padding_token
-        self.scale = math.sqrt(hidden) if model.variant in GEMMA else model.embedding_scale
-        self.tokens = nn.Embedding(vocab, hidden, padding)
+        vocab, hidden, seq_len = model.vocab or 0, model.hidden or 0, model.seq_len or 0
+        self.tokens = nn.Embedding(vocab, hidden)
         self.positions = None if model.rotary else nn.Embedding(seq_len, hidden)
         self.look_up: Callable[[Tensor], Tensor] = self._look_up
         self.length = seq_len
@@ -45,14 +42,9 @@ class Embed(nn.Module):
         for table in (self.tokens, self.positions):
             if table is not None:
                 nn.init.normal_(table.weight, std=STD)
-        if padding is not None:
-            with torch.no_grad():
-                self.tokens.weight[padding] = 0.0
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.look_up(tokens)
-        if self.scale != 1.0:
-            x = x * self.scale
         if self.positions is None:
             return x
         rows, start = rows_now(), first_row() + self.place * x.shape[1]
@@ -124,8 +116,7 @@ class GptHead(nn.Module):
 
     def __init__(self, model: Model, norm: nn.Module) -> None:
         super().__init__()
-        self.norm, self.scale = norm, model.logits_scale  # a divisor of logits
-        self.cap = model.logits_cap  # they become cap tanh(logits / cap)
+        self.norm = norm
         self.chunk = model.loss_chunk  # of tokens whose logits the loss makes at once, from (B, T, H)
         self.logits = nn.Linear(model.hidden or 0, model.vocab or 0, bias=False)
         nn.init.normal_(self.logits.weight, std=STD)
@@ -135,6 +126,4 @@ class GptHead(nn.Module):
         y = self.enter(self.norm(x))
         if self.chunk is not None:
             return y
-        y = self.join(self.logits(y))
-        y = y if self.scale == 1.0 else y / self.scale
-        return y if self.cap is None else (y / self.cap).tanh() * self.cap
+        return self.join(self.logits(y))

@@ -142,8 +142,8 @@ def _family(model: spec.Model) -> list[LayerPlan]:
 
 def _head(model: spec.Model) -> nn.Module:
     hidden, eps = model.hidden or 0, model.norm_eps
-    llamas = model.family == "llama"
-    return gpt.GptHead(model, llama.norm(hidden, eps, model.variant) if llamas else nn.LayerNorm(hidden, eps=eps))
+    norm = nn.RMSNorm if model.family == "llama" else nn.LayerNorm
+    return gpt.GptHead(model, norm(hidden, eps=eps))
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:

@@ -1,4 +1,4 @@
-"""Parts of built-in blocks: linear layers with initial weights, and rotary positions, maybe for longer sequences."""
+"""Parts of built-in blocks: linear layers with initial weights, and rotary positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zbc.job.model_section import Model, RopeScaling
+from zbc.job.model_section import Model
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import first_row
 
@@ -32,16 +32,15 @@ def linear(inputs: int, outputs: int, residual_layers: int | None = None, *, bia
 class Rotary(nn.Module):
     """Rotates pairs of features, i and i + size/2, by position (arXiv 2104.09864); input (B, heads, T, size)."""
 
-    def __init__(self, seq_len: int, size: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> None:
+    def __init__(self, seq_len: int, size: int, theta: float = 10000.0) -> None:
         super().__init__()
-        rates = rotation_rates(size, theta, scaling, seq_len)
-        factor = 1.0 if scaling is None else scaling.attention
+        rates = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)  # radians per position, of pairs
         angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rates)
         self.own: Callable[[int, torch.device], Tensor] | None = None  # `Spread.positions`, if ranks share such rows
         self.cos: Tensor
         self.sin: Tensor
-        self.register_buffer("cos", angles.cos() * factor, persistent=False)
-        self.register_buffer("sin", angles.sin() * factor, persistent=False)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         start, count = first_row(), x.shape[-2]
@@ -57,41 +56,5 @@ class Rotary(nn.Module):
         return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
 
 
-def rotary_of(model: Model, *, windowed: bool = False) -> Rotary:
-    """The positions of the layers of a model; `windowed`: of those whose attention has a window."""
-    own = windowed and model.window_theta is not None
-    theta, scaling = (model.window_theta, None) if own else (model.rope_theta, model.rope_scaling)
-    return Rotary(model.seq_len or 0, model.head_width, theta or 0.0, scaling)
-
-
-def rotation_rates(size: int, theta: float, scaling: RopeScaling | None, seq_len: int = 0) -> Tensor:
-    """Radians per position of each feature pair, fastest first: theta ** (-2i / size).
-
-    "linear" divides all rates by `factor`. "dynamic" has a larger theta for sequences longer than `original_seq_len`.
-    "llama3" (Llama 3.1) divides rates with fewer than `low_freq_factor` turns per original sequence, keeps those with
-    more than `high_freq_factor`, and interpolates linearly in the rate between. "yarn" (arXiv 2309.00071) interpolates
-    linearly in i, from the pair of `high_freq_factor` turns to that of `low_freq_factor`, which are rounded to integers
-    unless `fractions`.
-    """
-    if scaling is not None and scaling.kind == "dynamic":
-        longer = max(1.0, seq_len / scaling.original_seq_len)
-        theta *= (scaling.factor * longer - (scaling.factor - 1)) ** (size / (size - 2))
-    rates = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    if scaling is None or scaling.kind == "dynamic":
-        return rates
-    if scaling.kind == "linear":
-        return rates / scaling.factor
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if scaling.kind == "llama3":
-        keep = (scaling.original_seq_len * rates / (2 * math.pi) - low) / (high - low)
-    else:
-        first, last = (
-            size * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
-            for turns in (high, low)
-        )
-        if not scaling.fractions:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, size - 1)
-        keep = 1 - (torch.arange(size // 2, dtype=torch.float32) - first) / (last - first or 0.001)
-    keep = keep.clamp(0.0, 1.0)
-    return keep * rates + (1.0 - keep) * rates / scaling.factor
+def rotary_of(model: Model) -> Rotary:
+    return Rotary(model.seq_len or 0, model.head_width, model.rope_theta)

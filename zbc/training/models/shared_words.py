@@ -74,7 +74,7 @@ def without_words(layer: nn.Module) -> Tensor | None:
     if isinstance(layer, GptHead):
         table = layer.logits.weight
         layer.register_module("logits", nn.Identity())
-        layer.cap = layer.chunk = None  # of logits, which it no longer computes
+        layer.chunk = None  # of logits, which it no longer computes
         return table
     return None
 

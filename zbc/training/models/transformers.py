@@ -32,13 +32,13 @@ from transformers.utils.output_capturing import _active_collector
 from zbc.errors import ZbcError
 from zbc.job.wording import did_you_mean
 from zbc.runtime.core.private import fake_mode, real_tensors, tree_leaves, valued
-from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.added import add_loss
 from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
+from zbc.training.models.experts import keep_own
 from zbc.training.models.hfsharding import Entered, by_words, check, ends_by_words, shard
 from zbc.training.models.model import hollow
 from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, stack
@@ -323,8 +323,8 @@ def _described(layer: nn.Module) -> str:
 
 
 def config_of(config: Mapping[str, Any]) -> Any:
-    """transformers' configuration. Raises E521 for a model that it does not know or that has code of its own, or a
-    configuration that it refuses."""
+    """transformers' configuration, without dropout, as in zbc's families. Raises E521 for a model that it does not know
+    or that has code of its own, or a configuration that it refuses."""
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING or kind not in CAUSAL:
         text = f"model: transformers {transformers.__version__} has no causal language model of model_type {kind!r}"
@@ -336,11 +336,13 @@ def config_of(config: Mapping[str, Any]) -> Any:
         text = f"model: the weights of this {kind} are quantized (quantization_config), and do not train"
         raise ZbcError("E521", text, hint="take the folder of the model in bfloat16")
     try:
-        return (made := CONFIG_MAPPING[kind]).from_dict(made._decode_special_floats(dict(config)))
+        found = (made := CONFIG_MAPPING[kind]).from_dict(made._decode_special_floats(dict(config)))
     except Exception as error:  # of validators
         lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
         text = f"model: transformers refuses the config.json of this {kind}"
         raise ZbcError("E521", text, details=lines[:3], hint="compare it with that of the original model") from None
+    found.update({key: 0.0 for key, of in vars(found).items() if "drop" in key and isinstance(of, float)})
+    return found
 
 
 @functools.lru_cache(4)
@@ -460,9 +462,7 @@ class DecoderOfExperts(Decoder):
         """Keeps this rank's experts."""
         (path, module), *_ = [(path, inner) for path, inner in self.named_modules() if is_experts(inner)]
         module.__dict__["swaps"] = Swaps(group)
-        for one in module.children():
-            if isinstance(one, GroupedLinear):
-                one.keep(*group.bounds(one.all))
+        keep_own(module, group)
         return str(path)
 
 
@@ -470,7 +470,6 @@ class Back(Part):
     """(batch, tokens, hidden) -> (batch, tokens, words); its settings of a loss by chunks are those of a GptHead."""
 
     root: Any
-    scale, cap = 1.0, None
 
     def __init__(self, model: TakenApart, chunk: int | None) -> None:
         super().__init__(model)

@@ -35,8 +35,8 @@ class _Share:
         table = partial(torch.zeros, self.rows, model.hidden or 0, dtype=entry.dtype, device=device)
         each = [table().normal_(std=0.02) for _ in range(1 if model.tie_embeddings else 2)]
         self.tables = [nn.Parameter(rows, self.learns) for rows in each]
-        self.output = Output(self.tables[-1], 0, AUTOCAST.get(model.dtype), model.logits_cap, terms_of(model))
-        self.embedding = Embedding(self.tables[0], 0, model.padding_token)
+        self.output = Output(self.tables[-1], 0, AUTOCAST.get(model.dtype), terms_of(model))
+        self.embedding = Embedding(self.tables[0], 0)
         self.words = torch.randint(0, model.vocab or 1, result.shape[:-1], device=device)
         self.weight = torch.tensor(1.0 / self.words.numel(), device=device)
 
@@ -82,7 +82,7 @@ def weighed(rig: Rig, kernels: Kernels) -> WordBytes:
         if name == "s":
             told: Told = found
             parts = told.mine.new_empty(job.parallel.pp, *told.mine.shape)
-            kept = (told.soft, told.slope, *told.target, told.mine, told.weight)
+            kept = (told.soft, *told.target, told.mine, told.weight)
             values["logits"], values["sums"] = _size(*kept), _size(told.spread, told.row)
             values["stats"] = _size(parts, *combine(parts))
             values["hidden"] = _size(told.hidden)  # from S on, in the type of products

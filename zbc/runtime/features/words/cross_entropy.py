@@ -23,12 +23,10 @@ from zbc.runtime.features.words.words import Terms
 
 
 class Chunks(NamedTuple):
-    """Logits of `size` tokens at once, the output of `layer` divided by `scale`, then capped."""
+    """Logits of `size` tokens at once, the output of `layer`."""
 
     layer: nn.Linear
     size: int
-    scale: float = 1.0
-    cap: float | None = None
 
     def multiplier(self) -> Tensor:
         """The weight in the type of products."""
@@ -40,15 +38,7 @@ class Chunks(NamedTuple):
         return weight.detach().to(dtype) if low is None else low
 
     def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
-        logits = words.wide(rows.mm(weight.t()))
-        logits = logits if self.scale == 1.0 else logits.div_(self.scale)
-        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
-
-    def back(self, d: Tensor, logits: Tensor | None) -> Tensor:
-        """The gradient of the layer's output from the gradient `d` of the logits; `logits` are given if capped."""
-        if self.cap is not None and logits is not None:
-            d.mul_(logits.div_(self.cap).square_().neg_().add_(1))
-        return d if self.scale == 1.0 else d.div_(self.scale)
+        return words.wide(rows.mm(weight.t()))
 
 
 class How(NamedTuple):
@@ -92,11 +82,8 @@ class _CrossEntropy(torch.autograd.Function):
         into = torch.empty_like(x) if needs_x else None
         learnt = torch.zeros(by.shape, dtype=log.dtype, device=by.device) if needs_weight else None
         for span in how.spans(len(x)):
-            logits = how.chunks.logits(x[span], by)
-            kept = None if how.chunks.cap is None else logits.clone()
-            d = logits.sub_(log[span, None]).exp_()
-            d = how.chunks.back(_gradient(d, log[span], targets[span], share, how), kept).to(by.dtype)
-            del logits, kept
+            d = how.chunks.logits(x[span], by).sub_(log[span, None]).exp_()
+            d = _gradient(d, log[span], targets[span], share, how).to(by.dtype)
             if into is not None:
                 torch.mm(d, by, out=into[span])
             if learnt is not None:

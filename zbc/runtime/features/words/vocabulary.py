@@ -34,10 +34,9 @@ from zbc.runtime.features.words.words import PLAIN, Own, Terms
 
 @dataclass
 class Told:
-    """The results of S for N tokens: for T `hidden` (N, H), `soft` (N, rows) and, for capped logits, the derivative
-    `slope` of the cap, (N, rows); for MEET `mine` (3, N); with 1 sum `spread` and `row`, both (N, H), the terms of the
-    gradient of `hidden`. `weight` (N): the weight of each token in the loss of its microbatch, which has the weight
-    `step` in the loss of a step.
+    """The results of S for N tokens: for T `hidden` (N, H) and `soft` (N, rows); for MEET `mine` (3, N); with 1 sum
+    `spread` and `row`, both (N, H), the terms of the gradient of `hidden`. `weight` (N): the weight of each token in
+    the loss of its microbatch, which has the weight `step` in the loss of a step.
     """
 
     hidden: Tensor
@@ -48,7 +47,6 @@ class Told:
     step: float
     spread: Tensor | None = None
     row: Tensor | None = None
-    slope: Tensor | None = None
     said: Tensor | None = None  # for MEET in place of `mine`: merged over tensor parallel ranks
     terms: Terms = PLAIN
 
@@ -79,20 +77,15 @@ class Told:
 class Output:
     """This rank's rows of the output layer, `weight` (rows, H), the words from `first` on.
 
-    `dtype`: the type of products under autocast, if it is not the weight's; `cap`: logits x become cap tanh(x / cap).
+    `dtype`: the type of products under autocast, if it is not the weight's.
     """
 
     def __init__(
-        self,
-        weight: nn.Parameter,
-        first: int,
-        dtype: torch.dtype | None = None,
-        cap: float | None = None,
-        terms: Terms = PLAIN,
+        self, weight: nn.Parameter, first: int, dtype: torch.dtype | None = None, terms: Terms = PLAIN
     ) -> None:
         layer = nn.Linear(1, 1, bias=False, device="meta")  # draws nothing: ranks as threads share the generator
         layer.weight = weight
-        self.weight, self.first, self._dtype, self._cap, self.terms = weight, first, dtype, cap, terms
+        self.weight, self.first, self._dtype, self.terms = weight, first, dtype, terms
         self.cast = SplitLinear(layer)  # keeps the cast of the weight for all microbatches
 
     def _multiplier(self) -> Tensor:
@@ -109,23 +102,14 @@ class Output:
         by = self._multiplier()
         flat, wanted = hidden.detach().reshape(-1, hidden.shape[-1]).to(by.dtype), targets.reshape(-1)
         target = words.own(wanted, self.first, by.shape[0])
-        logits, slope = words.wide(flat.mm(by.t())), None
-        if self._cap is not None:
-            turned = logits.div_(self._cap).tanh_()
-            slope, logits = 1 - turned * turned, turned.mul_(self._cap)
-        mine, soft = words.tell(logits, target, self.terms, over=True)
+        mine, soft = words.tell(words.wide(flat.mm(by.t())), target, self.terms, over=True)
         weights = weight.to(soft.dtype) * (wanted != IGNORED)  # nan if none counts, like a mean
-        left, bent = (soft, slope) if keep else (soft.new_empty(0), None)
-        told = Told(flat, left, target, mine, weights, step, slope=bent, terms=self.terms)
+        told = Told(flat, soft if keep else soft.new_empty(0), target, mine, weights, step, terms=self.terms)
         if early:
-            own = (
-                target.mine[:, None] if slope is None else target.mine[:, None] * slope.gather(-1, target.row[:, None])
-            )
-            told.spread = words.wide((soft if slope is None else soft * slope).to(by.dtype).mm(by))
-            told.row = words.wide(by[target.row]).mul_(own)
+            told.spread = words.wide(soft.to(by.dtype).mm(by))
+            told.row = words.wide(by[target.row]).mul_(target.mine[:, None])
             if self.terms.smoothing:
-                every = words.wide(by.sum(0) if slope is None else slope.to(by.dtype).mm(by))
-                told.row.mul_(1 - self.terms.smoothing).add_(every, alpha=self.terms.each)
+                told.row.mul_(1 - self.terms.smoothing).add_(words.wide(by.sum(0)), alpha=self.terms.each)
         return told
 
     def learn(self, told: Told, log: Tensor, *, part: bool) -> Tensor | None:
@@ -135,8 +119,6 @@ class Output:
         if not (part or self.weight.requires_grad):
             return None
         d = self.terms.less(told.soft.mul_(told.scale(log)[:, None]), told.target)
-        if told.slope is not None:
-            d, told.slope = d.mul_(told.slope), None
         d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)
         if self.weight.requires_grad:
             accumulate_product(self.weight, d, told.hidden)
@@ -145,20 +127,16 @@ class Output:
 
 
 class Embedding:
-    """This rank's rows of the embedding, `weight` (rows, H), the words from `first` on.
+    """This rank's rows of the embedding, `weight` (rows, H), the words from `first` on."""
 
-    `padding`: the word whose row gets no gradient.
-    """
-
-    def __init__(self, weight: nn.Parameter, first: int, padding: int | None = None) -> None:
-        self.weight, self.first, self.padding = weight, first, padding
+    def __init__(self, weight: nn.Parameter, first: int) -> None:
+        self.weight, self.first = weight, first
 
     def look_up(self, tokens: Tensor) -> tuple[Own, Tensor]:
-        """I: the tokens that are this rank's and train, and embeddings (.., H), 0 for other ranks' words."""
+        """I: the tokens that are this rank's, and embeddings (.., H), 0 for other ranks' words."""
         own = words.own(tokens, self.first, len(self.weight))
         looked = functional.embedding(own.row, self.weight.detach()).masked_fill_(~own.mine[..., None], 0.0)
-        learns = own if self.padding is None else own._replace(mine=own.mine & (tokens != self.padding))
-        return learns, looked
+        return own, looked
 
     def learn(self, looked: Own, grad: Tensor) -> None:
         """E: adds the gradient (.., H) of the embeddings to this rank's rows."""
