@@ -43,6 +43,14 @@ def test_a_step_has_the_bits_of_torchs_own(shape, scale):
     assert mine.detach().equal(theirs)
 
 
+def test_tables_of_words_and_vectors_are_for_adamw():
+    ends = ("embed.tokens.weight", "head.logits.weight", "layers.0.root.model.embed_tokens.weight")
+    inner = ("layers.3.qkv.weight", "layers.1.layer.mlp.down_proj.weight", "layers.0.roots.weight", "embedding.weight")
+    options, matrix = spec.Optimizer(kind="muon"), torch.zeros(2, 3)
+    assert [name for name in (*ends, *inner) if is_matrix(options, name, matrix)] == [*inner]
+    assert not is_matrix(options, inner[0], matrix[0])
+
+
 def test_singular_values_come_near_one():
     torch.manual_seed(2)
     values = torch.linalg.svdvals(orthogonal(torch.randn(48, 32)).float())

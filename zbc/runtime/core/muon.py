@@ -10,6 +10,7 @@ The same numbers as `torch.optim.Muon`, which supports whole matrices only.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -23,7 +24,8 @@ from zbc.plan.dealing import STACK
 from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.core.rounded import TYPES
 
-OUTER = ("embed.", "head.")  # layers of built-in models whose matrices are vocabulary tables: AdamW updates them
+# The ends of models of zbc and of transformers, whose matrices are vocabulary tables: AdamW updates them.
+OUTER = re.compile(r"embed\.|head\.|layers\.\d+\.root\.")
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
 
@@ -48,7 +50,7 @@ def is_called(name: str, known: str) -> bool:
 def is_matrix(options: spec.Optimizer, name: str, parameter: Tensor) -> bool:
     """Whether Muon updates the parameter: a matrix, or a stack of those of experts."""
     stacked = of_expert(name, 0) != name
-    if options.kind != "muon" or name.startswith(OUTER) or parameter.dim() != 2 + stacked:
+    if options.kind != "muon" or OUTER.match(name) or parameter.dim() != 2 + stacked:
         return False
     group = of_groups(options, name)
     return group is None or group.muon
