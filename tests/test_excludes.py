@@ -25,6 +25,7 @@ VALUES = {
     "experts": 4,
     "expert bias": 0.001,
     "loss by chunks": 7,
+    "model of transformers": "zbc.training.models.transformers:layers",
     "norms of heads": "qwen3",
     "own layers": "some.module:layers",
     "graph": {"a": [], "b": ["a"]},

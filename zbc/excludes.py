@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
 
+TRANSFORMERS = "zbc.training.models.transformers:layers"  # the factory of models of transformers (job/hfmodel.py)
 Sections = Mapping[str, Any]
 Where = Callable[[tuple[str, ...]], str]
 
@@ -55,16 +56,12 @@ def _value(key: str, wanted: str) -> Trait:
     return Trait(key, lambda value: isinstance(value, str) and value.lower() == wanted, f'{key} = "{wanted}"')
 
 
-def _moves(value: str | Mapping[str, str]) -> bool:
-    return any("offload" in choice for choice in ([value] if isinstance(value, str) else value.values()))
-
-
-def _spares(value: str | Mapping[str, str]) -> bool:
-    return any("selective" in choice for choice in ([value] if isinstance(value, str) else value.values()))
+def _choices(value: str | Mapping[str, str]) -> str:
+    return value if isinstance(value, str) else " ".join(value.values())
 
 
 def _open(value: str | Mapping[str, str]) -> bool:
-    return not _moves(value) and "auto" in ([value] if isinstance(value, str) else value.values())
+    return "auto" in _choices(value).split() and "offload" not in _choices(value)
 
 
 def _listed(value: object) -> bool:
@@ -85,6 +82,7 @@ TRAITS = {
     "float16": Trait("model.dtype", _is("float16"), 'model.dtype = "float16"'),
     "experts": Trait("model.experts", bool),
     "own layers": Trait("model.family", _not("gpt", "llama"), "layers of your own"),
+    "model of transformers": Trait("model.family", _is(TRANSFORMERS), "a model of transformers"),
     "norms of heads": Trait("model.variant", _is("qwen3")),
     "loss by chunks": Trait("model.loss_chunk", _given),
     "expert bias": Trait("model.balance_rate", bool),
@@ -116,8 +114,8 @@ TRAITS = {
     "group": Trait("schedule.group", _given),
     "chunks": Trait("schedule.chunks", _not(1)),
     "memory limit": Trait("schedule.memory_limit", _given),
-    "offload": Trait("memory.activations", _moves, "memory.activations with offload"),
-    "selective": Trait("memory.activations", _spares, "memory.activations with selective"),
+    "offload": Trait("memory.activations", lambda v: "offload" in _choices(v), "memory.activations with offload"),
+    "selective": Trait("memory.activations", lambda v: "selective" in _choices(v), "memory.activations with selective"),
     "slow ranks": Trait("hardware.slow", _given),
     "rates by rank": Trait("hardware.tflops", _listed, "hardware.tflops by rank"),
     "bandwidths by rank": Trait("hardware.memory_gbps", _listed, "hardware.memory_gbps by rank"),
@@ -332,7 +330,10 @@ ROWS = (
             )
         },
     ),
-    Excludes("selective", {"compile": ("a compiled layer is one piece", "drop one of them")}),
+    Excludes(
+        "selective",
+        {"compile": "a compiled layer is one piece", "model of transformers": "its layers do not say what is cheap"},
+    ),
     Excludes(
         "shards more",
         {"post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"')},

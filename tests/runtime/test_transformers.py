@@ -259,11 +259,13 @@ def copied(folder):
     return folder / "weights"
 
 
-def test_more_ranks_than_layers_and_a_family_beside_a_configuration_are_refused(tmp_path):
+def test_settings_that_a_model_does_not_go_with_are_refused(tmp_path):
     with refused("E130", "8 stages need 8 layers, the model has 6"):
         compiled(tmp_path, "opt", pp=8)
     with refused("E110", "model.family stands beside it"):
         compiled(tmp_path, "opt", model={"family": "llama"})
+    with refused("E110", "a model of transformers exclude each other: its layers do not say what is cheap"):
+        compiled(tmp_path, "opt", memory={"activations": "selective"})
 
 
 def test_without_transformers_the_command_is_told(tmp_path):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from zbc.errors import ZbcError
+from zbc.excludes import TRANSFORMERS as TRANSFORMERS
 from zbc.job import graph
 from zbc.job.section import FACTORY, Count, NonNegative, Positive, Section, Width
 from zbc.job.toml import Document
@@ -16,7 +17,6 @@ from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
 
 BUILTIN = ("gpt", "llama")
-TRANSFORMERS = "zbc.training.models.transformers:layers"  # the factory of models of transformers (hfmodel.py)
 Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _OF_LOSS = ("loss_chunk", "z_loss", "label_smoothing")
