@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test test-all test-newest lint bench docs clean
+.PHONY: help demo test test-all test-newest lint bench results docs clean
 
 help:
 	@echo "make demo    plan, check, draw and train a small transformer on four ranks of this machine"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make docs    make the pictures and schedule pages of docs/ with zbc itself"
 	@echo "make bench   measure compiler, runtime and search beside their peers; writes bench/results/"
+	@echo "make results write docs/results.md and the table of the README from the newest of these"
 
 # By a path, not by setuptools' finder, which comes after a folder named zbc: `import zbc` works beside the clone.
 LINKED := --config-settings editable_mode=compat
@@ -65,10 +66,15 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/make.py
 
 # Each writes a file of its own; what is written stays where one of them is interrupted.
-BENCHES := compile search memory split checkpoint per_op predict "run throughput" "run fidelity"
+BENCHES := "plan compile" "plan search" "predict steps" "predict memory" "published runs" "overhead ops" "overhead split" \
+	"run throughput" "run fidelity"
 bench: $(VENV)/.dev
 	@echo "some minutes for each of these, on a machine that does nothing else:" $(BENCHES)
 	@for name in $(BENCHES); do set -- $$name; echo "bench/$$1.py $$2"; $(BIN)/python bench/$$1.py $$2 || exit 1; done
+
+# Refuses a record that is older than what it measures, and says how to measure again.
+results: $(VENV)/.dev
+	$(BIN)/python bench/results.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

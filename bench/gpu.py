@@ -21,49 +21,46 @@ from collections.abc import Callable
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; cuBLAS reads it at its first use
 
-import gpu_cost
-import gpu_next
-import gpu_price
-import gpu_right
 import torch
-from gpu_job import SIZES, Bench, FoundError
+from experiments import cost, newest, price, right
+from experiments.job import SIZES, Bench, FoundError
 from record import Record
 
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
-    "installed": gpu_right.installed,
-    "schedules": gpu_right.schedules,
-    "training": gpu_right.training,
-    "own-thread": gpu_right.own_thread,
-    "reads": gpu_right.reads,
-    "streams": gpu_right.streams,
-    "layers": gpu_cost.layers,
-    "memory": gpu_cost.memory,
-    "host": gpu_cost.host,
-    "profiled": gpu_cost.profiled,
-    "optimizers": gpu_cost.optimizers,
-    "driver": gpu_cost.driver,
-    "processes": gpu_cost.processes,
-    "copies": gpu_cost.copies,
-    "priced": gpu_price.priced,
-    "plain": gpu_price.plain,
-    "cards": gpu_next.cards,
-    "experts": gpu_next.products_of_experts,
-    "waits": gpu_next.waits,
-    "whole": gpu_next.whole,
+    "installed": right.installed,
+    "schedules": right.schedules,
+    "training": right.training,
+    "own-thread": right.own_thread,
+    "reads": right.reads,
+    "streams": right.streams,
+    "layers": cost.layers,
+    "memory": cost.memory,
+    "host": cost.host,
+    "profiled": cost.profiled,
+    "optimizers": cost.optimizers,
+    "driver": cost.driver,
+    "processes": cost.processes,
+    "copies": cost.copies,
+    "priced": price.priced,
+    "plain": price.plain,
+    "cards": newest.cards,
+    "experts": newest.products_of_experts,
+    "waits": newest.waits,
+    "whole": newest.whole,
 }
-PARTS = {1: list(EXPERIMENTS)[:6], 2: list(EXPERIMENTS)[6:16], 3: list(EXPERIMENTS)[16:]}
+TURNS = {1: list(EXPERIMENTS)[:6], 2: list(EXPERIMENTS)[6:16], 3: list(EXPERIMENTS)[16:]}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Experiments on one GPU.")
     parser.add_argument("names", nargs="+", choices=["all", *EXPERIMENTS], metavar="NAME", help=", ".join(EXPERIMENTS))
-    parser.add_argument("--part", type=int, choices=list(PARTS), help="of all: these")
+    parser.add_argument("--part", type=int, choices=list(TURNS), help="of all: these")
     parser.add_argument("--device", default="cuda", choices=list(SIZES), help="cpu: to see that it runs")
     parser.add_argument("--quick", action="store_true", help="write no files")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU; --device cpu runs what can run without one")
-    names = PARTS.get(options.part, list(EXPERIMENTS)) if "all" in options.names else options.names
+    names = TURNS.get(options.part, list(EXPERIMENTS)) if "all" in options.names else options.names
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if options.device == "cpu":
         torch.set_num_threads(1)  # threads that are ranks share the cores
@@ -80,7 +77,7 @@ def run(name: str, device: torch.device, *, quick: bool) -> bool:
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU: no numbers of a GPU"
     record(f"# on {on}")
     record(f"# {(experiment.__doc__ or '').strip()}")
-    exact = name in gpu_right.__dict__ or name == "own-thread"
+    exact = name in right.__dict__ or name == "own-thread"
     torch.use_deterministic_algorithms(exact, warn_only=True)
     began, fine = time.perf_counter(), False
     try:

@@ -1,6 +1,8 @@
 """Published runs on real GPUs, planned again: predicted over measured times.
 
-    python bench/published.py
+    python bench/published.py runs | vocabulary [--quick]
+
+runs: published steps and throughputs, where nothing is fitted but one number per model:
 
     1f1b           8 A100s, 1F1B with each rank's measured op times (sail-sg/VocabularyParallelism): step
     zero bubble    8 and 16 A100s, op times of Table 9 of arXiv 2401.10241: throughput of its Table 4
@@ -15,21 +17,49 @@
 The rows and their sources are in tests/reference/published. Where op times are given, only the simulation is compared.
 One number per model is fitted: what Megatron-LM's synchronous exchange of a message costs its ranks
 (`hardware.message_us`). It hardly depends on the bytes, and is no price of the runtime of this project.
+
+vocabulary: the cost of a whole head on the last stage, in time and in memory.
+
+tests/reference/vocabulary_parallelism.csv holds Table 5 of arXiv 2411.05288 (8 A100, 32 layers, h = 3072, 24 heads, 128
+microbatches of one sequence, 1F1B) as its authors print it with their code: MFU and GB on the fullest rank, with whole
+vocabulary layers on the first and the last stage ("baseline") and with them shared evenly by all ranks ("Vocab-1").
+
+    naive      1F1B of the job, cut into equal blocks
+    balanced   the same, with an eighth of embedding and head on each stage. Vocab-1 puts the passes of the vocabulary
+               between those of two later microbatches, so a step has two intervals more (its figure 10), and corrects
+               its share of the softmax once it knows the others': one more read and write in float32 (its algorithm 1)
+
+    shared     zbc's plan with parallel.vocabulary = "shared", 1 sum; the link is fast, as published
+
+The ratio is between naive and balanced makespans; times are of a step, the paper's from its MFU. One number is fitted
+to the table: `tflops`, so that a balanced step takes about as long as published. It is a factor of all times, and moves
+the ratios by less than a point; the last lines show other values.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import statistics
-from collections.abc import Collection, Iterator, Mapping
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.record import Record
 from tests.jobs import job
-from zbc.compiler.compile import compile_job
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.schedules.request import Request
+from zbc.compiler.sim.simulate import simulate
+from zbc.job.spec import Job
 
 DATA = Path(__file__).parent.parent / "tests" / "reference" / "published"
 MESSAGE = {"1.5B": 400, "14.6B": 450}  # us; between messages a transfer takes no further time
@@ -241,42 +271,197 @@ def mixtures(only: Collection[str] = ()) -> Iterator[Step]:
         yield Step(f"{row['model']} {row['name']}", made.step_ms / 1e3, work / (float(row["tflops"]) * 1e12))
 
 
-def main() -> None:
-    console = Console(width=100)
-    steps = list(one_f_one_b())
-    table = Table("1F1B on 8 A100s", "predicted ms", "measured ms", "ratio", box=None)
-    for step in steps:
-        table.add_row(step.name, f"{step.predicted:.0f}", f"{step.measured:.0f}", f"{step.ratio:.3f}")
-    table.add_row("mean", "", "", f"{statistics.fmean(step.ratio for step in steps):.3f}")
-    console.print(table)
+def table(record: Record, title: str, columns: Sequence[str], found: Sequence[tuple[str, Sequence[float]]]) -> None:
+    """A line for each row, with its numbers."""
+    record(f"{title:32}" + "".join(f"{column:>22}" for column in columns))
+    for name, numbers in found:
+        record(f"{name:32}" + "".join(f"{number:22.3f}" for number in numbers))
+    record()
+
+
+def runs(record: Record, quick: bool) -> None:
+    """The tables, then the ratios of all that is predicted as a run of its own, over measured ones."""
+    beside = ("predicted", "measured", "ratio")
+    steps = {"1F1B on 8 A100s, ms": [*one_f_one_b()], "experts, s": [] if quick else [*mixtures()]}
+    large = [] if quick else [*sequence_parallel()]
+    steps["tp 8, sequence parallel, s"] = [one.step for one in large]
+    ratios = [step.ratio for found in steps.values() for step in found]
+    for title, found in steps.items():
+        table(record, title, beside, [(step.name, (step.predicted, step.measured, step.ratio)) for step in found])
+    table(record, "tp 8, GiB of the fullest rank", ("predicted",), [(one.step.name, (one.gib,)) for one in large])
     for name, message in (("transfers alone", {}), ("one number for a message", MESSAGE)):
-        table = Table(f"throughput, {name}", *KINDS, box=None)
-        for row in zero_bubble(message):
-            table.add_row(row.name, *(f"{ratio:.3f}" for ratio in row.ratios.values()))
-        console.print(table)
-    table = Table("throughput over that of 1F1B", "predicted", "by the assumed link", "measured", box=None)
-    for step, other in zip(in_a_node(), in_a_node(assumed=True), strict=True):
-        table.add_row(step.name, f"{step.predicted:.3f}", f"{other.predicted:.3f}", f"{step.measured:.2f}")
-    console.print(table)
-    table = Table("half offload over interleaved 1F1B", "predicted", "measured", box=None)
-    for found in offload():
-        table.add_row(found.name, f"{found.predicted:.3f}", f"{found.measured:.3f}")
-    console.print(table)
-    table = Table("W of three blocks", "added inside the product", "after it", box=None)
-    for inside, after in zip(weight_gradients(), weight_gradients(fused=False), strict=True):
-        table.add_row(inside.name, f"{inside.ratio:.3f}", f"{after.ratio:.3f}")
-    console.print(table)
-    table = Table("tp 8, sequence parallel", "predicted s", "measured s", "ratio", "GiB", box=None)
-    for large in sequence_parallel():
-        step = large.step
-        table.add_row(
-            step.name, f"{step.predicted:.2f}", f"{step.measured:.2f}", f"{step.ratio:.3f}", f"{large.gib:.1f}"
-        )
-    console.print(table)
-    table = Table("experts", "predicted s", "measured s", "ratio", box=None)
-    for step in mixtures():
-        table.add_row(step.name, f"{step.predicted:.1f}", f"{step.measured:.1f}", f"{step.ratio:.2f}")
-    console.print(table)
+        found = [*zero_bubble(message)]
+        table(record, f"throughput, {name}", [*KINDS], [(row.name, [*row.ratios.values()]) for row in found])
+    ratios += [1 / ratio for row in found for ratio in row.ratios.values()]  # of throughputs, with that number
+    if not quick:
+        sides = zip(in_a_node(), in_a_node(assumed=True), strict=True)
+        columns = ("predicted", "by the assumed link", "measured")
+        found = [(one.name, (one.predicted, other.predicted, one.measured)) for one, other in sides]
+        table(record, "throughput over that of 1F1B", columns, found)
+        found = [(one.name, (one.predicted, one.measured)) for one in offload()]
+        table(record, "half offload over interleaved", beside[:2], found)
+        ways = zip(weight_gradients(), weight_gradients(fused=False), strict=True)
+        found = [(inside.name, (inside.ratio, after.ratio)) for inside, after in ways]
+        table(record, "W of three blocks", ("added in the product", "after it"), found)
+    off = [abs(ratio - 1) for ratio in ratios]
+    record(f"# steps of {len(off)} runs: off by {statistics.median(off):.1%} at the median, {max(off):.1%} at most")
+
+
+# ---- vocabulary ---------------------------------------------------------------------------------------------
+
+REFERENCE = DATA.parent / "vocabulary_parallelism.csv"
+P, MICROBATCHES, EXTRA_INTERVALS = 8, 128, 2
+SUSTAINED = (230.0, 1750.0)  # TFLOPS of bfloat16 products, GB/s of plain kernels: 74% and 86% of an A100's peak
+OTHERS = ((156.0, 1750.0), (200.0, 1500.0), (200.0, 1750.0), (250.0, 1750.0), (312.0, 2039.0))  # last: the data sheet
+PEAK = 312e12  # FLOPS for MFU
+ODD = (2048, 262144)  # half the speed and 8 GB more than its neighbours, which no model can explain
+
+JOB = """\
+zbc = 1
+[model]
+family = "gpt"
+layers = 32
+hidden = 3072
+heads = 24
+vocab = {vocab}
+seq_len = {seq_len}
+dtype = "bfloat16"
+parameters = "bfloat16"
+[parallel]
+pp = 8
+[schedule]
+kind = "1f1b"
+microbatches = 128
+[partition]
+layers_per_stage = "equal"
+[hardware]
+device = "cuda"
+tflops = {tflops}
+memory_gbps = {memory_gbps}
+link_gbps = 2400
+"""
+
+
+class Case(NamedTuple):
+    """A published row and the cost model's numbers; GB are of the fullest rank of the baseline."""
+
+    seq_len: int
+    vocab: int
+    published: float
+    ratio: float
+    published_s: tuple[float, float]  # of a step, naive and balanced
+    seconds: tuple[float, float]
+    published_gb: float
+    gb: float
+    shared: tuple[float, float]  # a step of zbc's own order with parallel.vocabulary = "shared": s, GB
+
+    @property
+    def error(self) -> float:
+        return self.ratio / self.published - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.gb / self.published_gb - 1
+
+    @property
+    def odd(self) -> bool:
+        return (self.seq_len, self.vocab) == ODD
+
+
+def cases(tflops: float = SUSTAINED[0], memory_gbps: float = SUSTAINED[1]) -> Iterator[Case]:
+    """Every published row, predicted."""
+    with REFERENCE.open(newline="") as file:
+        for row in csv.DictReader(file):
+            sizes = {"seq_len": int(row["seq_len"]), "vocab": int(row["vocab"])}
+            job = _job(**sizes, tflops=tflops, memory_gbps=memory_gbps)
+            naive, balanced = compile_job(job, suggest=False).report, balanced_ms(job)
+            mfu = float(row["baseline_mfu"]) / 100, float(row["vocab1_mfu"]) / 100
+            counted = _counted_flops(**sizes)
+            ours = compile_job(job.with_vocabulary("shared"), suggest=False).report
+            yield Case(
+                **sizes,
+                published=mfu[0] / mfu[1],
+                ratio=balanced / naive.makespan_ms,
+                published_s=(counted / (mfu[0] * P * PEAK), counted / (mfu[1] * P * PEAK)),
+                seconds=(naive.makespan_ms / 1e3, balanced / 1e3),
+                published_gb=float(row["baseline_gb"]),
+                gb=naive.peak_bytes / 2**30,
+                shared=(ours.makespan_ms / 1e3, ours.peak_bytes / 2**30),
+            )
+
+
+def _counted_flops(seq_len: int, vocab: int) -> float:
+    """Operations of a step as Megatron-LM counts them for MFU, with the full square of attention."""
+    return MICROBATCHES * seq_len * (32 * (72 * 3072**2 + 12 * seq_len * 3072) + 6 * 3072 * vocab)
+
+
+def _job(**options: float) -> Job:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(JOB.format(**options))
+        return load_job(path)
+
+
+def balanced_ms(job: Job) -> float:
+    """ms of a step in which every stage has its share of embedding and head."""
+    table = estimate.layers(job)
+    card = SCHEDULES["1f1b"]
+    placement = card.placement(P, 1)
+    cuts = [1 + stage * (len(table) - 2) // P for stage in range(P + 1)]
+    costs = pricing.build(job, placement, [tuple(range(a, b)) for a, b in pairwise(cuts)], table)
+    ends = [(layer.f / P, layer.b / P, layer.w / P) for layer in (table[0], table[-1])]
+    f, b, w = (sum(column) for column in zip(*ends, strict=True))
+    again = 2 * 4 * (job.model.vocab or 0) / P * (job.model.seq_len or 0)
+    b += Machine.of(job).ms([Kernel(0, again)])
+    more = {"f": f, "b": b, "w": w}
+    costs = costs.with_ms(**{name: tuple(x + ms for x in costs.column(name)) for name, ms in more.items()})
+    program = card.make(Request(P, MICROBATCHES))
+    interval = costs.of("f") + costs.of("b") + costs.of("w")
+    return simulate(program, costs).makespan + EXTRA_INTERVALS * interval
+
+
+def vocabulary(record: Record, quick: bool) -> None:
+    tflops, bandwidth = SUSTAINED
+    record(f"# naive over balanced placement of the vocabulary, {tflops:g} TFLOPS and {bandwidth:g} GB/s sustained")
+    record(
+        "#             ratio                 naive step s    balanced step s  GB on the fullest rank      zbc, shared"
+    )
+    pair = f"{'paper':>7} {'model':>7}"
+    record(f" seq  vocab  paper  model   error {pair} {pair}  paper  model   error   step s    GB")
+    found = list(cases())
+    for one in found:
+        ratio = f"{one.published:6.3f} {one.ratio:6.3f} {100 * one.error:+6.1f}%"
+        steps = " ".join(f"{a:7.2f} {b:7.2f}" for a, b in zip(one.published_s, one.seconds, strict=True))
+        memory = f"{one.published_gb:6.2f} {one.gb:6.2f} {100 * one.memory_error:+6.1f}%"
+        ours = f"{one.shared[0]:7.2f} {one.shared[1]:6.2f}"
+        record(f"{one.seq_len:4} {one.vocab:6} {ratio} {steps} {memory} {ours}{'  odd' if one.odd else ''}")
+    record(f"# within 6%: {_within(found)} of {len(found)}")
+    record()
+    for tflops, bandwidth in () if quick else OTHERS:
+        others = list(cases(tflops, bandwidth))
+        errors = " ".join(f"{100 * one.error:+.1f}%" for one in others)
+        record(f"# {tflops:g} TFLOPS, {bandwidth:g} GB/s: {errors}; within 6%: {_within(others)}")
+    record()
+    record(JOB.rstrip())
+
+
+def _within(found: list[Case]) -> int:
+    return sum(abs(one.error) <= 0.06 for one in found)
+
+
+PARTS = {"runs": ("published", runs), "vocabulary": ("vocabulary", vocabulary)}  # with the names of their records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--quick", action="store_true", help="what takes seconds; writes no file")
+    asked = parser.parse_args()
+    name, part = PARTS[asked.part]
+    record = Record(name)
+    part(record, asked.quick)
+    if not asked.quick:
+        record.write()
 
 
 if __name__ == "__main__":

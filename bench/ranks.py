@@ -107,7 +107,7 @@ def results(
     Ends the benchmark if a rank fails or not all came in `limit` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "zbc.training.worker", "peer"])
+    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "zbc.training.worker", "contestants"])
     receiver, sender = context.Pipe(duplex=False)
     processes = [context.Process(target=target, args=(rank, *arguments, sender), daemon=True) for rank in range(ranks)]
     end = time.monotonic() + limit

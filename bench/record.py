@@ -29,7 +29,7 @@ class Record:
             self.partial.unlink(missing_ok=True)
         self.lines: list[str] = []
         self(f"# {name}: {' '.join(['python', *sys.argv])}")
-        self(f"# {machine()}; {commit()}")
+        self(f"# {machine()}; {commit()}; {datetime.datetime.now():%Y-%m-%d %H:%M}")
 
     def __call__(self, line: str = "") -> None:
         print(line, flush=True)
@@ -45,13 +45,14 @@ class Record:
 
 
 def commit() -> str:
-    """The commit of the measured code; "with changes" if files differ from it."""
+    """The commit of the measured code, and the folders in which files differ from it."""
 
     def git(*arguments: str) -> str:
         told = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
         return told.stdout.strip()
 
-    return f"commit {git('rev-parse', '--short', 'HEAD')}{' with changes' if git('diff', 'HEAD', '--stat') else ''}"
+    changed = sorted({path.partition("/")[0] for path in git("diff", "HEAD", "--name-only").splitlines()})
+    return f"commit {git('rev-parse', '--short', 'HEAD')}{' with changes in ' * bool(changed)}{', '.join(changed)}"
 
 
 def machine() -> str:

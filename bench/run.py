@@ -115,39 +115,39 @@ def stored(text: str, folder: Path) -> tuple[StoredPlan, Any]:
 
 
 def ours(side: Side, rank: int, _: Path) -> Callable[[int], Any]:
-    import ours
+    import contestants
 
-    return ours.build(side.plan, rank).step
+    return contestants.zbc(side.plan, rank).step
 
 
 def torchs(side: Side, rank: int, folder: Path) -> Callable[[int], Any]:
-    import peer
+    import contestants
 
-    return peer.build(side.name, side.plan, rank, folder).step
+    return contestants.torch_schedule(side.name, side.plan, rank, folder).step
 
 
 def torchs_training(side: Side, rank: int, folder: Path) -> Callable[[int], Any]:
-    import torch_runtime
+    import contestants
 
-    return torch_runtime.build(side.plan, rank, folder, recompute=side.more)
+    return contestants.torch_training(side.plan, rank, folder, recompute=side.more)
 
 
 def one_by_one(side: Side, rank: int, _: Path) -> Callable[[int], Any]:
     """Ours, with the ops of a group one after the other."""
-    import ours
+    import contestants
 
     from zbc.runtime.features.groups.units import Braids
 
-    mine = ours.build(side.plan, rank)
+    mine = contestants.zbc(side.plan, rank)
     mine.worker.features.of(Braids).one_by_one = True
     return mine.step
 
 
 def paced(side: Side, rank: int, _: Path) -> Callable[[int], Any]:
     """Ours, with ops that take the times of `side.more`."""
-    import ours
+    import contestants
 
-    worker = ours.build(side.plan, rank).worker
+    worker = contestants.zbc(side.plan, rank).worker
 
     def ms(op: Op) -> float:
         found: float = side.more[op.kind, rank if op.kind.unit_wide else op.stage]
@@ -417,7 +417,7 @@ def offload(record: Record, case: str, steps: int) -> str:
 
 KINDS = ("1f1b", "zb-h1")
 BOTH = "what is gained, and was to be"
-ROWS = {
+PARTS = {
     "fidelity": Row(
         first="zbc",
         others="torch.distributed.pipelining",
@@ -546,17 +546,17 @@ def lines(case: str, sides: Sequence[Side], found: Mapping[str, Sequence[Turn]],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("name", nargs="?", choices=ROWS)
+    parser.add_argument("name", nargs="?", choices=PARTS)
     parser.add_argument("--list", action="store_true", help="what each compares and prints")
     parser.add_argument("--steps", type=int, help="steps of each contestant; the median counts")
     parser.add_argument("--case", action="append", help="only this one (repeatable); writes no file")
     parser.add_argument("--quick", action="store_true", help="two steps of the first case; writes no file")
     asked = parser.parse_args()
     if asked.list or asked.name is None:
-        for name, row in ROWS.items():
+        for name, row in PARTS.items():
             print(f"{name:11} {row.first} | {row.others}: {row.printed}\n{'':11} {', '.join(row.cases)}")
         return
-    row, record = ROWS[asked.name], Record(f"{asked.name}-run")
+    row, record = PARTS[asked.name], Record(f"{asked.name}-run")
     if unknown := set(asked.case or ()) - set(row.cases):
         parser.error(f"{asked.name} has the cases {', '.join(row.cases)}; not {', '.join(sorted(unknown))}")
     cases, steps = asked.case or row.cases[: 1 if asked.quick else None], 2 if asked.quick else asked.steps or row.steps

@@ -141,6 +141,11 @@ def layers(count: int, f: float, b: float, w: float) -> list[nn.Module]:
     return [Sleeper(f, b, w) for _ in range(count)]
 
 
+def idle() -> list[nn.Module]:
+    """Layers that compute nothing: the time of a step is the overhead of the runtime."""
+    return [nn.Identity() for _ in range(4)]
+
+
 def calibrated(count: int, f: float, b: float, w: float) -> list[nn.Module]:
     """The same as `layers`, with `calibrate` first."""
     calibrate()

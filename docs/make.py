@@ -5,6 +5,7 @@ Screenshots of the page need a Chromium on the machine; without one the old ones
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
@@ -26,6 +27,7 @@ from rich.text import Text  # noqa: E402
 import zbc  # noqa: E402
 from tests.recorded_runs import World, record  # noqa: E402
 from tests.viz import browser  # noqa: E402
+from zbc import cli  # noqa: E402
 from zbc.api import Plan  # noqa: E402
 from zbc.commands.cards import card_text  # noqa: E402
 from zbc.compiler.check import survival  # noqa: E402
@@ -46,6 +48,10 @@ from zbc.viz import svg  # noqa: E402
 from zbc.viz.strip import Drawn, once, repeated  # noqa: E402
 from zbc.viz.terminal import View, draw  # noqa: E402
 
+README = ROOT / "README.md"
+BIDIRECTIONAL = ROOT / "docs" / "bidirectional.md"
+FIDELITY = ROOT / "docs" / "fidelity.md"
+UNIT = "\n[costs]\nf = 1\nb = 1\nw = 1\n"
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = ROOT / "docs" / "schedules"
 LESSON = ROOT / "plans" / "lesson.toml"
@@ -71,6 +77,8 @@ def main() -> None:
     braid()
     gpu()
     write(ROOT / "docs" / "reference.md", reference())
+    for page, names in ((README, ("picture", "compare")), (FIDELITY, ("fidelity",)), (BIDIRECTIONAL, TWO_PIPES_BLOCKS)):
+        write(page, fill(page.read_text(encoding="utf-8"), names))
     write(ROOT / "docs" / "words.md", words((ROOT / "docs" / "words.md").read_text(encoding="utf-8")))
 
 
@@ -133,6 +141,76 @@ def planned(path: Path, schedule: str) -> Plan:
 def write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     print(path.relative_to(ROOT))
+
+
+# ---- blocks of pages between `<!-- NAME -->` and `<!-- end -->` ------------------------------------------------
+
+
+def example_picture() -> str:
+    """ZB-V on four ranks at unit times."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "unit.toml"
+        job.write_text((ROOT / "plans" / "tiny.toml").read_text() + UNIT)
+        return f"```\n{_printed('visualize', str(job), '--width', '100')}```"
+
+
+def comparison() -> str:
+    """The schedules at the published times of the 1.5B model."""
+    job, cards = str(ROOT / "plans" / "paper-1.5b.toml"), ("--set", "hardware.memory_gib=80")
+    return _printed("compare", job, *cards, "--format", "md").rstrip()
+
+
+def fidelity() -> str:
+    """Measured against simulated steps, from the newest result file."""
+    newest = sorted((ROOT / "bench" / "results").glob("*-fidelity-run.txt"))[-1]
+    rows = re.findall(
+        r"^(\S+)\s+(zbc|torch, our order|Schedule\w+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)", newest.read_text(), re.M
+    )
+    lines = ["| schedule | runtime | simulated ms | measured ms | ratio |", "| --- | --- | ---: | ---: | ---: |"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), "", f"From bench/results/{newest.name}."])
+
+
+ONE_PIPE = "1f1b,interleaved-1f1b,zb-v,dualpipe-v"
+TWO_PIPES = "chimera,bitpipe,dualpipe,chimera-zb,bitpipe-zb"
+COLUMNS = ("schedule", "makespan", "of makespan", "units", "params", "reduced")
+
+
+def two_pipes(p: int, m: int) -> str:
+    """Schedules with one pipe and with two at unit times, some columns of the table."""
+    settings = [f"parallel.pp={p}", f"schedule.microbatches={m}", *(f"costs.{key}=1" for key in "fbw")]
+    settings += ["costs.comm=0", "costs.act_w=1", "costs.reduce=0"]
+    wanted = [part for setting in settings for part in ("--set", setting)]
+    schedules = ("--schedules", f"{ONE_PIPE},{TWO_PIPES}")
+    table = _printed("compare", str(ROOT / "plans" / "paper-1.5b.toml"), *schedules, *wanted, "--format", "md", "-v")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    kept = [rows[0].index(name) for name in COLUMNS]
+    return "\n".join("| " + " | ".join(row[k] for k in kept) + " |" for row in rows)
+
+
+BLOCKS = {
+    "picture": example_picture,
+    "compare": comparison,
+    "fidelity": fidelity,
+    "two pipes, p = 8, m = 8": lambda: two_pipes(8, 8),
+    "two pipes, p = 8, m = 32": lambda: two_pipes(8, 32),
+}
+TWO_PIPES_BLOCKS = tuple(name for name in BLOCKS if name.startswith("two "))
+
+
+def fill(text: str, names: tuple[str, ...]) -> str:
+    """The text with the named blocks made again."""
+    for name in names:
+        start, end = f"<!-- {name} -->\n", "<!-- end -->"
+        before, _, rest = text.partition(start)
+        text = f"{before}{start}{BLOCKS[name]()}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def _printed(*arguments: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main(list(arguments))
+    return out.getvalue()
 
 
 # ---- the tutorial --------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from torch import Tensor
 from tests.check import operational
 from tests.composed import CHANGES, SETTINGS, STEPS, TOLERANCE, Tables, apart, settings, toml
 from tests.jobs import tiny_tensors_move
-from tests.paced import emulated
 from tests.threads import run_threads
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.compiler.memory.host import host_bytes
@@ -71,7 +70,7 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "open activations": ({"memory": {"activations": "auto"}, "schedule": {"memory_limit": "0.8x"}}, False),
     "little room": ({"schedule": {"memory_limit": "0.6x"}}, False),
     "dp": ({"parallel": {"dp": 2}}, False),
-    "zero1": ({"parallel": {"dp": 2}, "optimizer": {"zero1": True}}, False),
+    "zero1": ({"parallel": {"dp": 2, "shard": "optimizer"}}, False),
     "resident 1": ({"parallel": {"dp": 2, "shard": "weights"}, "memory": {"resident": 1}}, False),
     "regather": ({"parallel": {"tp": 2, "tp_sequence": "regather"}}, False),
     "two sums": ({"parallel": {"vocabulary": "shared", "vocabulary_sums": 2}}, False),
@@ -232,7 +231,10 @@ def planned(tables: Tables, folder: Path, budget: float = 0.0) -> tuple[Compiled
     return made, StoredPlan.read(folder / "plan")
 
 
-def outcome(one: Drawn, *, weigh: bool = False, emulate: bool = False) -> Found:
+Emulation = Callable[[Compiled, StoredPlan], float | None]  # a step over its prediction, less 1
+
+
+def outcome(one: Drawn, *, weigh: bool = False, emulate: Emulation | None = None) -> Found:
     """Plan, prove and train both; `weigh` what ranks hold, in up to three runs; `emulate` a step if both are alike.
 
     Adam takes the sign of what is near 0, and so makes much of rounding: what is right in the first step, and by
@@ -249,7 +251,7 @@ def outcome(one: Drawn, *, weigh: bool = False, emulate: bool = False) -> Found:
     return found._replace(how=again.how, why=f"{found.why}; by SGD {again.why}")
 
 
-def _outcome(one: Drawn, *, weigh: bool, emulate: bool) -> Found:
+def _outcome(one: Drawn, *, weigh: bool, emulate: Emulation | None) -> Found:
     """The outcome by the optimizer that was drawn; "begins right" if SGD is to decide."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -295,7 +297,7 @@ def _outcome(one: Drawn, *, weigh: bool, emulate: bool) -> Found:
                 break
         how = "right" if first <= one.first and off <= one.later else "wrong"
         how = "begins right" if how == "wrong" and first <= one.first and off < SIGNS else how
-        step = emulated(made, plan) if emulate and how == "right" else None
+        step = emulate(made, plan) if emulate is not None and how == "right" else None
         return Found(how, f"off by {first:.1e}, then {off:.1e}", memory, host, step)
 
 

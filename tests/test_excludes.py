@@ -66,7 +66,6 @@ VALUES = {
     "post-validate": "post-validate",
     "two versions": "two-versions",
     "asynchronous": "asynchronous",
-    "zero1": True,
     "feedback": 0.5,
     "moving average": 0.99,
     "clipped scores": 100.0,

@@ -1,4 +1,4 @@
-"""Some hundred damaged inputs of each kind, and random jobs; bench/fuzz.py tries more for minutes."""
+"""Some hundred damaged inputs of each kind, and random jobs; bench/fuzz.py inputs tries more for minutes."""
 
 import pytest
 from hypothesis import given, settings

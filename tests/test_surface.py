@@ -6,10 +6,12 @@ import shlex
 import pytest
 import typer
 
+from tests.refusals import refused
 from zbc import explain as errors
 from zbc.cli import app, main
 from zbc.commands import retired
-from zbc.job.spec import SECTIONS, drafted, json_schema
+from zbc.job.spec import SECTIONS, drafted, gathered, json_schema
+from zbc.job.spellings import OLD
 from zbc.job.toml import loads
 from zbc.job.wording import RETIRED, RETIRED_VALUES
 
@@ -39,7 +41,7 @@ COUNTED = {
     "commands": (len(COMMANDS), 13),
     "options": (len({*OPTIONS}), 56),
     "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 102),
-    "keys": (keys(json_schema(), json_schema()), 190),
+    "keys": (keys(json_schema(), json_schema()), 182),
     "codes": (len(errors.CATALOGUE), 65),
 }
 
@@ -95,3 +97,33 @@ def test_a_key_that_is_gone_says_what_to_write(key, capsys):
     assert any(f"{key} is gone; write {RETIRED[key]}" in problem for problem in problems)
     named = re.findall(r"(\w+)\.(\w+)", RETIRED[key])
     assert all(name in SECTIONS[table].model_fields for table, name in named)
+
+
+SAID = {  # old key: what a file may have said, and where it is now
+    "optimizer.zero1": ("true", "parallel", "shard", "optimizer"),
+    "schedule.file": ('"a.csv"', "schedule", "kind", "a.csv"),
+    "schedule.plugin": ('"a:b"', "schedule", "kind", "a:b"),
+    "schedule.tokens_per_microbatch": ("32", "schedule", "microbatch_size", 2),
+    "train.nonfinite": ('"stop"', "train", "skip_limit", 1),
+    "partition.layout": ('"Et|tL"', "partition", "layers_per_stage", "Et|tL"),
+}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_an_old_spelling_is_read_as_the_key_of_today_and_says_it(old, tmp_path, caplog):
+    """The command line stands above the file, whichever is old; two answers at one place are refused."""
+    (table, _, name), (text, other, key, value) = old.partition("."), SAID[old]
+    path = tmp_path / "zbc.toml"
+    path.write_text(f"[model]\nseq_len = 16\n[{table}]\n{name} = {text}\n")
+    document = gathered(path)
+    assert document.values[other][key] == value and name not in document.values[table]
+    assert document.where((other, key)) == f"{path}:4:{len(name) + 4}"
+    assert [*map(str, caplog.messages)] == [
+        f"config: {path}:4:{len(name) + 4}: {old} is an old spelling; write {OLD[old][1]}"
+    ]
+    assert name not in SECTIONS[table].model_fields
+    assert gathered(path, [f"{other}.{key}=1"]).values[other][key] == 1
+    path.write_text(f"[model]\nseq_len = 16\n[{other}]\n{key} = 7\n")
+    assert gathered(path, [f"{old}={text}"]).values[other][key] == value
+    with refused("E110", "two answers to one question"):
+        gathered(path, [f"{old}={text}", f"{other}.{key}=9"])

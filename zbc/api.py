@@ -239,7 +239,7 @@ class Plan:
         if self.compiled is not None:
             return self.compiled.assemble()[0]
         text = f"export: {target} needs the model and its layers, {self.name} is an order alone"
-        hint = "plan a job whose schedule.file it is, and export that"
+        hint = "plan a job whose schedule.kind it is, and export that"
         raise ZbcError("E413", text, hint=hint)
 
     def diff(self, other: Plan, *, compute_only: bool = True) -> list[RankDifference]:
@@ -251,7 +251,7 @@ class Plan:
         """Write the plan directory. Raises E407 for a plan without a job."""
         if self.compiled is None:
             text = f"plan: {self.name} was not made from a job here, so there is nothing to write"
-            raise ZbcError("E407", text, hint="plan a job, with schedule.file for an order of your own")
+            raise ZbcError("E407", text, hint='plan a job, with schedule.kind = "FILE.csv" for an order of your own')
         self.compiled.write(Path(folder))
 
 

@@ -37,7 +37,7 @@ def make(request):
 def with_plugin(folder, name, code=PLUGIN, **schedule):
     """A job with the order of a plugin next to it."""
     (folder / f"{name}.py").write_text(code)
-    write_job(folder, kind=None, schedule={"plugin": f"{name}:make", **schedule})
+    write_job(folder, kind=f"{name}:make", schedule=schedule)
 
 
 RANK_KEYS = ["rank", "busy_ms", "first_start_ms", "last_end_ms", "peak_activation_units", "peak_bytes", "weight_bytes"]
@@ -133,11 +133,6 @@ def test_set_and_schedule_win_over_the_file(zbc, job):
     zbc("plan", job(), "--schedule", "Schedule1F1B", "--set", "schedule.microbatches=5", "-q")
     manifest = StoredPlan.read(Path("plan")).manifest
     assert (manifest.schedule, manifest.microbatches) == ("1f1b", 5)
-
-
-def test_a_schedule_on_the_command_line_takes_the_place_of_a_plugin(zbc, folder):
-    write_job(folder, kind=None, schedule={"plugin": "nowhere:make"})
-    assert zbc("plan", "zbc.toml", "--schedule", "zb-h1", "-q").code == 0
 
 
 def test_a_plugin_is_found_in_the_current_directory(zbc, folder):

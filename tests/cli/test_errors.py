@@ -69,7 +69,7 @@ JOBS = {
     "a gpt without width": (GOOD.replace("hidden = 32\n", ""), 3, "E105", "zbc.toml:2:2", "model.hidden"),
     "another file version": (GOOD.replace("zbc = 1", "zbc = 2"), 3, "E103", "zbc.toml:1:7", "zbc = 1"),
     "an unknown schedule": (edit(kind="zvb"), 3, "E104", "zbc.toml:12:8", 'did you mean "zb-v"?'),
-    "two schedules": (edit(schedule={"plugin": "a:b"}), 3, "E103", "zbc.toml:15:10", "found kind and plugin"),
+    "two schedules": (edit(schedule={"plugin": "a:b"}), 3, "E110", "zbc.toml:15:10", "two answers to one question"),
     "impossible chunks": (edit(kind="zb-v", schedule={"chunks": 3}), 3, "E110", "zbc.toml:15:10", "chunks = 2"),
     "heads that do not divide": (edit(model={"heads": 5}), 3, "E110", "zbc.toml:6:9", "model.hidden = 32"),
     "an odd head for rotary": (

@@ -16,7 +16,7 @@ def planned(zbc, folder):
     """Plans with one of the plugins of tests/uneven.py; returns the plan directory."""
 
     def plan(name, *options, **changes):
-        order = {"kind": None, "plugin": f"tests.uneven:{name}", "microbatch_size": 1, **changes.pop("schedule", {})}
+        order = {"kind": f"tests.uneven:{name}", "microbatch_size": 1, **changes.pop("schedule", {})}
         write_job(folder, pp=RANKS.get(name, 3), m=6, schedule=order, **{"train": {"steps": 1}, **changes})
         return zbc("plan", "zbc.toml", *options)
 

@@ -262,9 +262,12 @@ def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
         assert all("are on 2 nodes" in error.message for error in refused), keys
         assert rows[8, 1, 1].sample_ms and rows[4, 2, 1].sample_ms
     alone = load_job(path, ["parallel.pp=8", "parallel.dp=1", "schedule.microbatches=16"])
-    assert alone.shard == "optimizer", "the two pipes of chimera share it out"
+    assert alone.parallel.shard == "optimizer", "the two pipes of chimera share it out"
     other = load_job(path, ["parallel.pp=8", "parallel.dp=1", "schedule.microbatches=16"], "1f1b")
-    assert other.shard == "none" and load_job(path, ["parallel.pp=4", "parallel.dp=2"], "1f1b").shard == "optimizer"
+    assert (
+        other.parallel.shard == "none"
+        and load_job(path, ["parallel.pp=4", "parallel.dp=2"], "1f1b").parallel.shard == "optimizer"
+    )
 
 
 def test_experts_are_shared_out_by_as_many_as_divide_the_replicas(tmp_path):

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from bench.braids import BARS, SUMS, exposed
+from bench.fuzz import BARS, SUMS, exposed
 from tests.check import operational
 from tests.check.braids import with_sums
 from tests.compiler.grid import make, timed, units

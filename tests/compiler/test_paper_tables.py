@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.vocabulary import SUSTAINED, cases
+from bench.published import SUSTAINED, cases
 from tests.compiler.grid import make, timed, units
 from tests.lowered import lower
 from tests.refusals import refused

@@ -64,7 +64,6 @@ def test_a_plan_of_whole_microbatches_says_nothing_of_slices(tmp_path):
     planned(**LONG).write(tmp_path / "plan")
     manifest = json.loads((tmp_path / "plan" / MANIFEST).read_text())
     assert "cuts" not in manifest and "slices" not in manifest["capabilities"] and manifest["slices"] == 1
-    assert not {"slices", "cuts"} & manifest["planning"]["schedule"].keys()
     assert "slices" not in manifest["predicted"] and "kv_bytes" not in manifest["predicted"]["per_rank"][0]
 
 
@@ -284,7 +283,7 @@ def test_a_plugin_is_asked_for_slices():
 
 def with_plugin(count, name):
     made = job(**sliced(count))
-    chosen = {"kind": None, "plugin": f"{__name__}:{name}"}
+    chosen = {"kind": f"{__name__}:{name}"}
     return replace(made, schedule=made.schedule.model_copy(update=chosen))
 
 

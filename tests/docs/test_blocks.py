@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import zbc.cli
-from bench.readme import BIDIRECTIONAL, README, TWO_PIPES_BLOCKS, fill
+from docs import make
+from docs.make import BIDIRECTIONAL, README, TWO_PIPES_BLOCKS, fill
 from tests.limits import at_most
 from tests.tiers import few
 
@@ -141,10 +142,7 @@ def test_the_tables_of_two_pipes_are_what_zbc_prints_and_say_what_the_page_says(
         assert row in text.partition(f"<!-- two pipes, {first} -->")[2].partition("<!-- end -->")[0]
 
 
-def test_tables_that_make_docs_writes_are_those_of_the_pages(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import make
-
+def test_tables_that_make_docs_writes_are_those_of_the_pages():
     assert make.SURVIVAL.search((ROOT / "docs" / "gpu.md").read_text())[1] == make.survival_table()
     words = (ROOT / "docs" / "words.md").read_text()
     assert (ROOT / "docs" / "reference.md").read_text() == make.reference() and words == make.words(words)
@@ -158,7 +156,7 @@ def test_the_plugin_of_the_docs_plans(tmp_path, monkeypatch):
     from zbc.compiler.compile import compile_job, load_job
 
     (tmp_path / "my_order.py").write_text(blocks_of("extending.md")[0])
-    (tmp_path / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "my_order:make"'))
+    (tmp_path / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'kind = "my_order:make"'))
     monkeypatch.syspath_prepend(tmp_path)
     assert compile_job(load_job(tmp_path / "zbc.toml")).report.deadlock_free
 

@@ -301,7 +301,7 @@ def test_what_is_written_reads_back(counts):
 
 
 def test_a_job_is_cut_as_its_layout_says():
-    compiled = compile_job(job(pp=4, layers=8, partition={"layout": "Et|t*3|t*3|tL"}))
+    compiled = compile_job(job(pp=4, layers=8, partition={"layers_per_stage": "Et|t*3|t*3|tL"}))
     assert [len(part) for part in compiled.layers] == [2, 3, 3, 2]
     assert compiled.layers[0] == ("embed", "layers.0")
     assert megatron_layout.dumps(compiled.layers) == "Et|t*3|t*3|tL"
@@ -310,18 +310,13 @@ def test_a_job_is_cut_as_its_layout_says():
 @pytest.mark.parametrize(
     ("partition", "code", "piece"),
     [
-        ({"layout": "Et*3|t*3|tL"}, "E130", "it needs 3 bars"),
-        ({"layout": "Et*3|t*3|t|L"}, "E130", "do not add up"),
-        ({"layout": "Et*8||L|L"}, "E130", "its layers"),
-        ({"layout": "Et*4||t*4|L"}, "E130", "stage 1 has no layers"),
+        ({"layers_per_stage": "Et*3|t*3|tL"}, "E130", "it needs 3 bars"),
+        ({"layers_per_stage": "Et*3|t*3|t|L"}, "E130", "do not add up"),
+        ({"layers_per_stage": "Et*8||L|L"}, "E130", "its layers"),
+        ({"layers_per_stage": "Et*4||t*4|L"}, "E130", "stage 1 has no layers"),
     ],
 )
 def test_layouts_that_do_not_go_with_the_job_are_refused(partition, code, piece):
     with refused(code) as caught:
         compile_job(job(pp=4, layers=8, partition=partition))
     assert piece in caught.value.render()
-
-
-def test_layout_and_layers_per_stage_exclude_each_other():
-    with refused("E110"):
-        job(pp=2, layers=2, partition={"layout": "Et|tL", "layers_per_stage": [1, 1]})

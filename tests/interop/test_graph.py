@@ -21,11 +21,11 @@ WAYS = {
     "groups": {"kind": "dualpipe-v", "costs": {**COSTS, "overlap": 0.5}},
     "groups of two pipes": {"kind": "dualpipe", "costs": {**COSTS, "overlap": 0.5}},
     "no barrier": {"kind": "zb-h1", "optimizer": {"sync": "post-validate"}},
-    "shares": {"kind": "interleaved-1f1b", "parallel": {"pp": 4, "dp": 2}, "optimizer": {"zero1": True}},
+    "shares": {"kind": "interleaved-1f1b", "parallel": {"pp": 4, "dp": 2, "shard": "optimizer"}},
     "shares, no barrier": {
         "kind": "zb-h1",
-        "parallel": {"pp": 4, "dp": 2},
-        "optimizer": {"zero1": True, "sync": "post-validate"},
+        "parallel": {"pp": 4, "dp": 2, "shard": "optimizer"},
+        "optimizer": {"sync": "post-validate"},
     },
 }
 

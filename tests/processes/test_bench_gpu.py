@@ -14,11 +14,11 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def job(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    import gpu_job
+    import experiments.job
 
-    yield gpu_job
-    for name in ("gpu_job", "gpu_right", "gpu_cost", "gpu_price"):
-        sys.modules.pop(name, None)
+    yield experiments.job
+    for name in [name for name in sys.modules if name.partition(".")[0] == "experiments"]:
+        sys.modules.pop(name)
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def test_an_optimizer_without_a_barrier_has_its_ops_timed(bench):
 
 
 def test_an_experiment_stops_where_something_is_wrong(bench, job, monkeypatch):
-    import gpu_right
+    from experiments import right
 
     monkeypatch.setattr(job.Case, "told", lambda case, steps=3, hub=None: [(float(case.job.count("pp = 4")), 1.0)])
     with pytest.raises(job.FoundError, match=r"1f1b .*float32 keep: \[\(1.0, 1.0\)\], expected \[\(0.0, 1.0\)\]"):
-        gpu_right.schedules(bench)
+        right.schedules(bench)
 
 
 @pytest.mark.repeats

@@ -102,7 +102,8 @@ def make_plan(
         words = [(checked.vocab or 0) * rank // count for rank in range(count + 1)]
     plain = partial(BaseModel.model_dump, mode="json")
     told = {"data": plain(spec.Data.model_validate(data))}
-    told |= {"optimizer": plain(spec.Optimizer.model_validate(optimizer or {}))}
+    chosen = {key: value for key, value in (optimizer or {}).items() if key != "zero1"}  # the program says that
+    told |= {"optimizer": plain(spec.Optimizer.model_validate(chosen))}
     told |= {} if checkpoint is None else {"checkpoint": checkpoint}
     manifest, _ = assemble(
         program,

@@ -340,7 +340,7 @@ def test_what_is_written_late_is_what_the_step_left(ahead, monkeypatch, tmp_path
 
     train(plan(ahead=ahead), 2, tmp_path / "between")
     monkeypatch.setattr(saving, "write_parts", write)
-    written_late = plan(ahead=ahead, checkpoint={"every": 2, "at_end": False})
+    written_late = plan(ahead=ahead, checkpoint={"every": 2})
     train(written_late, 4, tmp_path / "late", setup=lambda worker: watch(worker, after=let))
     same(at(tmp_path / "late", 2), at(tmp_path / "between", 2))
 
@@ -407,8 +407,6 @@ def test_what_a_checkpoint_has_may_change_from_one_to_the_next(dp, tmp_path):
 def test_as_many_checkpoints_stay_as_asked_and_the_last_step_is_saved(tmp_path):
     train(plan(checkpoint={"every": 2, "keep": 2}), 7, tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
-    train(plan(checkpoint={"every": 2, "keep": 2, "at_end": False}), 3, tmp_path / "other")
-    assert list(disk.complete(tmp_path / "other")) == [2]
 
 
 @pytest.fixture

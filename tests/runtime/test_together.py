@@ -152,7 +152,7 @@ def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path
     made, _ = planned(plain, tmp_path)
     (tmp_path / "order.csv").write_text(torch_csv.dumps(made.program))
     both = settings("shared vocabulary")
-    both["schedule"] |= {"file": str(tmp_path / "order.csv")}
+    both["schedule"] |= {"kind": str(tmp_path / "order.csv")}
     del both["schedule"]["kind"]
     assert apart(trained(both), trained(settings())) <= NEAR
 

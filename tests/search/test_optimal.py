@@ -1,4 +1,4 @@
-"""The search against true optima: small pipelines whose best order CP-SAT has proven (see bench/optima.py)."""
+"""The search against true optima: small pipelines whose best order CP-SAT has proven (see bench/plan.py optima)."""
 
 import itertools
 import json

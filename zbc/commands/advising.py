@@ -237,7 +237,7 @@ def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
         mfu = "?" if rates.mfu is None else percent(rates.mfu)
         idle = percent(row.compiled.report.idle_rate)
         shape = [str(getattr(row.shape, axis)) for axis in axes]
-        shard = {"optimizer": "ZeRO-1", "all": "FSDP"}.get(row.job.shard, "-")
+        shard = {"optimizer": "ZeRO-1", "all": "FSDP"}.get(row.job.parallel.shard, "-")
         cells.append([str(number), *shape, row.compiled.schedule, shard, _again_of(row), tokens, mfu, most, idle])
     yield table(heads, cells, left=len(axes) + 4)
     yield ""
@@ -279,7 +279,7 @@ def as_json(found: Advice) -> dict[str, Any]:
             {
                 **shape,
                 "schedule": row.compiled.schedule,
-                "shard": row.job.shard,
+                "shard": row.job.parallel.shard,
                 "recompute": some,
                 "selective": row.selective,
                 "stages": stages,

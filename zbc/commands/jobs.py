@@ -69,10 +69,7 @@ def init(
 def _scheduled(text: str, schedule: str, folder: Path) -> str:
     """The job under a schedule; for the order of a CSV with its numbers. Raises E2xx and E4xx for an order that is
     wrong."""
-    from zbc.job.spec import chooser_of
-
-    key = chooser_of(schedule)
-    if key == "file":
+    if schedule.lower().endswith(".csv"):
         from zbc.api import Plan
 
         plan = Plan.read_csv(schedule)
@@ -84,7 +81,7 @@ def _scheduled(text: str, schedule: str, folder: Path) -> str:
         for name, value in counts.items():
             text = re.sub(rf"(?m)^{name} = \d+", f"{name} = {value}", text)
         schedule = os.path.relpath(schedule, folder)
-    return re.sub(r'(?m)^kind = "zb-v".*$', lambda _: f"{key} = {jsonlib.dumps(schedule)}", text)
+    return re.sub(r'(?m)^kind = "zb-v".*$', lambda _: f"kind = {jsonlib.dumps(schedule)}", text)
 
 
 def toml_value(value: Any) -> str:

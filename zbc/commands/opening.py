@@ -49,7 +49,7 @@ def say_if_compiling(job: Job | None, *, quiet: bool) -> None:
 
     if quiet or not _watched():
         return
-    kind = "" if job is None else (job.schedule.kind or "").lower()
+    kind = "" if job is None else job.schedule.kind.lower()
     searches = job is None or kind == AUTO or (bool(kind) and find(kind).name in SCHEDULES and find(kind).searched)
     if searches and compiles_first():
         tell("compiling the search, once: some 20 s ...")

@@ -121,7 +121,7 @@ def _activity(job: Job) -> str:
     """The activity of planning, for a terminal that waits."""
     from zbc.compiler.schedules import AUTO
 
-    kind = (job.schedule.kind or "").lower()
+    kind = job.schedule.kind.lower()
     return "planning every schedule that the job allows" if kind == AUTO else f"planning {kind}".rstrip()
 
 

@@ -199,5 +199,5 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 def _bare(job: Job) -> Job:
     """The job without checkpoints, wandb and tensorboard, for a trial."""
-    checkpoint = job.checkpoint.model_copy(update={"every": 0, "at_end": False})
+    checkpoint = job.checkpoint.model_copy(update={"every": 0})
     return replace(job, checkpoint=checkpoint, log=job.log.model_copy(update={"wandb": None, "tensorboard": False}))

@@ -47,6 +47,7 @@ from zbc.job.flops import attention_cost
 from zbc.job.links import LinkTable
 from zbc.job.profile import Profile
 from zbc.job.rules import asked_again
+from zbc.job.sections import is_name
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
@@ -215,10 +216,10 @@ ENOUGH = 3  # times the ranks of a pipeline: microbatches beyond which a step gr
 def weighed(job: Job, shape: world.Shape, enough: float = ENOUGH) -> world.Weighed:
     """One shape with the best of its candidate schedules, planned with at most `enough` microbatches for each rank of a
     pipeline."""
-    names: Sequence[str | None] = (job.schedule.kind,)
-    if (job.schedule.kind or "").lower() == AUTO:
+    names: Sequence[str] = (job.schedule.kind,)
+    if job.schedule.kind.lower() == AUTO:
         names = [name for name in _STANDINS if not any(excludes.clashes(vars(job), find(name).traits))][:2]
-    jobs = [job.under(name or "") for name in names]
+    jobs = [job.under(name) for name in names]
     rows = [_planned(each, shape, enough) for each in jobs]
     return min(rows, key=lambda row: (row.error is not None, row.sample_ms or 0.0))
 
@@ -274,7 +275,6 @@ def job_of(document: toml.Document, measured: Measured = UNMEASURED, *, counts: 
         draft.sections["hardware"] = gpu.measured(draft.sections["hardware"])
     draft.problems += _schedule_problems(draft)
     draft.problems += _set_limit(draft)
-    _set_rows(draft)
     tokens.settle(draft)
     draft.problems += _pretrained(draft)
     return with_card(draft.finish()) if counts else draft.finish()
@@ -305,21 +305,12 @@ def _set_limit(draft: Draft) -> list[ZbcError]:
     return []
 
 
-def _set_rows(draft: Draft) -> None:
-    """Sets the rows of a microbatch from schedule.tokens_per_microbatch."""
-    planned, model = draft.sections.get("schedule"), draft.sections.get("model")
-    if planned is None or model is None or planned.tokens_per_microbatch is None or not model.seq_len:
-        return
-    rows = max(1, planned.tokens_per_microbatch // model.seq_len)
-    draft.sections["schedule"] = planned.model_copy(update={"microbatch_size": rows})
-
-
 def _schedule_problems(draft: Draft) -> list[ZbcError]:
     """Problems with the schedule's name and chunks, read even if the rest of [schedule] is wrong as well."""
     section = draft.document.values.get("schedule")
     kind, chunks = (section.get("kind"), section.get("chunks")) if isinstance(section, dict) else (None, None)
     where = draft.document.where
-    if not isinstance(kind, str) or kind.lower() == AUTO:
+    if not isinstance(kind, str) or kind.lower() == AUTO or not is_name(kind):
         return undecided(draft, SCHEDULES.values())
     try:
         found = find(kind)
@@ -416,7 +407,7 @@ def _with_count(compiled: Compiled, count: int) -> Job:
     made = replace(
         job,
         schedule=job.schedule.model_copy(update=chosen),
-        partition=job.partition.model_copy(update={"layers_per_stage": blocks, "layout": None}),
+        partition=job.partition.model_copy(update={"layers_per_stage": blocks}),
         parallel=job.parallel.model_copy(update={"node": compiled.costs.node}),
         memory=as_ordered(job, compiled.found).memory,
     )
@@ -552,7 +543,7 @@ def _alternatives(job: Job, failed: str, until: Until, left: list[str]) -> Itera
             left.append(name)
             continue
         chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
-        changes = {"kind": name, "chunks": chunks, "plugin": None, "file": None}
+        changes = {"kind": name, "chunks": chunks}
         other = replace(job, schedule=job.schedule.model_copy(update=changes))
         try:
             found = glance(other, table)

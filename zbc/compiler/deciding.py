@@ -41,7 +41,7 @@ def decided(job: Job) -> Job:
     if job.parallel.vocabulary == "auto":
         ends, shared = job.with_vocabulary("ends"), job.with_vocabulary("shared")
         job = (_shortest((ends, shared)) if shareable(job) else None) or ends
-    if job.parallel.replicas == "auto" and (job.schedule.kind or "").lower() == NAME:
+    if job.parallel.replicas == "auto" and job.schedule.kind.lower() == NAME:
         made = [job.with_replicas(counts) for counts in replicas(job, estimate.layers(job))]
         if not made:
             raise ZbcError("E110", "config: no replicas can be planned", where=job.where("parallel", "replicas"))
@@ -65,7 +65,7 @@ def _shortest(jobs: Iterable[Job], *, worth: float = WORTH, while_shorter: bool 
 def _by_layers(job: Job) -> Job:
     """The job with the fewest layers of each stage that run again: of each rank as few as fit. If its order changes
     with them, it is searched, as many of all stages as make the step shortest. All layers if nothing fits."""
-    kind, table = (job.schedule.kind or "").lower(), estimate.layers(job)
+    kind, table = job.schedule.kind.lower(), estimate.layers(job)
     most = -(-len(table) // job.parallel.pp) if limited(job) else 0
 
     def of(*counts: int) -> Job:
@@ -112,7 +112,7 @@ def quick_ms(job: Job) -> float | None:
 
 def shareable(job: Job) -> bool:
     """Whether the job can use vocabulary parallelism, and has several ranks."""
-    kind = (job.schedule.kind or AUTO).lower()
+    kind = job.schedule.kind.lower()
     shared = job.with_vocabulary("shared")
     traits = frozenset[str]() if kind == AUTO else find(kind).traits
     apart = (pair for pair in excludes.clashes(vars(shared), traits) if "shared vocabulary" in pair[:2])

@@ -19,7 +19,7 @@ from zbc.job.spec import Job
 
 def of_graph(job: Job, table: Sequence[Layer]) -> Ordered:
     """Raises E110 for a schedule without an order for graphs, E110 or E130 for impossible stages, E303 for a limit."""
-    kind = (job.schedule.kind or "").lower()
+    kind = job.schedule.kind.lower()
     if kind != AUTO:
         raise_all(refusals(job, find(kind)))
     stages, placement = stages_of(job, table)

@@ -22,6 +22,7 @@ from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.job import userobject
+from zbc.job.sections import is_name
 from zbc.job.spec import Job
 
 
@@ -41,7 +42,7 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
 
 def glance(job: Job, table: Sequence[estimate.Layer]) -> Ordered | None:
     """The best order that fits, by the fast part of searches; None if it finds none. Raises E1xx."""
-    if job.schedule.plugin is not None or job.schedule.file is not None or job.model.graph:
+    if not is_name(job.schedule.kind) or job.model.graph:
         found = order(job, table)
         return None if excess(job, found.memory, found.costs) > 0 else found
     return looked(job, table, _cards(job))
@@ -49,9 +50,9 @@ def glance(job: Job, table: Sequence[estimate.Layer]) -> Ordered | None:
 
 def _cards(job: Job) -> list[tuple[ScheduleCard, int | None]]:
     """The schedules that a job allows, with their stages per rank."""
-    if (job.schedule.kind or "").lower() == AUTO:
+    if job.schedule.kind.lower() == AUTO:
         return list(entrants(job))
-    card = find(job.schedule.kind or "")
+    card = find(job.schedule.kind)
     if card.name == replicated.NAME:
         card = replicated.replicated(_replicas(job), job.schedule.microbatches)
     return [(card, job.schedule.chunks)]
@@ -68,7 +69,7 @@ def _replicas(job: Job) -> list[int]:
 
 def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     """The order of a torch CSV file; a relative path starts at the folder of the job file that names it."""
-    where = job.where("schedule", "file")
+    where = job.where("schedule", "kind")
     path = Path(job.schedule.file or "")
     if not where.startswith("--"):  # written in a file, not on the command line
         path = Path(where.rsplit(":", 2)[0]).parent / path
@@ -92,9 +93,9 @@ def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
 def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     """A user's own generator, `module:function`, Request -> Program."""
     name = job.schedule.plugin or ""
-    where = job.where("schedule", "plugin")
-    make = userobject.load(re.sub("^torch:", "zbc.pipelining:", name), "schedule.plugin", code="E121", where=where)
-    program = userobject.call(_asking(make, job), {}, name, "schedule.plugin", code="E121", where=where)
+    where = job.where("schedule", "kind")
+    make = userobject.load(re.sub("^torch:", "zbc.pipelining:", name), "schedule.kind", code="E121", where=where)
+    program = userobject.call(_asking(make, job), {}, name, "schedule.kind", code="E121", where=where)
     if not isinstance(program, Program):
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
         raise ZbcError("E121", text, where=where, hint="return zbc.ir.Program(placement, microbatches, ranks)")

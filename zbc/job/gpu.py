@@ -1,7 +1,7 @@
 """`hardware.gpu`: numbers from the data sheet of a GPU for the keys that a job leaves open.
 
 No GPU sustains its peaks: plans assume the share ARITHMETIC of TFLOPS, and BYTES of memory and link bandwidth. The
-shares come from A100s (the fit of bench/vocabulary.py to published runs has 230 of 312 TFLOPS and 1750 of 2039 GB/s),
+shares come from A100s (the fit of bench/published.py vocabulary has 230 of 312 TFLOPS and 1750 of 2039 GB/s),
 rounded down as power limits larger GPUs; `zbc profile` measures the actual numbers.
 """
 

@@ -17,7 +17,6 @@ from zbc.job.sections import (
     PLANNED,
     PLANNING,
     SECTIONS,
-    SINCE,
     Checkpoint,
     Data,
     Filler,
@@ -35,20 +34,6 @@ from zbc.job.sections import (
 from zbc.job.world import Weighed
 from zbc.text import GIB
 
-_SINCE: dict[
-    str, tuple[str, ...]
-] = {  # keys that a plan stores only if they are set: ids of plans from before these keys stay the same
-    "model": ("graph", "groups", "loss_chunk", "z_loss", "label_smoothing", "loss_scale", "loss_scale_steps"),
-    "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches", "tokens", "renumber"),
-    "parallel": ("cp", "vocabulary", "vocabulary_sums"),
-    "hardware": ("gpu",),
-    "memory": ("attention",),
-    "costs": ("cp", "s", "t", "i", "e"),
-    "optimizer": ("qk_clip",),
-    "train": ("hook", "fused_gradients", "patience"),
-    "data": ("balance", "items", "tokenizer"),
-    "checkpoint": ("keep_best",),
-}
 RESERVE = 0.06  # share of a GPU's memory to keep free, unless the job or a profile says otherwise
 
 
@@ -80,11 +65,9 @@ class Job:
     weighed: tuple[Weighed, ...] = ()  # the candidates for pp and dp, if the job left them open
 
     def __repr__(self) -> str:
-        schedule = self.schedule.kind or self.schedule.file or self.schedule.plugin
         sizes = f"{self.parallel.pp} ranks, {self.schedule.microbatches} microbatches"
-        return (
-            f"<zbc job {self.document.source}: {schedule}, {self.model.family} of {self.model.layers} layers, {sizes}>"
-        )
+        of = f"{self.schedule.kind}, {self.model.family} of {self.model.layers} layers"
+        return f"<zbc job {self.document.source}: {of}, {sizes}>"
 
     def where(self, *path: str | int) -> str:
         return self.document.where(path)
@@ -93,11 +76,6 @@ class Job:
     def timed(self) -> Profile | None:
         """The profile, if it has measured times."""
         return self.profile if self.profile is not None and self.profile.timed else None
-
-    @property
-    def shard(self) -> str:
-        """The effective `parallel.shard`: optimizer.zero1 is "optimizer"."""
-        return "optimizer" if self.parallel.shard == "none" and self.optimizer.zero1 else self.parallel.shard
 
     @property
     def balances(self) -> bool:
@@ -239,11 +217,10 @@ class Job:
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
         del data["model"]["pretrained"], data["parallel"]["world"], data["schedule"]["batch"]
         data["costs"]["profile"] = data["hardware"]["links"] = None
-        data = {name: data[name] for name in data if name not in SINCE or getattr(self, name) != SECTIONS[name]()}
         others = {name: {key: getattr(getattr(self, name), key) for key in keys} for name, keys in PLANNED.items()}
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
         links = {} if self.links is None else {"links": self.links.plain()}
-        return {**{name: keys for name, keys in _stored({**data, **others}).items() if keys}, **measured, **links}
+        return {**data, **others, **measured, **links}
 
     def training(self) -> dict[str, Any]:
         """The sections the runtime reads, as plain data."""
@@ -251,19 +228,7 @@ class Job:
         data = {name: getattr(self, name).model_dump(mode="json") for name in names}
         if data["data"]["kind"] == "chat":
             data["data"]["tokenizer"] = self.data.tokenizer or self.model.pretrained
-        return {**_stored(data), "pretrained": self.model.pretrained}
-
-
-def _stored(data: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The sections without keys of `_SINCE` that have their default."""
-    return {
-        name: {
-            key: value
-            for key, value in keys.items()
-            if key not in _SINCE.get(name, ()) or value != SECTIONS[name].model_fields[key].default
-        }
-        for name, keys in data.items()
-    }
+        return {**data, "pretrained": self.model.pretrained}
 
 
 @dataclass

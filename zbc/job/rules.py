@@ -178,13 +178,6 @@ def _memory_limit_rule(draft: Draft, schedule: Schedule) -> Found:
         text = f"config: cannot read schedule.memory_limit {schedule.memory_limit!r}"
         where = draft.document.where(("schedule", "memory_limit"))
         yield ZbcError("E103", text, where=where, hint='write "1.0x" or "40 GiB"')
-    chosen = [key for key in ("kind", "file", "plugin") if getattr(schedule, key) is not None]
-    if len(chosen) != 1:
-        given = " and ".join(chosen) or "none"
-        text = f"config: [schedule] needs one of kind, file and plugin, found {given}"
-        key = ("schedule", chosen[-1]) if chosen else ("schedule",)
-        hint = "keep one of them" if chosen else 'add kind = "zb-v"; `zbc explain schedules` lists them'
-        yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key), hint=hint)
 
 
 @given
@@ -202,13 +195,13 @@ def _extent_rule(
 def _partition_rules(draft: Draft, partition: Partition, model: Model | None = None) -> Found:
     if partition.layout is None:
         return
-    where = draft.document.where(("partition", "layout"))
-    if partition.layers_per_stage is not None:
-        text = "config: both partition.layers_per_stage and partition.layout are given"
-        yield ZbcError("E110", text, where=where, hint="keep one of them")
+    where = draft.document.where(("partition", "layers_per_stage"))
+    if not re.fullmatch(r"[EtLm|*()\d, ]+", partition.layout):
+        text = f"config: partition.layers_per_stage: expected a list or \"equal\", found '{partition.layout}'"
+        yield ZbcError("E103", text, where=where, hint="a layout of Megatron-LM is like Et|t*3|tL")
     if model is not None and not model.builtin:
         text = "config: a layout names the parts of a built-in model, model.family is another"
-        yield ZbcError("E110", text, where=where, hint="use layers_per_stage")
+        yield ZbcError("E110", text, where=where, hint="list the layers of each stage")
 
 
 @given
@@ -346,7 +339,7 @@ def _filler_rule(draft: Draft, filler: Filler) -> Found:
 @given
 def _replica_rule(draft: Draft, parallel: Parallel, schedule: Schedule) -> Found:
     where, counts = draft.document.where(("parallel", "replicas")), parallel.replicas
-    if (schedule.kind or "").lower() != REPLICATED:
+    if schedule.kind.lower() != REPLICATED:
         chosen = draft.document.where(("schedule", "kind")).startswith("--")  # another schedule may be tried
         if counts is not None and not chosen:
             text = 'config: parallel.replicas goes with schedule.kind = "replicated-1f1b"'

@@ -182,15 +182,15 @@ class Parallel(Section):
 class Schedule(Section):
     """`[schedule]`: the order of ops."""
 
-    kind: str | None = Field(None, description="a name from `zbc explain schedules`")
+    kind: str = Field(
+        description="a name from `zbc explain schedules`, the CSV file of an order as torch has it, or your own "
+        '"package.module:function", Request -> Program'
+    )
     microbatches: Count = Field(description="microbatches per step and pipeline")
     batch: Count | None = Field(
         None, description="samples per step, instead of microbatches; needed with parallel.world"
     )
-    microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
-    tokens_per_microbatch: Count | None = Field(
-        None, description="data.balance: room of a microbatch, in rows of model.seq_len; instead of microbatch_size"
-    )
+    microbatch_size: Count = Field(1, description="sequences (samples) per microbatch; packed ones: rows of it")
     max_microbatches: Count | None = Field(
         None, description="data.balance: the most that one replica gets in a step; default twice microbatches"
     )
@@ -229,8 +229,16 @@ class Schedule(Section):
     objective: Literal["makespan", "span", "period"] | None = Field(
         None, description="default: makespan with the optimizer's barrier, span without"
     )
-    file: str | None = Field(None, description="a torch pipelining CSV instead of kind")
-    plugin: str | None = Field(None, description='own generator, "package.module:function", Request -> Program')
+
+    @property
+    def file(self) -> str | None:
+        """The CSV file that `kind` names."""
+        return self.kind if self.kind.lower().endswith(".csv") else None
+
+    @property
+    def plugin(self) -> str | None:
+        """The function that `kind` names."""
+        return self.kind if ":" in self.kind and self.file is None else None
 
     @property
     def lengths(self) -> list[int]:
@@ -241,10 +249,21 @@ class Schedule(Section):
 class Partition(Section):
     """`[partition]`: layers to stages."""
 
-    layers_per_stage: list[Annotated[int, Field(ge=0)]] | Literal["equal"] | None = Field(
-        None, description='blocks of each stage, or "equal"; without it the costs of all layers are balanced'
+    layers_per_stage: list[Annotated[int, Field(ge=0)]] | str | None = Field(
+        None,
+        description='blocks of each stage, "equal", or Megatron\'s pipeline layout; default: the costs of all layers '
+        "are balanced",
     )
-    layout: str | None = Field(None, description="Megatron's pipeline layout string")
+
+    @property
+    def layout(self) -> str | None:
+        """Megatron's pipeline layout, such as `Et*3|tL`."""
+        return self.layers_per_stage if isinstance(self.layers_per_stage, str) and not self.equal else None
+
+    @property
+    def equal(self) -> bool:
+        """Whether every stage has as many blocks."""
+        return self.layers_per_stage == "equal"
 
 
 class Hardware(Section):
@@ -539,7 +558,6 @@ class Optimizer(Section):
     state: Literal["float32", "bfloat16"] = Field(
         "float32", description="how moments (of sgd and muon: the momentum) are stored; steps compute in float32"
     )
-    zero1: bool = Field(False, description="replicas of a stage share the optimizer's state and work")
     groups: list[OptimizerGroup] = Field([], description="of parameters that are stepped in another way, by name")
 
     @property
@@ -569,11 +587,10 @@ class Train(Section):
         None, description="evaluations in a row without a lower loss, after which the run ends"
     )
     watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
-    nonfinite: Literal["skip", "stop"] = Field(
-        "skip", description="if gradients are not all finite: skip the step, or end the run"
+    skip_limit: Count = Field(
+        10,
+        description="a step whose gradients are not all finite is skipped; so many in a row end the run",
     )
-    skip_limit: Count = Field(10, description="steps skipped in a row that end the run")
-    skip_total: Count | None = Field(None, description="steps skipped in all that end the run; default: no limit")
     fused_gradients: bool = Field(
         False, description="linear layers add weight gradients to their sums inside the product; equal to rounding"
     )
@@ -625,7 +642,6 @@ class Checkpoint(Section):
         None, description="folder of the checkpoints, which all ranks see; default: in the run directory"
     )
     asynchronous: bool = Field(True, description="write while the next steps run; false: steps wait for the disk")
-    at_end: bool = Field(True, description="also after the last step")
 
 
 class Filler(Section):
@@ -677,9 +693,13 @@ SECTIONS: dict[str, type[Section]] = {
 }
 # Sections that planning reads and the plan id covers, and keys of others; all else may change under one plan.
 PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory", "freeze", "adapter")
-SINCE = frozenset({"freeze", "adapter"})  # sections of PLANNING that a plan stores only if they are set
 
-PLANNED = {"optimizer": ("sync", "zero1", "qk_clip"), "train": ("fused_gradients",)}
+PLANNED = {"optimizer": ("sync", "qk_clip"), "train": ("fused_gradients",)}
+
+
+def is_name(kind: str) -> bool:
+    """Whether a kind names a schedule of zbc, and no CSV file or `package.module:function`."""
+    return ":" not in kind and not kind.lower().endswith(".csv")
 
 
 def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:

@@ -14,7 +14,7 @@ import tomli
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
-from zbc.job import gpu, hfmodel, links, toml, world
+from zbc.job import gpu, hfmodel, links, spellings, toml, world
 from zbc.job import profile as profiles
 from zbc.job.adapter import Adapter as Adapter
 from zbc.job.job import Draft as Draft
@@ -68,7 +68,7 @@ def gathered(
         place: dict[toml.KeyPath, str] = {("costs", "profile"): f"--profile {profile}"}
         named = {"costs": {"profile": str(profile)}}
         document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
-    return hfmodel.filled(gpu.filled(document))
+    return spellings.renamed(hfmodel.filled(gpu.filled(document)))
 
 
 def drafted(document: toml.Document) -> Draft:
@@ -173,19 +173,10 @@ def override(text: str, source: str) -> toml.Document:
     return toml.Document(source, tree, dict(places), places)
 
 
-def chooser_of(schedule: str) -> str:
-    """The key of [schedule] that takes it: a CSV file, a plugin (`package.module:function`) or the name of a kind."""
-    return "file" if schedule.lower().endswith(".csv") else "plugin" if ":" in schedule else "kind"
-
-
 def _choose(document: toml.Document, schedule: str) -> toml.Document:
-    """The document with `schedule` (see `chooser_of`) in place of the kind, file or plugin it names."""
-    chooser = chooser_of(schedule)
-    place: dict[toml.KeyPath, str] = {("schedule", chooser): f"--schedule {schedule}"}
-    chosen = toml.merge(document, toml.Document(document.source, {"schedule": {chooser: schedule}}, place, {**place}))
-    dropped = {"kind", "file", "plugin"} - {chooser}
-    section = {key: value for key, value in chosen.values["schedule"].items() if key not in dropped}
-    return toml.Document(chosen.source, {**chosen.values, "schedule": section}, chosen.keys, chosen.places)
+    """The document with `schedule` in place of its kind."""
+    place: dict[toml.KeyPath, str] = {("schedule", "kind"): f"--schedule {schedule}"}
+    return toml.merge(document, toml.Document(document.source, {"schedule": {"kind": schedule}}, place, {**place}))
 
 
 def _check_version(result: Draft) -> None:

@@ -76,14 +76,6 @@ IDLE = (
         'drop it, or use parameters = "bfloat16"',
     ),
     Unread(
-        "train",
-        ("skip_limit", "skip_total"),
-        "nonfinite",
-        lambda what: what == "stop",
-        "counts steps that are skipped, and with nonfinite = {!r} none is",
-        'drop it, or use nonfinite = "skip"',
-    ),
-    Unread(
         "model",
         ("loss_scale", "loss_scale_steps"),
         "dtype",

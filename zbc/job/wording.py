@@ -177,6 +177,8 @@ RETIRED = {  # key that is gone -> what to write now
     **dict.fromkeys(("costs.embed", "costs.head"), _ENDS),
     **dict.fromkeys(("costs.s", "costs.t", "costs.i", "costs.e"), "costs.vocabulary = [s, t, i, e]"),
     **{f"model.{key}": f"{_FOLDER}: it comes from there" for key in _FROM_CONFIG},
+    "checkpoint.at_end": "nothing: where there are checkpoints, one is written in the end",
+    "train.skip_total": "train.skip_limit, of steps in a row",
     "extends": "its values here, or change a job with --set",
     "optimizer.clip_stage_norm": "optimizer.clip_grad_norm, which is of each stage where there is no flush",
     "partition.mode": 'partition.layers_per_stage = "equal", or nothing for "auto"',

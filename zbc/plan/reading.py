@@ -15,7 +15,7 @@ from zbc.errors import ZbcError
 from zbc.host.contents import contents
 from zbc.ir import NEXT, Kind, Op, parse_line
 from zbc.job.extent import RANKS
-from zbc.job.sections import PLANNING, SECTIONS, SINCE
+from zbc.job.sections import PLANNING, SECTIONS
 from zbc.job.wording import sentence
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.manifest import (
@@ -145,7 +145,7 @@ def sections_of(manifest: Manifest) -> dict[str, Any]:
     sections = {}
     for name, section in SECTIONS.items():
         kept = manifest.planning if name in PLANNING else manifest.training
-        values = kept.get(name, {} if name in SINCE else None)
+        values = kept.get(name, {} if name in ("freeze", "adapter") else None)  # which old plans lack
         try:
             sections[name] = section.model_validate(values)
         except ValidationError as error:

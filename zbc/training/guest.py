@@ -45,14 +45,12 @@ _SHOWN = 4  # parameters that are named
 
 
 class Skips(Guest):
-    """Counts skipped steps, in a row and in all."""
+    """Counts skipped steps in a row."""
 
     def __init__(self, manifest: Manifest) -> None:
         train = Train.model_validate(manifest.training["train"], strict=False)
         self._manifest = manifest
-        self._limit = 1 if train.nonfinite == "stop" else train.skip_limit
-        self._most = train.skip_total
-        self._row = self._all = 0
+        self._limit, self._row = train.skip_limit, 0
 
     def told(self, result: StepResult) -> None:
         """Raises E704 if the step was skipped and the run may not go on."""
@@ -61,15 +59,13 @@ class Skips(Guest):
             return
         if result.scale > 1.0 and not result.bad_losses:
             return  # an overflow of float16, after which the scale is halved
-        self._row, self._all = self._row + 1, self._all + 1
+        self._row += 1
         if self._row >= self._limit:
             raise self._error(result, "" if self._limit == 1 else f", the {_nth(self._row)} in a row")
-        if self._most is not None and self._all >= self._most:
-            raise self._error(result, f", the {_nth(self._all)} in all")
 
     def _error(self, result: StepResult, counted: str) -> ZbcError:
         text = f"run: step {result.step + 1} has gradients that are not finite{counted}"
-        hint = "a lower lr, a longer warm-up, optimizer.clip_grad_norm; train.nonfinite and train.skip_limit decide"
+        hint = "a lower lr, a longer warm-up, optimizer.clip_grad_norm; train.skip_limit decides"
         details = [*_losses(result), *_gradients(self._manifest.layers, result.bad_gradients)]
         return ZbcError("E704", text, hint=hint, details=details)
 

@@ -53,7 +53,7 @@ def missing_problems(job: Job, program: Program) -> Iterator[ZbcError]:
         "parallel.dp": (several and not averages, any(kind.sums for kind in kinds)),
         "parallel.average": (several and averages, "averages" not in lacks),
         "parallel.ep": (parallel.ep > 1, program.ep == parallel.ep),
-        "parallel.shard": (held > 1 and job.shard != "none", program.sharded and "sharded" not in lacks),
+        "parallel.shard": (held > 1 and job.parallel.shard != "none", program.sharded and "sharded" not in lacks),
         "parallel.shard: weights": (parallel.frees, program.resident > 0 and not lacks & {"sharded", "resident"}),
         "parallel.shard: gradients": (parallel.scatters, program.scatters),
         "parallel.exchange": (parallel.one_sided, program.one_sided),

@@ -125,7 +125,7 @@ def ways(job: Job, worst: RankMemory) -> list[str]:
     parts *= parallel.tp if folds and not parallel.folded else 1  # of all experts, of which a rank has one
     if (more := next((n for n in range(parts + 1, most + 1) if most % n == 0), None)) is not None:
         found.append(((1 - parts / more) * (resident + worst.optimizer), f"parallel.ep = {more}"))
-    if parallel.copies > 1 and job.shard == "none":
+    if parallel.copies > 1 and parallel.shard == "none":
         found.append(((1 - 1 / parallel.copies) * worst.optimizer, 'parallel.shard = "optimizer"'))
     # These change the training: they are named where nothing else takes as much.
     largest = max(worst.weights, worst.gradients, worst.masters, worst.optimizer, worst.activations)

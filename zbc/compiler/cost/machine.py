@@ -23,7 +23,7 @@ from zbc.topology import Topology, by_node, even
 
 # What a message costs each of its ranks: us of the host, and a share of its transfer (evidence: docs/costs.md).
 _MESSAGE = {"cuda": (15.0, 0.06), "cpu": (15.0, 0.7)}
-_DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as measured by bench/vocabulary.py
+_DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as measured by bench/published.py
     "cuda": (230.0, 1750.0, 3.0, 200.0, 10.0),
     "cpu": (0.1, 20.0, 5.0, 20.0, 700.0),
 }

@@ -466,7 +466,7 @@ def _with_optimizer(
         layers = [[table[i] for i in part] for part in stages]
         each = [stepping.ms_of(job, some, sum(one.params for one in some)) for some in layers]
         step, tentative = (tuple(map(mul, ms, slow)) for ms in zip(*each, strict=True))
-    if job.shard != "none":
+    if job.parallel.shard != "none":
         shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
         plain, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
     else:
@@ -508,14 +508,14 @@ def _with_sums(
     costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> Costs:
     """Adds the time of collectives over replicas: given, or estimated from the link if bytes are known."""
-    parallel, halves = job.parallel, 2 if job.shard == "none" else 1
+    parallel, halves = job.parallel, 2 if job.parallel.shard == "none" else 1
     reduce, gather, average = [], [], []
     share = 0.0 if parallel.average is None else parallel.average.share
     for s, part in enumerate(stages):
         holders = placement.holders(s)
         own = sum(sum(table[i].apart) for i in part)
         count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part) - own
-        if job.shard != "none":
+        if job.parallel.shard != "none":
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
         # Sharded over one holder's replicas, reduced over all.

@@ -346,7 +346,7 @@ def dealt(
     while sum(counts) > params - whole and table[-1].tied in counts:
         counts.remove(table[-1].tied)
     known = sum(counts) == params - whole
-    if job.shard == "none" or ranks == 1:
+    if job.parallel.shard == "none" or ranks == 1:
         copied = dealing.batch([whole, *counts] if known else [params])
         return Dealt(ranks, 1.0, copied, params - whole + (len(counts) if known else 0), 0.0)
     alone, pieces = dealing.most(counts, ranks, matrices) if known else ((params - whole) / ranks, 0)

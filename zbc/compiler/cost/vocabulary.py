@@ -112,7 +112,7 @@ def pool_ms(job: Job) -> float:
     """ms of the sum over all replicas of the gradients of a rank's rows."""
     if job.parallel.copies == 1:
         return 0.0
-    halves = 2 if job.shard == "none" else 1
+    halves = 2 if job.parallel.shard == "none" else 1
     if job.costs.reduce is not None:
         return job.costs.reduce * halves / 2
     return Machine.of(job).sum_ms(GRAD_BYTES * parameters(job), [0], halves=halves)
@@ -120,7 +120,7 @@ def pool_ms(job: Job) -> float:
 
 def renewal_ms(job: Job) -> float:
     """ms of all-gathering a rank's rows after the optimizer step, if replicas each stepped a part of them."""
-    if job.parallel.copies == 1 or job.shard == "none":
+    if job.parallel.copies == 1 or job.parallel.shard == "none":
         return 0.0
     if job.costs.reduce is not None:
         return job.costs.reduce / 2
@@ -135,7 +135,7 @@ def share_bytes(job: Job) -> ShareBytes | None:
         return None
     count = parameters(job)
     stepped = float(count)
-    if count and job.shard != "none":  # tables are dealt in pieces
+    if count and job.parallel.shard != "none":  # tables are dealt in pieces
         stepped, _ = dealing.most(card.parts, job.parallel.copies)
     masters = 4.0 * stepped if job.model.parameters == "bfloat16" and job.model.master else 0.0
     kept = stepping.kept(job.optimizer) * stepped + averaging(job, count)

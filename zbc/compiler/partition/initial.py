@@ -25,7 +25,7 @@ def initial(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
     if isinstance(asked.layers_per_stage, list):
         return _listed(job, stages, table, asked.layers_per_stage, "layers_per_stage")
     if asked.layout is not None:
-        counts = megatron_layout.loads(asked.layout, job.where("partition", "layout"))
+        counts = megatron_layout.loads(asked.layout, job.where("partition", "layers_per_stage"))
         return _listed(job, stages, table, counts, "layout")
     blocks = len(_blocks(table))
     available = len(table) if is_open(job) else blocks
@@ -50,8 +50,7 @@ def uniform(table: Sequence[Layer], stages: int) -> Stages:
 def is_open(job: Job) -> bool:
     """Whether layers may move. Costs given per rank or stage do not depend on the layers, so these are only spread."""
     asked = job.partition
-    given = asked.layers_per_stage is not None or asked.layout is not None
-    return not given and (job.costs.f is None or job.costs.per == "layer")
+    return asked.layers_per_stage is None and (job.costs.f is None or job.costs.per == "layer")
 
 
 def times(
@@ -79,7 +78,7 @@ def _blocks(table: Sequence[Layer]) -> list[int]:
 
 
 def _listed(job: Job, stages: int, table: Sequence[Layer], given: Sequence[int], key: str) -> Stages:
-    where, blocks = job.where("partition", key), len(_blocks(table))
+    where, blocks = job.where("partition", "layers_per_stage"), len(_blocks(table))
     if len(given) != stages:
         text = f"partition: {key} has {len(given)} {'entries' if key != 'layout' else 'stages'}"
         hint = f"give {stages} numbers" if key != "layout" else f"it needs {stages - 1} bars"
@@ -91,7 +90,7 @@ def _listed(job: Job, stages: int, table: Sequence[Layer], given: Sequence[int],
     for stage, part in enumerate(parts):
         if not part:
             text = f"partition: stage {stage} has no layers"
-            raise ZbcError("E130", text, where=job.where("partition", key, stage))
+            raise ZbcError("E130", text, where=job.where("partition", "layers_per_stage", stage))
     return parts
 
 

@@ -432,7 +432,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         order=tuple(job.parallel.order or ()),
         tied=len(tied) > 1 or (job.ties_words and program.placement.stages > 1),
         ties=tuple(tied) if len(tied) > 1 else (),
-        sharded=job.shard != "none",
+        sharded=job.parallel.shard != "none",
         scatters=job.parallel.scatters,
         ep=ep,
         folded=job.parallel.folded,
@@ -471,7 +471,7 @@ def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) ->
     parallel, size = job.parallel, job.hardware.ranks_per_node
     alone = max(parallel.copies, parallel.of_experts) == 1 and (len(placement.pipes) == 1 or parallel.frees)
     if parallel.shard != "none" and alone:
-        text = f'config: parallel.shard = "{job.shard}" has nobody to share with: each rank has weights of its own'
+        text = f'config: parallel.shard = "{parallel.shard}" has nobody to share with: each rank has weights of its own'
         hint = "set parallel.dp to 2 or more, or drop parallel.shard"
         raise ZbcError("E110", text, where=job.where("parallel", "shard"), hint=hint)
     if not parallel.one_sided:

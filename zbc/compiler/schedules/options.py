@@ -32,9 +32,9 @@ def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[Schedu
 def undecided(draft: Draft, known: Iterable[ScheduleCard]) -> list[ZbcError]:
     """E110 for keys that are not supported by an order chosen among all schedules, or read from a file."""
     section = draft.sections.get("schedule")
-    if section is None or (section.kind is None and section.file is None):  # a plugin gets them
+    if section is None or section.plugin is not None:  # which gets them
         return []
-    return list(_unread(draft, section.kind or "an order from a file", OPTIONS, list(known)))
+    return list(_unread(draft, section.kind if section.file is None else "an order from a file", OPTIONS, list(known)))
 
 
 def _not_for(draft: Draft, schedule: ScheduleCard, known: list[ScheduleCard]) -> Iterator[ZbcError]:

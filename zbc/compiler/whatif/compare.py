@@ -22,7 +22,8 @@ from zbc.compiler.whatif.others import BASELINE
 from zbc.compiler.whatif.why import bent_by_memory
 from zbc.errors import MISTYPED, Problems, ZbcError
 from zbc.job import gpu
-from zbc.job.spec import Job, chooser_of
+from zbc.job.sections import is_name
+from zbc.job.spec import Job
 from zbc.job.world import Weighed
 from zbc.text import percent, short, size
 
@@ -111,7 +112,7 @@ def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[
 
 def _named(schedule: str, kept: Collection[str]) -> str:
     """The name of a row: a schedule's own, or an order from a file or a plugin as it was given."""
-    if chooser_of(schedule) != "kind":
+    if not is_name(schedule):
         return schedule
     return schedule.lower() if schedule.lower() in kept else find(schedule).name
 
@@ -242,7 +243,7 @@ class Asked:
                     (name, (*settings, (_VOCABULARY, f'"{where}"')))
                     for where in ("ends", "shared")
                     for name, settings in wanted
-                    if where == "ends" or chooser_of(name) != "kind" or shareable(job.under(name))
+                    if where == "ends" or not is_name(name) or shareable(job.under(name))
                 ]
         return list(wanted)
 
@@ -297,8 +298,12 @@ class Asked:
         try:
             return load_job(self.path, overrides, schedule, self.profile)
         except ZbcError as error:
-            fixed = chooser_of(schedule) == "kind"
-            if error.code != "E110" or len(error.errors) > 1 or "schedule.chunks" in dict(settings) or not fixed:
+            if (
+                error.code != "E110"
+                or len(error.errors) > 1
+                or "schedule.chunks" in dict(settings)
+                or not is_name(schedule)
+            ):
                 raise
         chunks = f"schedule.chunks={find(schedule).default_chunks}"
         return load_job(self.path, [*overrides, chunks], schedule, self.profile)

@@ -17,6 +17,7 @@ from zbc.compiler.schedules import AUTO, SCHEDULES, ScheduleCard
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
 from zbc.host.until import Until
+from zbc.job.sections import is_name
 from zbc.job.spec import Job
 
 BASELINE = "1f1b"
@@ -48,14 +49,14 @@ def others(compiled: Compiled, until: Until | None = None) -> Others:
     for."""
     until = until or Until(math.inf)
     job, schedule = compiled.job, compiled.job.schedule
-    named = schedule.plugin is None and schedule.file is None
+    named = is_name(schedule.kind)
     if named and compiled.schedule == BASELINE:
         base: Other | None = Other(BASELINE, compiled.settled_ms)
     else:
         base = baseline(job)
     plans = [] if base is None else [base]
     ops, own = 3 * compiled.program.placement.stages * schedule.microbatches, compiled.settled_ms
-    if ops <= LARGE and (schedule.kind or "").lower() != AUTO:
+    if ops <= LARGE and schedule.kind.lower() != AUTO:
         tried = (name for name in TRIED if name != compiled.schedule and not until.over())
         plans += [plan for name in tried if (plan := quick(job, name)) is not None]
     best = min(plans, key=lambda plan: plan.ms, default=None)
@@ -69,7 +70,7 @@ def kept(compiled: Compiled, until: Until | None = None) -> Other | None:
     again, and leaves F's activations for a later W anyway. None if not so, or not known at once."""
     job, schedule = compiled.job, compiled.job.schedule
     again = {stage.stage for stage in compiled.report.cut.stages if stage.recompute}
-    if not compiled.program.split & again or schedule.plugin is not None or schedule.file is not None:
+    if not compiled.program.split & again or not is_name(schedule.kind):
         return None
     if until is not None and until.over(compiled.report.compile_seconds):
         return None
@@ -95,7 +96,7 @@ def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
     partition is tried, or `every` one that a comparison starts from."""
     card = SCHEDULES[name]
     chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
-    changes: dict[str, Any] = {"kind": name, "chunks": chunks, "plugin": None, "file": None, "ramp": []}
+    changes: dict[str, Any] = {"kind": name, "chunks": chunks, "ramp": []}
     variant = replace(job, schedule=job.schedule.model_copy(update=changes))
     try:
         made = _ordered(variant, card, chunks, every=every)

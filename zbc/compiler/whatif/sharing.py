@@ -9,6 +9,7 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.deciding import shareable
 from zbc.compiler.whatif.others import LARGE, WORTH, quick
 from zbc.host.until import Until
+from zbc.job.sections import is_name
 
 HEAVY = 1.0  # blocks, from which on an output layer is worth considering
 FEW = 500  # F, B and W of a step up to which each partition is tried; above, that took longer than the plan itself
@@ -35,7 +36,7 @@ def sharing(compiled: Compiled, until: Until | None = None) -> Sharing | None:
     """None if the output layer is light, cannot be shared, or the comparison takes a search, or longer than the
     remaining time."""
     job, schedule = compiled.job, compiled.job.schedule
-    named = schedule.plugin is None and schedule.file is None
+    named = is_name(schedule.kind)
     ops = 3 * compiled.program.placement.stages * schedule.microbatches * job.slices
     if not named or ops > LARGE or not (job.vocabulary or shareable(job)):
         return None

@@ -128,7 +128,7 @@ class Checkpoints(Guest):
             return False
         best = self.best() if self.options.keep_best else None
         better = best is not None and best.step == step + 1
-        return stopping or (step + 1) % every == 0 or (last and self.options.at_end) or better
+        return stopping or (step + 1) % every == 0 or last or better
 
     def after(self, step: int) -> None:
         for feature in self.worker.features:

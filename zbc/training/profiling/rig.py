@@ -232,7 +232,7 @@ def _plan(
     """A plan of one rank with one stage per layer."""
     program = _program(job, names, ops, microbatches, max(1, len(cuts) - 1), placement)
     planning, training = job.with_tokens(()).planning(), job.training()
-    still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step", "zero1": False}
+    still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step"}
     manifest, _ = assemble(
         program,
         parameters={},

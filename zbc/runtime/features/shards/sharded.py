@@ -96,8 +96,8 @@ class Sharded(OptimizerOver):
         types = {(p.dtype, gradient_type(p)) for p in self._trained.values()}
         if len(types) > 1:
             names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind, _ in types))
-            text = f"run: optimizer.zero1 needs parameters of one type in a stage, found {names}"
-            raise ZbcError("E110", text, hint="set optimizer.zero1 = false")
+            text = f"run: parallel.shard needs parameters of one type in a stage, found {names}"
+            raise ZbcError("E110", text, hint="drop parallel.shard")
         self._matrices = {name for name, p in self._trained.items() if is_matrix(options, name, p)}
         self._shares = deal(cut(self._trained, self._matrices), len(ranks))
         self.weights = Weights(self._trained, self._shares, self._mine, frees=frees, quiet=frees or cycles)

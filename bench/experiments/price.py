@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from gpu_job import Bench, Case
+from experiments.job import Bench, Case
 
 from zbc.training.building.context import Settings
 from zbc.training.data.data import Batches, build_samples

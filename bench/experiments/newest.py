@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import grouped as products
 import torch
-from gpu_job import Bench, Case
+from experiments.job import Bench, Case
+from overhead import beside
 from torch import nn
 
 from zbc.runtime.core import grouped
@@ -63,7 +63,7 @@ def products_of_experts(bench: Bench) -> None:
         layer = Experts(hidden, width, count, 2, layers=1, activation=nn.SiLU()).to(bench.device, torch.bfloat16)
         split_backward(layer)
         x = torch.randn(1, tokens, hidden, device=bench.device, dtype=torch.bfloat16)
-        ms, found = products.beside(layer, x, runs=9)
+        ms, found = beside(layer, x, runs=9)
         apart = max(
             ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
             for a, b in zip(found["grouped"], found["loop"], strict=True)

@@ -19,7 +19,7 @@ import torch
 from record import Record
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.threads import run_threads
 from zbc.compiler.compile import Compiled, compile_job, load_job
@@ -42,6 +42,7 @@ compile = {compile}
 [parallel]
 pp = {pp}
 dp = {dp}
+shard = "{shard}"
 [hardware]
 device = "{device}"
 {hardware}
@@ -73,6 +74,7 @@ USUAL = {
     "dtype": "float32",
     "compile": "false",
     "dp": 1,
+    "shard": "none",
     "activations": "keep",
     "adapter": "",
     "hardware": "",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_job import Bench, apart_by
+from experiments.job import Bench, apart_by
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,12 +92,16 @@ def training(bench: Bench) -> None:
         "no barrier": {"optimizer": clip + 'sync = "post-validate"'},
         "with it": {"optimizer": clip + 'sync = "before-step"'},
         "two replicas": {"dp": 2},
-        "ZeRO-1": {"dp": 2, "optimizer": "zero1 = true"},
+        "ZeRO-1": {"dp": 2, "shard": "optimizer"},
         "evaluation": {
             "train": "steps = 4\neval_every = 2\neval_batches = 1",
             "data": 'kind = "synthetic"\nvalidation = 0.1',
         },
-        "dropout": {"family": "gpu_right:dropping", "args": 'loss = "mse"', "data": 'kind = "gpu_right:Vectors"'},
+        "dropout": {
+            "family": "experiments.right:dropping",
+            "args": 'loss = "mse"',
+            "data": 'kind = "experiments.right:Vectors"',
+        },
     }
     told = {}
     for name, options in ways.items():
@@ -163,7 +167,11 @@ class Vectors:
 
 def own_thread(bench: Bench) -> None:
     """Backward runs on the rank's thread: a reentrant layer leaves its W to a later op, and results are exact."""
-    user = {"family": "gpu_right:reentrant", "args": 'loss = "mse"', "data": 'kind = "gpu_right:Vectors"'}
+    user = {
+        "family": "experiments.right:reentrant",
+        "args": 'loss = "mse"',
+        "data": 'kind = "experiments.right:Vectors"',
+    }
     case = bench.case(pp=2, kind="zb-h1", apart=True, **user)
     left: list[int] = []
 
@@ -251,7 +259,7 @@ def streams(bench: Bench) -> None:
     """A stream per rank, with sleeps before sends and takes: losses and norms stay those of pp = 1."""
     rounds = 20 if bench.cuda else 2
     hub = Sleepy if bench.cuda else Drowsy
-    for options in ({}, {"dp": 2, "optimizer": "zero1 = true"}, {"optimizer": 'sync = "post-validate"'}):
+    for options in ({}, {"dp": 2, "shard": "optimizer"}, {"optimizer": 'sync = "post-validate"'}):
         pp = 2 if "dp" in options else 4
         wanted = bench.case(small=True, pp=pp if "dp" in options else 1, kind="1f1b", **options).told()
         case = bench.case(small=True, pp=pp, kind="zb-v", streams=True, **options)

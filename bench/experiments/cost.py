@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_job import Bench, Case
+from experiments.job import Bench, Case
 
 from zbc.text import GIB, MIB
 from zbc.training.profiling.link import HostCopies
@@ -260,7 +260,7 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 
 def _env() -> dict[str, str]:
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "COLUMNS": "100"}
 
 
