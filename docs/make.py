@@ -50,7 +50,7 @@ from zbc.viz.terminal import View, draw  # noqa: E402
 
 README = ROOT / "README.md"
 BIDIRECTIONAL = ROOT / "docs" / "bidirectional.md"
-FIDELITY = ROOT / "docs" / "fidelity.md"
+FIDELITY = ROOT / "docs" / "results.md"
 UNIT = "\n[costs]\nf = 1\nb = 1\nw = 1\n"
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = ROOT / "docs" / "schedules"

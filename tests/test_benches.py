@@ -18,7 +18,7 @@ sys.path.insert(0, sys.argv[1])
 for path in sorted(pathlib.Path(sys.argv[1]).glob("*.py")):
     print(path.name, *getattr(importlib.import_module(path.stem), "PARTS", ()))
 """
-NAMED = re.compile(r"`(?:python )?(bench/\w+\.py)(?: ([a-z]+))?[^`]*`(?: at [0-9a-f]{7,8}\b)?")
+NAMED = re.compile(r"`(?:python )?(bench/\w+\.py)(?: ([a-z]+))?[^`]*`(\s+at\s+[0-9a-f]{7,8}\b)?")
 
 
 def test_every_bench_can_be_imported_and_those_that_pages_name_are_there() -> None:
@@ -27,7 +27,7 @@ def test_every_bench_can_be_imported_and_those_that_pages_name_are_there() -> No
     assert done.returncode == 0, done.stderr
     known = {name: parts for name, *parts in map(str.split, done.stdout.splitlines())}
     pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("zbc/**/*.py")]
-    named = [found for page in pages for found in NAMED.finditer(page.read_text()) if " at " not in found[0]]
+    named = [found for page in pages for found in NAMED.finditer(page.read_text()) if found[3] is None]
     assert len(named) > 20
     for found in named:
         parts = known[found[1].removeprefix("bench/")]

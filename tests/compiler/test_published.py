@@ -1,4 +1,4 @@
-"""Published runs, planned again from the authors' measurements: see docs/fidelity.md and bench/published.py runs."""
+"""Published runs, planned again from the authors' measurements: see docs/results.md and bench/published.py runs."""
 
 from __future__ import annotations
 

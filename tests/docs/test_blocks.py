@@ -17,6 +17,7 @@ from docs import make
 from docs.make import BIDIRECTIONAL, README, TWO_PIPES_BLOCKS, fill
 from tests.limits import at_most
 from tests.tiers import few
+from zbc.explain import glossary
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -271,7 +272,17 @@ def test_every_schedule_has_its_page():
         assert (folder / "pictures" / f"{name}.svg").exists()
 
 
+def anchors(page):
+    """What links may name in a page: its headings, as GitHub writes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
 def test_links_between_pages_lead_somewhere():
-    for page in [*PAGES, *(ROOT / "docs").glob("schedules/*.md"), ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#: ]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in [*PAGES, *(ROOT / "docs").glob("schedules/*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#: ]*)#?([^)#: ]*)\)", page.read_text()):
+            there = page.parent / target if target else page
+            assert there.exists() and (not anchor or anchor in anchors(there)), f"{page.name}: {target}#{anchor}"
+    words = {word.page.partition("#")[::2] for word in glossary.WORDS}
+    assert [word for word in words if word[1] and word[1] not in anchors(ROOT / "docs" / word[0])] == []

@@ -1,4 +1,4 @@
-"""Eleven ways for a run to go wrong. Each ends as docs/failures.md says, and leaves no process and no open port.
+"""Eleven ways for a run to go wrong. Each ends as docs/runs.md says, and leaves no process and no open port.
 
 SIGKILL                   test_local, test_restarts, test_torchrun
 SIGSTOP                   test_local (the report), here (the restart)

@@ -1,4 +1,4 @@
-"""Ranks on several machines, started as in docs/multinode.md: network namespaces, or two torchrun agents on one."""
+"""Ranks on several machines, started as in docs/runs.md: network namespaces, or two torchrun agents on one."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.training.launch.reach import bind_towards
 
 HERE = Machine("127.0.0.1", "lo")
-PAGE = (ROOT / "docs" / "multinode.md").read_text()
+PAGE = (ROOT / "docs" / "runs.md").read_text().partition("## Starting on several machines")[2]
 
 
 WHY = refusal()

@@ -23,7 +23,7 @@ WORDS = (
     _word(
         "stage, model chunk, pipeline stage",
         "Consecutive layers that run as one op. A rank has one stage, or several: schedule.chunks says how many.",
-        "partition.md",
+        "memory.md#layers-to-stages",
     ),
     _word(
         "chunks, virtual stages, virtual pipeline, VPP, interleaving, num_layers_per_virtual_pipeline_stage",
@@ -70,54 +70,52 @@ WORDS = (
     _word(
         "units, activation memory, M_B",
         "Activations in shares of what one microbatch leaves on a rank: 1F1B holds p units on rank 0.",
-        "memory.md",
+        "memory.md#less-memory-offloading-activations",
     ),
     _word(
         "recompute, activation checkpointing, gradient checkpointing, rematerialization, full recompute",
         "A stage keeps only its input and runs its forward again before its backward: memory.activations = "
         '"recompute".',
-        "partition.md",
+        "memory.md#layers-to-stages",
     ),
     _word(
         "selective, selective recompute, selective activation recomputation, core_attn",
         'Norms, attention and activation functions run again, products do not: memory.activations = "selective".',
-        "partition.md",
+        "memory.md#layers-to-stages",
     ),
     _word(
         "offload, reload, cpu offload, prefetch, PipeOffload, activation offloading",
         "Activations move to the host's memory after a forward and back before the backward, beside other ops: "
         'memory.activations = "offload".',
-        "memory.md",
+        "memory.md#less-memory-offloading-activations",
     ),
     _word(
         "replicas, data parallel, DP, DDP, copies",
         "Whole pipelines beside one another, each with its share of the samples: parallel.dp.",
-        "replicas.md",
+        "memory.md#data-parallelism-zero-1-tied-embeddings",
     ),
     _word(
         'shard = "optimizer", ZeRO, ZeRO-1, distributed optimizer, ZeRO stage 1',
         "Each replica steps its share of the weights and keeps the optimizer's state of that share alone.",
-        "sharding.md",
+        "memory.md#sharded-weights",
     ),
     _word(
         'shard = "gradients", ZeRO-2, reduce-scatter of gradients',
         "Each replica keeps the summed gradients of its share alone.",
-        "sharding.md",
+        "memory.md#sharded-weights",
     ),
     _word(
         'shard = "weights", ZeRO-3, FSDP, FSDP2, fully sharded data parallel, fully_shard',
         'Each replica keeps its share of a stage\'s weights; the whole is gathered when ops need it. "all": gradients '
         "too.",
-        "sharding.md",
+        "memory.md#sharded-weights",
     ),
-    _word(
-        "GATHER, unshard, all-gather of weights", "A stage's weights are collected from the replicas.", "sharding.md"
-    ),
-    _word("FREE, reshard, reshard_after_forward", "A stage's gathered weights are dropped.", "sharding.md"),
+    _word("GATHER, unshard, all-gather of weights", "Replicas collect a stage's weights.", "memory.md#sharded-weights"),
+    _word("FREE, reshard, reshard_after_forward", "A stage's gathered weights are freed.", "memory.md#sharded-weights"),
     _word(
         "resident, max unsharded stages, max_active_stages",
         "memory.resident: stages whose gathered weights a rank has room for at once.",
-        "sharding.md",
+        "memory.md#sharded-weights",
     ),
     _word(
         "tp, tensor parallel, tensor model parallel",
@@ -174,17 +172,17 @@ WORDS = (
     _word(
         "memory_limit, memory budget, controllable memory, v-half, v-min",
         "The most activations that a rank may hold: searches find the fastest order under it.",
-        "search.md",
+        "compare.md#how-schedules-are-searched",
     ),
     _word(
         "partition, layer split, layers per stage, cut, decoder-first-pipeline-num-layers",
         "Which layers each stage has; zbc evens out time and keeps to memory.",
-        "partition.md",
+        "memory.md#layers-to-stages",
     ),
     _word(
         "order of ranks, rank mapping, topology, device order",
         "Which GPU takes which stage, where links differ: hardware.links, parallel.order.",
-        "planner.md",
+        "advise.md#from-a-number-of-ranks-to-a-plan",
     ),
     _word(
         "two pipes, bidirectional pipeline, Chimera, BitPipe, DualPipe, direction",
@@ -192,18 +190,20 @@ WORDS = (
         "bidirectional.md",
     ),
     _word(
-        "filler, bubble filling, side work", "Work of yours that idle ranks do in the bubbles: [filler].", "planner.md"
+        "filler, bubble filling, side work",
+        "Work of yours that idle ranks do in the bubbles: [filler].",
+        "advise.md#from-a-number-of-ranks-to-a-plan",
     ),
     _word("MFU, model FLOPs utilization", "Operations of the model per second, as a share of the peak.", "costs.md"),
     _word(
         "deadlock, hang, NCCL timeout, rendezvous",
         "A plan is proven free of it before it runs; a run that stops names the rank and the op.",
-        "failures.md",
+        "runs.md#when-something-fails",
     ),
     _word(
         "plan, schedule file, pipeline csv",
         "The proven order of ops of every rank, a file each, with what the model's ops cost.",
-        "plans.md",
+        "architecture.md#plan-files",
     ),
     _word(
         "profile, measured costs, cost model",
