@@ -172,7 +172,7 @@ def _entries(value: Any, what: str) -> Any:
 
 
 def _is_causal(sample: Mapping[str, Any]) -> bool:
-    """Whether a mapping with tokens has nothing but what a language model is trained on."""
+    """Whether a mapping with tokens has the columns of a language model alone."""
     if {*sample} - {_TOKENS, _LABELS, _MASK} - _ELSE or _LABELS not in sample:
         return False
     tokens, labels = (_tensor(sample[name], name) for name in (_TOKENS, _LABELS))
