@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from plans.finetune import KINDS, conversations, write
 from zbc.training.data.data import Batches, RandomTokens
 
 LENGTH, BATCH, SEED = 48, 8, 7
+TARGETS = ["self_attn.*"]  # peft gives experts adapters as well where it knows names of their MLP
 
 
 def main() -> None:
@@ -77,6 +79,7 @@ kind = "chat"
 path = "{place}/train.jsonl"
 [adapter]
 rank = {rank}
+targets = {targets}
 [checkpoint]
 every = 5
 [log]
@@ -120,8 +123,8 @@ def rows(folder: Path) -> dict[int, float]:
 def ours(place: Path, steps: int, rank: int) -> tuple[list[float], torch.Tensor]:
     """Losses of steps, a rank killed in the middle; and logits of the saved model."""
     for name, lr in (("start", 0.0), ("job", 1e-2)):
-        text = JOB.format(place=place, length=LENGTH, steps=steps, seed=SEED, lr=lr, rank=rank)
-        (place / f"{name}.toml").write_text(text if rank else text.replace("[adapter]\nrank = 0\n", ""))
+        text = JOB.format(place=place, length=LENGTH, steps=steps, seed=SEED, lr=lr, rank=rank, targets=TARGETS)
+        (place / f"{name}.toml").write_text(text if rank else re.sub(r"\[adapter\](\n.*){2}\n", "", text))
         zbc("plan", place / f"{name}.toml", "-o", place / name)
     if rank:
         zbc(

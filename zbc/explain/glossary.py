@@ -210,6 +210,26 @@ WORDS = (
         "What layers and links cost on your machine, in place of estimates: zbc profile.",
         "costs.md",
     ),
+    _word(
+        "adapters, LoRA, PEFT, low-rank adaptation",
+        "Low-rank matrices beside frozen weights, which alone train: [adapter], merged by --save-hf.",
+        "finetune.md",
+    ),
+    _word(
+        "early stopping, patience, EarlyStoppingCallback, load_best_model_at_end, keep_best",
+        "train.patience ends a run whose evaluations get no better; checkpoint.keep_best keeps the best one.",
+        "finetune.md",
+    ),
+    _word(
+        "packing, packed rows, sequence packing, sample packing",
+        'data.balance = "length": samples of unequal length share rows, and do not attend to each other.',
+        "training.md",
+    ),
+    _word(
+        "chat template, SFT, SFTTrainer, instruction tuning, assistant_only_loss",
+        'data.kind = "chat": conversations by the tokenizer\'s template; the loss counts what the assistant says.',
+        "finetune.md",
+    ),
 )
 
 
