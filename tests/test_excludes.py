@@ -71,6 +71,7 @@ VALUES = {
     "clipped scores": 100.0,
     "freeze": 0.5,
     "adapter": 8,
+    "dropout": 0.1,
     "balance": "length",
     "dealt by tokens": "tokens",
     "steps": "steps",

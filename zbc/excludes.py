@@ -129,6 +129,7 @@ TRAITS = {
     "clipped scores": Trait("optimizer.qk_clip", _given),
     "freeze": Trait("freeze.most", bool),
     "adapter": Trait("adapter.rank", bool),
+    "dropout": Trait("adapter.dropout", bool),
     "balance": _value("data.balance", "length"),
     "dealt by tokens": _value("data.balance", "tokens"),
     "steps": _value("data.items", "steps"),
@@ -248,6 +249,13 @@ ROWS = (
         "adapter",
         {"frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"')},
         at_other=True,
+    ),
+    Excludes(
+        "dropout",
+        {
+            "tp|cp|sliced": "what is 0 in one part of a layer or of a sequence would be so in the others",
+            "compile": UNWRITTEN,
+        },
     ),
     Excludes(
         "balance",

@@ -30,7 +30,7 @@ from zbc.training.models.adapters import LoraLinear
 # torch hides this warning while it compiles, which fails if several threads do.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
-SMALL = {"rank": 4, "alpha": 6.0}
+SMALL = {"rank": 4, "alpha": "rslora 3"}
 STEPS = 20
 
 
@@ -86,7 +86,7 @@ def with_lora(folder, tensors):
     for name in sorted(n for n in modules if not n.endswith("weight")):
         down, up = (tensors[f"base_model.model.{name}.lora_{side}.weight"].clone() for side in "AB")
         path, _, leaf = name.rpartition(".")
-        layer = Lora(peer.get_submodule(name), down, up, SMALL["alpha"] / SMALL["rank"])
+        layer = Lora(peer.get_submodule(name), down, up, 1.5)  # 3 / sqrt(4)
         setattr(peer.get_submodule(path), leaf, layer)
         found |= {f"base_model.model.{name}.lora_{side}.weight": p for side, p in (("A", layer.down), ("B", layer.up))}
     return peer, found
@@ -163,10 +163,11 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize(("schedule", "p", "m", "v"), few(SCHEDULES, [SCHEDULES[0], SCHEDULES[2]]))
-@pytest.mark.parametrize("activations", few(["keep", "recompute", "selective"], ["keep"]))
+@pytest.mark.parametrize("activations", few(["keep", "recompute 1", "recompute", "selective"], ["keep", "recompute 1"]))
 def test_any_schedule_has_the_bits_of_one_process(schedule, p, m, v, activations):
     program = make_program(schedule, p, m, v)
-    plan = make_plan(program, model=LLAMA, adapter=TARGETS, activations=activations, optimizer={"lr": 0.01})
+    adapter = {**TARGETS, "dropout": 0.0 if schedule == "1f1b" else 0.2}
+    plan = make_plan(program, model=LLAMA, adapter=adapter, activations=activations, optimizer={"lr": 0.01})
     workers, wanted = run_threads(plan, 3), reference(plan, 3)
     hold(workers, wanted)
     before = reference(plan, 0).weights
@@ -387,7 +388,7 @@ def test_files_have_the_names_that_peft_publishes(folders, tmp_path, kind, targe
     assert tensors.keys() == {f"base_model.model.{name}.lora_{side}.weight" for name in names for side in "AB"}
     assert all(t.shape[0 if "lora_A" in name else 1] == 4 for name, t in tensors.items())
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 6.0)
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["use_rslora"]) == ("LORA", 4, 3.0, True)
     assert config["target_modules"] == (said or sorted(names))  # c_proj alone would be that of the MLP, too
     assert config["fan_in_fan_out"] is (kind == "gpt2")
 
@@ -407,14 +408,19 @@ def test_merged_weights_compute_what_adapters_beside_them_do(folders):
         assert not merged[f"layers.1.{name}.weight"].equal(module.weight)
 
 
-@pytest.mark.parametrize(
-    ("adapter", "text", "dp"), [({"rank": 4}, "adapter.rank", {"dp": 2, "shard": "all"}), ({"alpha": 2.0}, "alpha", {})]
-)
+REFUSED = [({"rank": 4}, "adapter.rank", {"dp": 2, "shard": "all"}), ({"alpha": 2.0}, "alpha", {})]
+REFUSED += [({"rank": 4, "dropout": 0.1}, "dropout", {"tp": 2})]
+
+
+@pytest.mark.parametrize(("adapter", "text", "dp"), REFUSED)
 def test_what_adapters_do_not_go_with_is_refused(adapter, text, dp):
     with refused("E110", match=text):
         job(adapter=adapter, parallel=dp)
 
 
-def test_alpha_counts_over_rank():
-    assert Adapter(rank=8, alpha=16.0, targets=["*"]).scale == 2.0
-    assert Adapter(rank=8, alpha=None, targets=["*"]).scale == 1.0
+def test_alpha_counts_over_rank_and_dropout_in_training_alone():
+    assert [Adapter(rank=8, alpha=alpha).scale for alpha in (16.0, None)] == [2.0, 1.0]
+    assert Adapter(rank=16, alpha="rslora 8").scale == 2.0
+    one, x = adapters.Lora(8, 8, 4, torch.zeros(1), 0.5), torch.ones(2, 8)
+    nn.init.ones_(one.up.weight)
+    assert not one(x, 1.0).equal(one(x, 1.0)) and one.eval()(x, 1.0).equal(one(x, 1.0))

@@ -59,7 +59,6 @@ FREE = {  # these change no number of a step, or only the first one's
     "compile": True,
     "loss_chunk": 4,
     "loss_scale": 2.0,
-    "loss_scale_steps": 3,
     "imbalance": 2.0,
     "pretrained": "folder",
     "config": "config.json",
@@ -97,7 +96,7 @@ ADAPTED = {"rank": 4, "alpha": 4.0, "targets": ["qkv"]}
 
 @pytest.mark.parametrize(("key", "value"), [("rank", 8), ("alpha", 8.0)])
 def test_settings_of_adapters_are_compared_but_for_targets_which_name_other_weights(key, value):
-    assert {"rank", "alpha", "targets"} == Adapter.model_fields.keys()
+    assert {"rank", "alpha", "targets", "dropout"} == Adapter.model_fields.keys()
     told = differences({"model": LLAMA, "adapter": ADAPTED}, {"model": LLAMA, "adapter": ADAPTED | {key: value}})
     assert [difference.key for difference in told] == [f"adapter.{key}"]
 

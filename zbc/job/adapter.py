@@ -1,6 +1,6 @@
 """`[adapter]`: low-rank matrices that train in place of the weights of linear layers (LoRA, arXiv 2106.09685).
 
-    y = W x + b + alpha / rank B A x        A: rank x inputs, B: outputs x rank, 0 at first; all else is frozen
+    y = W x + b + alpha / rank B A drop(x)  A: rank x inputs, B: outputs x rank, 0 at first; all else is frozen
 
 A linear layer of a built-in model may stack several layers of its Hugging Face folder: each target among these has an
 adapter of its own, as in Hugging Face.
@@ -24,13 +24,22 @@ if TYPE_CHECKING:
     from zbc.job.job import Draft
 
 
+RANK_STABLE = r"^rslora [0-9]+(\.[0-9]+)?$"  # a value of alpha
+
+
 class Adapter(Section):
     """`[adapter]`: low-rank matrices that train in place of the weights of a model."""
 
     rank: Annotated[int, Field(ge=0, le=65_536)] = Field(
         0, description="of what is added to the matrices of linear layers (LoRA); 0: the weights themselves train"
     )
-    alpha: Positive | None = Field(None, description="what is added counts alpha / rank times; default: rank")
+    alpha: Positive | Annotated[str, Field(pattern=RANK_STABLE)] | None = Field(
+        None,
+        description='what is added counts alpha / rank times, with "rslora 16" 16 / sqrt(rank) times; default: rank',
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
+        0.0, description="share of the inputs of each adapter that are 0, others anew for each microbatch"
+    )
     targets: list[str] = Field(
         ["*"],
         min_length=1,
@@ -39,14 +48,20 @@ class Adapter(Section):
     )
 
     @property
+    def given(self) -> float:
+        """alpha as a number."""
+        return float(self.alpha.split()[1]) if isinstance(self.alpha, str) else self.alpha or self.rank
+
+    @property
     def scale(self) -> float:
-        """The factor of the adapter's output, alpha / rank."""
-        return 1.0 if self.alpha is None or not self.rank else self.alpha / self.rank
+        """The factor of the adapter's output, alpha / rank, or alpha / sqrt(rank)."""
+        return self.given / (self.rank**0.5 if isinstance(self.alpha, str) else self.rank) if self.rank else 1.0
 
     @property
     def timed(self) -> dict[str, object]:
         """The settings that times of layers depend on; {} without adapters."""
-        return {"rank": self.rank, "targets": self.targets} if self.rank else {}
+        drops = {"dropout": self.dropout} if self.dropout else {}
+        return {"rank": self.rank, "targets": self.targets, **drops} if self.rank else {}
 
     def names(self, *called: str) -> bool:
         """Whether a linear layer with these names is a target."""

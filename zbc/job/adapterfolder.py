@@ -38,11 +38,12 @@ def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str]
         "task_type": "CAUSAL_LM" if model.causal else None,
         "base_model_name_or_path": source,
         "r": adapter.rank,
-        "lora_alpha": adapter.scale * adapter.rank,
+        "lora_alpha": adapter.given,
+        "use_rslora": isinstance(adapter.alpha, str),
         "target_modules": _shortest(adapted_ones, model),
         "fan_in_fan_out": model.family == "gpt",
         "bias": "none",
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "inference_mode": True,
     }
     hffolder.write_json(folder, CONFIG, config)

@@ -77,7 +77,7 @@ IDLE = (
     ),
     Unread(
         "model",
-        ("loss_scale", "loss_scale_steps"),
+        ("loss_scale",),
         "dtype",
         lambda dtype: dtype != "float16",
         "is for float16, model.dtype is {!r}",
@@ -101,7 +101,7 @@ IDLE = (
     ),
     Unread(
         "adapter",
-        ("alpha", "targets"),
+        ("alpha", "dropout", "targets"),
         "rank",
         lambda rank: not rank,
         "is of adapters, and with adapter.rank = {!r} there are none",

@@ -180,6 +180,7 @@ RETIRED = {  # key that is gone -> what to write now
     "checkpoint.at_end": "nothing: where there are checkpoints, one is written in the end",
     "train.skip_total": "train.skip_limit, of steps in a row",
     "extends": "its values here, or change a job with --set",
+    "model.loss_scale_steps": "model.loss_scale = [65536, 2000]: the first scale, and these steps",
     "optimizer.clip_stage_norm": "optimizer.clip_grad_norm, which is of each stage where there is no flush",
     "partition.mode": 'partition.layers_per_stage = "equal", or nothing for "auto"',
 }
@@ -187,6 +188,14 @@ _GONE = ("gemma", "gemma2", "gemma3_text", "granite", "olmo2", "olmoe", "phi3", 
 RETIRED_VALUES = {("model.variant", variant): _FOLDER for variant in _GONE}
 RETIRED_VALUES |= {("model.variant", variant): 'model.variant = "llama"' for variant in ("mistral", "mixtral")}
 RETIRED_VALUES |= {("model.variant", f"{of}_moe"): f'model.variant = "{of}"' for of in ("qwen2", "qwen3")}
+_OF_PEFT = {
+    "r": "this is adapter.rank",
+    "lora_alpha": "this is adapter.alpha",
+    "lora_dropout": "this is adapter.dropout",
+    "target_modules": "this is adapter.targets",
+    "use_rslora": 'write alpha = "rslora 16"',
+    "use_dora": "DoRA is not there: it needs the norms of all rows of W + B A in every forward",
+}
 RETIRED_VALUES["schedule.renumber", "steps"] = "schedule.renumber = true"
 
 
@@ -195,7 +204,8 @@ def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -
     dotted = ".".join(str(part) for part in path)
     if (instead := RETIRED.get(dotted)) is not None:
         return ZbcError("E102", f"config: {dotted} is gone; write {instead}", where=document.where(path, key=True))
-    hint = did_you_mean(str(path[-1]), known) or f"known: {', '.join(known)}"
+    hint = _OF_PEFT.get(dotted.removeprefix("adapter.")) if dotted != path[-1] else None
+    hint = hint or did_you_mean(str(path[-1]), known) or f"known: {', '.join(known)}"
     what = "table" if len(path) == 1 and isinstance(document.values.get(str(path[0])), Mapping) else "key"
     return ZbcError("E102", f"config: unknown {what} {dotted}", where=document.where(path, key=True), hint=hint)
 

@@ -32,15 +32,17 @@ from zbc.training.models.model import LayerPlan
 
 
 class Lora(nn.Module):
-    """`up(scale * down(x))`."""
+    """`up(scale * down(drop(x)))`."""
 
-    def __init__(self, inputs: int, outputs: int, rank: int, like: Tensor) -> None:
+    def __init__(self, inputs: int, outputs: int, rank: int, like: Tensor, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout  # by this name forwards are known to draw random numbers
         made = partial(nn.Linear, bias=False, device=like.device, dtype=like.dtype)
         self.down, self.up = made(inputs, rank), made(rank, outputs)  # with the same draws as peft
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor, scale: float) -> Tensor:
+        x = nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x
         inside = self.down(x)  # scaled here, where it is narrow
         return self.up(inside if scale == 1.0 else inside * scale)  # type: ignore[no-any-return]
 
@@ -136,7 +138,9 @@ def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], layer: nn.Modu
             linear.lora, linear.scale = nn.Module(), adapter.scale
             linear.spans = tuple((part.key, part.start, part.stop) for part in some)
             for key, start, stop in linear.spans:
-                linear.lora.add_module(key, Lora(linear.in_features, stop - start, adapter.rank, linear.weight))
+                linear.lora.add_module(
+                    key, Lora(linear.in_features, stop - start, adapter.rank, linear.weight, adapter.dropout)
+                )
 
 
 # ---- frozen weights ------------------------------------------------------------------------------------------
