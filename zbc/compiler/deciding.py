@@ -85,7 +85,7 @@ def _by_layers(job: Job) -> Job:
         return _shortest(map(of, sorted(some)), worth=0.0, while_shorter=True) or of(most + 1)
     found = order(of(most + 1), table, 0.0)
     placement, layers = found.program.placement, [sum(table[i].name not in ENDS for i in part) for part in found.stages]
-    pinned = {"layers_per_stage": layers, "layout": None} if is_open(job) else {}
+    pinned = {"layers_per_stage": layers} if is_open(job) else {}
     few, many = [0] * placement.ranks, [most + 1] * placement.ranks
     while few != many:
         half = [(a + b) // 2 for a, b in zip(few, many, strict=True)]
