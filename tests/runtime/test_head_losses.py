@@ -81,7 +81,7 @@ def test_words_that_all_ranks_share_have_them_too(sums, model):
 
 
 @pytest.mark.parametrize("more", [ALL, WITHOUT, {"loss_chunk": 3}])
-@pytest.mark.parametrize(("kind", "pp", "tp", "model"), [("zb-h1", 2, 2, "gpt"), ("zb-v", 1, 2, "gemma2")])
+@pytest.mark.parametrize(("kind", "pp", "tp", "model"), [("zb-h1", 2, 2, "gpt"), ("zb-v", 1, 2, "window")])
 def test_ranks_that_share_layers_find_the_loss_of_one_process(kind, pp, tp, model, more, tmp_path):
     shared = run_threads(parted_plan(tmp_path / "tp", kind, pp=pp, tp=tp, model=model, model_more=more), 3)
     alone = run_threads(parted_plan(tmp_path / "one", pp=1, model=model, model_more=more), 3)

@@ -114,7 +114,7 @@ def test_what_slices_keep_is_predicted(tmp_path, case, kind, activations):
         assert predicted.kv > 0 or activations == "recompute" or kind == "zb-v"
 
 
-SPREAD = [("fp32", 2), ("bf16", 2), ("rotary", 4), ("llama", 4), ("qwen3", 2), ("gemma3_text", 2)]
+SPREAD = [("fp32", 2), ("bf16", 2), ("rotary", 4), ("llama", 4), ("qwen3", 2), ("window", 2)]
 
 
 @pytest.mark.parametrize(("case", "cp"), few(SPREAD, [("llama", 4)]))
@@ -509,7 +509,7 @@ def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
 
 
 # Their norms of single operations free activations in an order of its own: only peaks are predicted.
-LATER = ("qwen3", "gemma3_text", "llama masters", "qwen3 masters", "gemma masters")
+LATER = ("qwen3", "llama masters", "qwen3 masters")
 
 
 @pytest.mark.parametrize("case", few([case for case in CASES if case not in LATER], ("fp32", "masters")))
