@@ -249,8 +249,6 @@ class Stage:
         now, decisions = [current.value for current in AGAIN], [Decisions() for _ in layers]
 
         def run(index: int, x: Tensor) -> Tensor:
-            if (slot := current_slot()) is not None:
-                slot.spares = 0
             rests = self.resting(asleep & {index}) if asleep else nullcontext()
             # In backward as well, when it runs again.
             with self.autocast, rests, as_then(now), decisions[index].again():
@@ -258,6 +256,8 @@ class Stage:
                 return finish(y) if index == last else y
 
         def again(index: int) -> AbstractContextManager[None]:
+            if (slot := current_slot()) is not None:
+                slot.spares = 0
             return as_before(layers[index].buffers, buffers.pop(index)) if index in buffers else nullcontext()
 
         inputs: list[Tensor] = []
@@ -274,8 +274,6 @@ class Stage:
         if len(layers) > last:
             return x, Inputs(inputs, run, again, first)
         x = input_of(len(layers), x, first)
-        if (slot := current_slot()) is not None:
-            slot.spares = self.spares
         with self.autocast:
             y = self._through(x, step, mb, finish, first=len(layers))
         return y, Inputs(inputs, run, again, first, (x, RecordedGraph(y)))

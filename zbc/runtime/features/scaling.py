@@ -47,6 +47,5 @@ class Scaling(Feature):
 
 def build(context: Context) -> Scaling | None:
     model = context.manifest.planning["model"]
-    given = model.get("loss_scale", 65536.0)
-    first, steps = given if isinstance(given, list) else (given, 2000)
-    return Scaling(first, int(steps)) if model["dtype"] == "float16" else None
+    scale = model.get("loss_scale", 65536.0)
+    return Scaling(*(scale if isinstance(scale, list) else (scale, 2000))) if model["dtype"] == "float16" else None

@@ -42,8 +42,7 @@ class Lora(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor, scale: float) -> Tensor:
-        x = nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x
-        inside = self.down(x)  # scaled here, where it is narrow
+        inside = self.down(nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x)
         return self.up(inside if scale == 1.0 else inside * scale)  # type: ignore[no-any-return]
 
 
