@@ -621,4 +621,4 @@ def test_a_plan_says_how_rows_of_experts_are_exchanged(zbc, folder, gbps, said):
     job = toml_text(model=model, parallel=parallel, schedule=schedule, hardware=hardware)
     Path("zbc.toml").write_text(job)
     out = zbc("plan", "zbc.toml", "--budget", "0").out
-    assert said in out[out.index("swaps ") :].partition("\nwhy")[0]
+    assert said in out[out.index("all-to-all ") :].partition("\nlimited by")[0]

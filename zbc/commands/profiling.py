@@ -212,7 +212,7 @@ def _of_ranks(found: Profile) -> Iterator[RenderableType]:
     yield labelled("link", _link(found))
     if found.sums is not None:
         speed = f"{short(found.sums.latency_us, 3)} us and {short(found.sums.gbps, 3)} GB/s"
-        yield labelled("sums", f"{speed} over {found.tp} ranks that share layers; the layers' times are without")
+        yield labelled("all-reduce", f"{speed} over {found.tp} ranks that share layers; the layers' times are without")
     if found.copies is not None:
         speeds = (
             f"{short(found.copies.to_device_gbps, 3)} GB/s to the device, {short(found.copies.to_host_gbps, 3)} back"

@@ -248,7 +248,7 @@ def _summary(
 
 
 def _hidden(found: Mapping[str, Quantity]) -> list[tuple[str, ...]]:
-    return [("sums and swaps inside of ops hidden", *rates(quantity)) for quantity in found.values()]
+    return [("collectives inside of ops hidden", *rates(quantity)) for quantity in found.values()]
 
 
 def _experts(loads: Loads | None, *, verbose: bool) -> Iterator[RenderableType]:
@@ -301,7 +301,7 @@ def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
             f"({short(copy.predicted_ms, 3)} ms, {percent(copy.predicted_hidden)} predicted)"
             for copy in made.copies
         )
-        yield labelled("copies", "of activations to the host and back:", *lines)
+        yield labelled("offload", "of activations to the host and back:", *lines)
 
 
 def _largest(senders: dict[int, float], verbose: bool) -> list[tuple[int, float]]:

@@ -49,7 +49,7 @@ def of_plan(
     if others.faster is not None and (verbose or not better):
         yield labelled("faster", _faster(others.faster, compiled), *([] if quicker is None else [quicker]))
     if words is not None and (verbose or pays or words.shared):
-        yield labelled("words", *_words(words, compiled, hint=better))
+        yield labelled("vocabulary", *_words(words, compiled, hint=better))
     if report.freezing is not None:
         yield labelled("freeze", *_freezing(report.freezing, report.makespan_ms, compiled.job.freeze.after))
     if report.adapter is not None:
@@ -57,9 +57,9 @@ def of_plan(
     if report.unequal is not None:
         yield labelled("tokens", *_unequal(report.unequal))
     if report.flushless is not None:
-        yield labelled("flush", *_flushless(report.flushless))
+        yield labelled("no flush", *_flushless(report.flushless))
     if compiled.job.parallel.average is not None:
-        yield labelled("apart", *_averaging(compiled.job.parallel.average))
+        yield labelled("averaging", *_averaging(compiled.job.parallel.average))
     if verbose:
         yield labelled("times", *_times(compiled))
     if compiled.job.links is not None:
@@ -70,7 +70,7 @@ def of_plan(
         sums = report.tp_sums
         hidden = f"{percent(sums.hidden)} of it hidden behind other work"
         parallel = compiled.job.parallel
-        label = "swaps" if parallel.ep > 1 else "gathers" if parallel.cp > parallel.tp == 1 else "sums"
+        label = "all-to-all" if parallel.ep > 1 else "gathers" if parallel.cp > parallel.tp == 1 else "all-reduce"
         steps = "in two steps, between nodes and inside" if compiled.costs.near else "in one step"
         yield labelled(
             label, f"inside of ops: {short(sums.ms)} ms on a rank (mean), {hidden}", *[steps] * (parallel.ep > 1)
@@ -84,11 +84,11 @@ def of_plan(
     yield indented(_ranks(report, verbose=verbose))
     if (chosen := compiled.found.options) is not None:
         early, overlap = f"schedule.early = {chosen.early}", f"schedule.overlap = {str(chosen.overlap).lower()}"
-        yield labelled("chosen", f"{compiled.found.name} with {early} and {overlap}")
+        yield labelled("options", f"{compiled.found.name} with {early} and {overlap}")
     if compiled.found.weighed:
-        yield labelled("weighed", *_weighed(compiled))
+        yield labelled("candidates", *_weighed(compiled))
     if report.copied is not None:
-        yield labelled("copies", *_copies(compiled))
+        yield labelled("offload", *_copies(compiled))
     if verbose and report.bytes_known:
         yield labelled("memory", *_MEMORY)
         yield indented(_memory(report))
@@ -268,7 +268,7 @@ def _why(compiled: Compiled, until: Until, *, verbose: bool) -> Iterator[Rendera
 
     reasons = wrap(binds(compiled).split(" "), _TEXT, between=" ")
     bent = ["and memory rules out the partition that is most even in time"] if bent_by_memory(compiled) else []
-    yield labelled("why", *reasons, *bent, *_path(critical_path(compiled)))
+    yield labelled("limited by", *reasons, *bent, *_path(critical_path(compiled)))
     if verbose:
         changes = list(what_ifs(compiled, until))
         if changes:
