@@ -39,8 +39,8 @@ def keys(schema, whole):
 
 COUNTED = {
     "commands": (len(COMMANDS), 13),
-    "options": (len({*OPTIONS}), 56),
-    "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 102),
+    "options": (len({*OPTIONS}), 55),
+    "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 101),
     "keys": (keys(json_schema(), json_schema()), 182),
     "codes": (len(errors.CATALOGUE), 65),
 }

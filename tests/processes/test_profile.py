@@ -45,7 +45,7 @@ def test_a_dry_profile_is_made_without_a_device_and_planned_with(zbc, tmp_path):
     assert read(tmp_path / "p.json").on.device == "cuda"
     code, out, err = zbc("plan", "zbc.toml", "--profile", "p.json", "--budget", "0")
     assert code == 0 and "estimated from [model]" in out and "bytes of layers: a dry run" in out, err
-    for more in ("--device=cpu", "--threads=1", "--together=1"):
+    for more in ("--device=cpu", "--threads=1"):
         code, _, err = zbc("profile", "zbc.toml", "--dry", more)
         assert code == 2 and "--dry measures nothing" in err
 

@@ -34,10 +34,6 @@ def profile(
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Threads per rank; default: as in `zbc run --local`.")
     ] = None,
-    together: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Ranks that compute at once; default: as many as fit on the cores."),
-    ] = None,
     rounds: Annotated[int, typer.Option(min=3, metavar="N", help="Repetitions; more make the medians steadier.")] = 20,
     from_trace: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Derive the profile from a recorded run instead.")
@@ -74,17 +70,17 @@ def profile(
     computes nothing: layers run on tensors without numbers, for their bytes.
     """
     if links:
-        if job is not None or from_trace or threads or together or settings or schedule or dry:
+        if job is not None or from_trace or threads or settings or schedule or dry:
             raise typer.BadParameter("--links measures between ranks, whatever the job: leave out all but --device, -o")
         _links(output, device, rounds, as_json=json, quiet=quiet)
         return
     if from_trace is not None:
-        if job is not None or device or threads or together or settings or schedule or dry:
+        if job is not None or device or threads or settings or schedule or dry:
             raise typer.BadParameter("--from-trace measures nothing: leave out JOB.toml and how to measure")
         _derive(from_trace, phase, base, output, as_json=json, quiet=quiet)
         return
-    if dry and (device or threads or together):
-        raise typer.BadParameter("--dry measures nothing: leave out --device, --threads and --together")
+    if dry and (device or threads):
+        raise typer.BadParameter("--dry measures nothing: leave out --device and --threads")
     if job is None:
         raise typer.BadParameter("give JOB.toml to measure, or --from-trace RUN to derive")
     for option, value in (("--base", base), ("--phase", phase)):
@@ -104,9 +100,7 @@ def profile(
     from zbc.training.profiling.session import effort, measure
 
     refuse_unwritable(output)
-    if together is not None and together > loaded.parallel.ranks:
-        raise typer.BadParameter(f"--together is {together}, and the job has {loaded.parallel.ranks} ranks")
-    how = effort(loaded, device=device, threads=threads, together=together, rounds=rounds)
+    how = effort(loaded, device=device, threads=threads, rounds=rounds)
     with progress("profiling", rounds + 1, quiet=quiet) as done:
         measured = measure(loaded, how, done)
     _write(measured, made_of, output, as_json=json, quiet=quiet)

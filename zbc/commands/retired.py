@@ -36,6 +36,7 @@ OPTIONS = {
     "--nodes-of": (("advise",), "--set hardware.ranks_per_node=N"),
     "--trials": (("report",), "--jitter alone: a spread is always of 200 steps"),
     "--seed": (("report",), "--jitter alone: it draws the same times each time"),
+    "--together": (("profile",), "--threads N: as many ranks compute at once as fit on the cores"),
     "--all": (("compare",), "zbc visualize A B, which shows transfers too"),
 }
 

@@ -60,7 +60,7 @@ class Sampling:
     rounds: int
 
 
-def effort(job: Job, *, device: str | None, threads: int | None, together: int | None, rounds: int) -> Sampling:
+def effort(job: Job, *, device: str | None, threads: int | None, rounds: int) -> Sampling:
     """The settings of a profile; unset ones are those of a local run of the job.
 
     Raises E603 without a GPU.
@@ -71,7 +71,7 @@ def effort(job: Job, *, device: str | None, threads: int | None, together: int |
         raise ZbcError("E603", "profile: torch finds no GPU", hint=hint)
     world = job.parallel.ranks
     threads = threads or (1 if device == "cuda" else threads_of(world))
-    together = together or (1 if device == "cuda" else max(1, min(world, cores() // threads)))
+    together = 1 if device == "cuda" else max(1, min(world, cores() // threads))
     return Sampling(device, threads, together, rounds)
 
 
