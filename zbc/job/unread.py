@@ -34,31 +34,23 @@ def reads_attention(activations: str | dict[str, str]) -> bool:
 
 
 KINDS_OF_FILES = ("text", "tokens", "chat")
+
+
+def _only(key: str, keys: str, *values: str, hint: str = "drop it", code: str = "E110") -> Unread:
+    """Keys of a table that have an effect with these values of its `key` alone."""
+    (section, decides), others = key.split("."), ", ".join(values[:-1])
+    text = f"is for {others}{' and ' * bool(others)}{values[-1]}, {key} is {{!r}}"
+    hint = f'{hint}, or use {decides} = "{values[0]}"'
+    return Unread(section, tuple(keys.split()), decides, lambda value: value not in values, text, hint, code)
+
+
 IDLE = (
-    Unread(
-        "optimizer",
-        ("betas", "eps"),
-        "kind",
-        lambda kind: kind == "sgd",
-        "is for adam, adamw and muon, optimizer.kind is {!r}",
-        'drop it, or use kind = "adamw"',
-    ),
-    Unread(
-        "optimizer",
-        ("momentum",),
-        "kind",
-        lambda kind: kind not in ("sgd", "muon"),
-        "is for sgd and muon, optimizer.kind is {!r}",
-        'drop it (betas are what adam has instead), or use kind = "sgd"',
-    ),
-    Unread(
-        "optimizer",
-        ("adamw_lr", "scale"),
-        "kind",
-        lambda kind: kind != "muon",
-        "is for muon, optimizer.kind is {!r}",
-        'drop it, or use kind = "muon"',
-    ),
+    _only("optimizer.kind", "betas eps", "adam", "adamw", "muon"),
+    _only("optimizer.kind", "momentum", "sgd", "muon", hint="drop it (betas are what adam has instead)"),
+    _only("optimizer.kind", "adamw_lr scale", "muon"),
+    _only("model.parameters", "master", "bfloat16"),
+    _only("model.dtype", "loss_scale", "float16"),
+    _only("data.kind", "tokenizer", "chat", code="E150"),
     Unread(
         "optimizer",
         ("state",),
@@ -66,22 +58,6 @@ IDLE = (
         lambda name: name == "sgd, bfloat16",
         "is of moments, which sgd without momentum does not have",
         "drop it, or set momentum",
-    ),
-    Unread(
-        "model",
-        ("master",),
-        "parameters",
-        lambda parameters: parameters != "bfloat16",
-        "is of masters of bfloat16 weights, model.parameters is {!r}",
-        'drop it, or use parameters = "bfloat16"',
-    ),
-    Unread(
-        "model",
-        ("loss_scale",),
-        "dtype",
-        lambda dtype: dtype != "float16",
-        "is for float16, model.dtype is {!r}",
-        'drop it, or use dtype = "float16"',
     ),
     Unread(
         "freeze",
@@ -114,15 +90,6 @@ IDLE = (
         lambda kind: kind not in KINDS_OF_FILES,
         "names files of text, tokens or chat, data.kind is {!r}",
         "drop it; what a factory of data needs goes into [data.args]",
-        "E150",
-    ),
-    Unread(
-        "data",
-        ("tokenizer",),
-        "kind",
-        lambda kind: kind != "chat",
-        "is of chat, data.kind is {!r}",
-        'drop it, or set kind = "chat"',
         "E150",
     ),
     Unread(
