@@ -119,7 +119,7 @@ def counted(output: dict[str, Tensor], kind: Tensor, boxes: Tensor) -> Tensor:
 
 counted.count = lambda kind: int((kind != -100).sum())
 
-SHORT, TWO = ["In", "Mid", "Mid", "Layer"], ["In", "Mid", "Mid", "Two"]
+SHORT, TWO, FREE = (["In", "Mid", *rest] for rest in (["Mid", "Layer"], ["Mid", "Two"], ["Free", "Layer"]))
 FIRST, AGAIN = ["In", "Layer", "Layer", "Layer"], {"memory": {"activations": "recompute"}}
 CASES = {
     "the first layer's two": (("dict", ["image", "scale", "target"]), FIRST, "mse", "1f1b", {}),
@@ -127,13 +127,7 @@ CASES = {
     "all of it": (("dict", ["image", "scale", "mask", "target"]), SHORT, "mse", "zb-v", {}),
     "a dataclass": (("dataclass", ["image", "scale", "target"]), FIRST, "mse", "1f1b", {}),
     "of a layer and the loss": (("dict", ["image", "target"]), ["In", "Told", "Mid", "Layer"], "mse", "zb-h1", {}),
-    "layers and a loss that take any": (
-        ("dict", ["image", "kind", "target"]),
-        ["In", "Mid", "Free", "Layer"],
-        "free",
-        "1f1b",
-        {},
-    ),
+    "layers and a loss that take any": (("dict", ["image", "kind", "target"]), FREE, "free", "1f1b", {}),
     "a pair with entries": (("pair", ["image", "scale"], "target"), SHORT, "mse", "interleaved", {}),
     "several targets": (("dict", ["image", "boxes", "kind"]), TWO, "both", "zb-h1", {}),
     "a pair with several": (("pair", "image", ["kind", "boxes"]), ["Layer", *TWO[1:]], "both", "1f1b", {}),

@@ -178,9 +178,7 @@ def _share_words(worker: Worker) -> None:
 def _input(worker: Worker, stage: Stage) -> Tensor:
     first = worker.features.find(Vocabulary) is None and not worker.placement.sources(stage.index)
     if first and worker.batches is not None:
-        inputs = worker.batches.inputs
-        found: Tensor = _carried(worker, lambda step, mb: stage.entered(inputs(step, mb)))
-        return found
+        return stage.entered(_carried(worker, worker.batches.inputs))
     if stage.takes.numbers:
         return stage.arrived(stage.empty_input().normal_())
     return stage.arrived(stage.empty_input().zero_())

@@ -155,7 +155,7 @@ class Packing(NamedTuple):
 
     @property
     def alongside(self) -> Sequence[str]:
-        """The names of what is alongside a layer's input."""
+        """The names of the other inputs alongside a layer's."""
         whole = None if self.form is None else self.form.around(self.parts)
         return [*whole.others] if isinstance(whole, Alongside) else []
 

@@ -133,9 +133,8 @@ def read(
     at = (kind, worker.step, number)
     whole = worker.reading.pop(at, None)
     if whole is None:
-        found = look_up(worker.step, number)
-        assert isinstance(found, Tensor)  # slices of several tensors are refused (training/building/context.py)
-        whole = found
+        found: Any = look_up(worker.step, number)
+        whole = found  # one tensor: slices of several are refused (training/building/context.py)
         if whole.dim() > 1 and whole.shape[1] != part.length:
             text = f"run: {kind} have {whole.shape[1]} tokens, the slices of the plan are cut from {part.length}"
             hint = "samples of one length, for evaluation too: model.seq_len; or schedule.slices = 1"

@@ -112,7 +112,7 @@ def warnings_of(site: Site, loss: Loss) -> tuple[str, ...]:
     """Remarks on a loss that is no mean, and on layers whose gradients do not scale with it."""
     chosen, found = site.settings.model, list[str | None]()
     if site.some_targets is not None:
-        found.append(no_mean(chosen.loss, loss, site.made_up(int(rows_of(site.some_targets))), site.some_targets))
+        found.append(no_mean(chosen.loss, loss, site.made_up(rows_of(site.some_targets)), site.some_targets))
     adds = [name for name, traits in site.shapes.traits.items() if traits.adds]
     if adds and site.last and (site.topology.batch > 1 or chosen.dtype == "float16"):
         found.append(" ".join(unscaled(adds)))

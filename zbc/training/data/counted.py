@@ -52,9 +52,9 @@ def counting(target: Tensor) -> float:
     return int((target != IGNORED).sum())
 
 
-def rows_of(batch: Batch) -> float:
+def rows_of(batch: Batch) -> int:
     """The number of samples of a batch."""
-    return float(len(batch if isinstance(batch, Tensor) else next(iter(batch.values()))))
+    return len(batch if isinstance(batch, Tensor) else next(iter(batch.values())))
 
 
 def no_mean(name: str, loss: Loss, output: Any, targets: Batch) -> str | None:
@@ -63,7 +63,7 @@ def no_mean(name: str, loss: Loss, output: Any, targets: Batch) -> str | None:
 
     The training then depends on the number of microbatches of a step, as intended for losses that compare samples.
     """
-    counts, rows = count_of(loss, name, targets) or rows_of, int(rows_of(targets))
+    counts, rows = count_of(loss, name, targets) or rows_of, rows_of(targets)
     half = rows // 2
     tensors, form = taken_apart(output)
     if not half or not any(tensor.is_floating_point() for tensor in tensors):

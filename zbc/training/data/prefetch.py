@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ class Prefetched(BatchSource):
         self._thread = None
         self._batches.close()
 
-    def _forget(self, but: dict[int, Any]) -> None:
+    def _forget(self, but: dict[int, None]) -> None:
         for step in self._steps.keys() - but.keys():
             self._steps.pop(step).cancel()
 
@@ -91,6 +90,5 @@ class Prefetched(BatchSource):
 
     def _make(self, step: int, want: Want) -> Tensor:
         kind, mb = want
-        made: Any = self._batches.inputs(step, mb) if kind == "inputs" else self._batches.targets(step, mb)
-        tensor: Tensor = made
+        tensor: Tensor = getattr(self._batches, kind)(step, mb)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor

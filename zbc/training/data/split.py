@@ -72,17 +72,11 @@ class Steps(Pairs):
         return found
 
     def inputs(self, indices: Sequence[int]) -> Any:
-        """Inputs of the first microbatches of these steps."""
-        first = [self.step(i)[0].inputs for i in indices]
-        found: list[Any] = [each(lambda t: self._filled(t, 0, self._length), x) for x in first]
-        return (
-            torch.cat(found)
-            if isinstance(found[0], Tensor)
-            else {k: torch.cat([x[k] for x in found]) for k in found[0]}
-        )
+        """Inputs of the first microbatch of the first of these steps."""
+        return each(lambda t: self._filled(t, 0, self._length), self.step(indices[0])[0].inputs)
 
     def targets(self, indices: Sequence[int]) -> Tensor:
-        return torch.cat([self.step(i)[0].target for i in indices])
+        return self.step(indices[0])[0].target
 
     def _bytes(self, index: int) -> bytes:
         every = self._split(index, self._look([index])[0])
