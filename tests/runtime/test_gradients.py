@@ -149,12 +149,9 @@ def test_weights_after_some_steps_are_those_of_one_process(name):
     check_training(make_plan(make_program(schedule, p, 4), **{"optimizer": {"lr": 1e-2}, **options}))
 
 
-VARIANTS = {"qwen2": {}, "qwen3": {"window": 5}}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [{"variant": "qwen2"}, {"variant": "qwen3", "window": 5}], ids=str)
 def test_the_variants_of_llama(variant):
-    model = {**LLAMA, "variant": variant, **VARIANTS[variant]}
+    model = {**LLAMA, **variant}
     check_gradients(make_plan(make_program("zb-v", 2, 4), model=model, keep=without_step, size=1))
     check_training(make_plan(make_program("zb-h1", 2, 4), model=model, optimizer={"lr": 1e-2}))
 
