@@ -192,7 +192,7 @@ WORDS = (
     _word(
         "filler, bubble filling, side work",
         "Work of yours that idle ranks do in the bubbles: [filler].",
-        "advise.md#from-a-number-of-ranks-to-a-plan",
+        "advise.md#work-in-the-bubbles",
     ),
     _word("MFU, model FLOPs utilization", "Operations of the model per second, as a share of the peak.", "costs.md"),
     _word(
