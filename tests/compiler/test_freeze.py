@@ -110,7 +110,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
 
 def test_a_plan_without_it_does_not_speak_of_it():
     manifest, _ = compile_job(job()).assemble()
-    assert "freeze" not in manifest.planning and "freezing" not in manifest.predicted
+    assert "freezing" not in manifest.predicted
     assert FROZEN not in manifest.capabilities
 
 

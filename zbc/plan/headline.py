@@ -27,7 +27,7 @@ def throughput_of(manifest: Manifest, ms: float) -> Throughput:
     model = Model.model_validate(manifest.planning["model"], strict=False)
     world, peak = manifest.topology.world, manifest.training.get("log", {}).get("peak_tflops")
     samples = manifest.microbatches * manifest.microbatch_size * manifest.topology.dp
-    return throughput(model, samples, ms, world, peak, frozen="adapter" in manifest.planning)
+    return throughput(model, samples, ms, world, peak, frozen=manifest.adapted)
 
 
 def settled_ms(manifest: Manifest) -> float:

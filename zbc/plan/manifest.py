@@ -140,6 +140,11 @@ class Manifest(_Strict):
         return traits | {"dp": self.copies, "vocabulary": sums, "node": self.topology.node}
 
     @property
+    def adapted(self) -> bool:
+        """Whether adapters train in place of weights."""
+        return bool(self.planning.get("adapter", {}).get("rank"))
+
+    @property
     def topology(self) -> Topology:
         """The axes of a run of the plan."""
         node = (self.node[0], self.node[1]) if self.node else None

@@ -161,8 +161,8 @@ class RunRecord:
         samples = self._phases.samples(result.step)
         world, peak = self._manifest.topology.world, self._log.get("peak_tflops")
         tokens = self._settings.tokens(result.step)
-        frozen = "adapter" in self._manifest.planning
-        rates = throughput(self._model, samples, 1e3 * result.seconds, world, peak, tokens, frozen=frozen)
+        frozen, ms = self._manifest.adapted, 1e3 * result.seconds
+        rates = throughput(self._model, samples, ms, world, peak, tokens, frozen=frozen)
         return {
             "step": result.step + 1,
             "loss": result.loss,
