@@ -117,10 +117,8 @@ def test_an_old_spelling_is_read_as_the_key_of_today_and_says_it(old, tmp_path, 
     path.write_text(f"[model]\nseq_len = 16\n[{table}]\n{name} = {text}\n")
     document = gathered(path)
     assert document.values[other][key] == value and name not in document.values[table]
-    assert document.where((other, key)) == f"{path}:4:{len(name) + 4}"
-    assert [*map(str, caplog.messages)] == [
-        f"config: {path}:4:{len(name) + 4}: {old} is an old spelling; write {OLD[old][1]}"
-    ]
+    assert (where := document.where((other, key))) == f"{path}:4:{len(name) + 4}"
+    assert caplog.messages == [f"config: {where}: {old} is an old spelling; write {OLD[old][1]}"]
     assert name not in SECTIONS[table].model_fields
     assert gathered(path, [f"{other}.{key}=1"]).values[other][key] == 1
     path.write_text(f"[model]\nseq_len = 16\n[{other}]\n{key} = 7\n")

@@ -275,8 +275,7 @@ def test_every_schedule_has_its_page():
 def anchors(page):
     """What links may name in a page: its headings, as GitHub writes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall("^#+ (.*)$", text, re.M)}
 
 
 def test_links_between_pages_lead_somewhere():

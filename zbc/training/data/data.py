@@ -148,10 +148,7 @@ class Pairs:
             text = f"data: the {what} of sample {numbers[0]} of {self._name} has shape {shapes[other]}, that of sample"
             hint = "pad or cut samples to one shape, with the same entries"
             raise ZbcError("E505", f"{text} {numbers[1]} {shapes[0]}", hint=hint)
-
-        def name(row: int) -> str:
-            return f"sample {indices[row] % len(self)} of {self._name}"
-
+        name = lambda row: f"sample {indices[row] % len(self)} of {self._name}"  # noqa
         if isinstance(found[0], Tensor):
             return self.words.checked(torch.stack(found), which, name)
         return {entry: self.words.checked(torch.stack([x[entry] for x in found]), which, name) for entry in found[0]}
