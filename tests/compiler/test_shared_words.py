@@ -70,10 +70,6 @@ def test_the_manifest_says_how_and_who_has_which_words(tmp_path):
     assert all(Op(Kind.REDUCE, WORDS) in ops for ops in found.program.ranks)
 
 
-def test_a_job_without_the_key_is_the_plan_it_was():
-    assert "vocabulary" not in job().planning()["parallel"] and "s" not in job().planning()["costs"]
-
-
 def test_stages_have_what_is_left_and_shares_add_up_to_the_rest():
     """No parameter is lost, and none is counted twice."""
     for family in ("llama", "gpt"):

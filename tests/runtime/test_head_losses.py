@@ -156,9 +156,3 @@ def test_what_the_loss_of_a_frozen_head_holds_is_predicted(tmp_path):
     model = {"hidden": 48, "heads": 3, "seq_len": 64, "vocab": 900, "z_loss": 0.3, "label_smoothing": 0.2}
     predicted, measured = both(tmp_path, kind="zb-h1", pp=2, m=4, layers=2, model=model, adapter={"rank": 4})[-1]
     assert predicted.bytes == pytest.approx(measured.peak, rel=0.02)
-
-
-def test_plans_name_keys_of_a_loss_only_where_they_are_set():
-    keys = {"z_loss": 0.3, "label_smoothing": 0.2, "loss_chunk": 8}
-    assert not keys.keys() & job().planning()["model"].keys()
-    assert keys.items() <= job(model=keys).planning()["model"].items()
