@@ -228,9 +228,10 @@ def reference(
     masters = _masters(weights) if settings.model.parameters == "bfloat16" else weights
     optimizer = _optimizer(settings.optimizer, {name: p for name, p in masters.items() if p.requires_grad})
     low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(settings.model.dtype)
-    given = settings.model.loss_scale
-    first, growth = given if isinstance(given, list) else (given, 2000)
-    scaler = torch.amp.GradScaler("cpu", first, growth_interval=int(growth), enabled=low == torch.float16)
+    growth = settings.model.loss_scale_steps
+    scaler = torch.amp.GradScaler(
+        "cpu", settings.model.loss_scale, growth_interval=growth, enabled=low == torch.float16
+    )
     result = Reference([], [], {}, {})
     before = [p.data.clone() for p in weights.values()]
     for step in range(steps):

@@ -59,6 +59,7 @@ FREE = {  # these change no number of a step, or only the first one's
     "compile": True,
     "loss_chunk": 4,
     "loss_scale": 2.0,
+    "loss_scale_steps": 3,
     "imbalance": 2.0,
     "pretrained": "folder",
     "config": "config.json",

@@ -71,9 +71,6 @@ _FOREIGN = {  # family -> keys it does not have; a factory has none of them
 }
 
 
-FirstScale = Annotated[Positive, Field(ge=2.0**-126, lt=2.0**127)]
-
-
 class Block(NamedTuple):
     """Properties of one block of a family in which blocks may differ."""
 
@@ -139,11 +136,10 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="compute type; the others run under autocast, float16 with a loss scale"
     )
-    loss_scale: FirstScale | Annotated[list[FirstScale], Field(min_length=2, max_length=2)] = Field(
-        65536.0,
-        description="float16: factor of the loss in the first step; an overflow skips the step and halves it, 2000 "
-        "steps in a row without one double it; [65536, 500]: so many steps",
+    loss_scale: Annotated[Positive, Field(ge=2.0**-126, lt=2.0**127)] = Field(
+        65536.0, description="float16: factor of the loss in the first step; an overflow skips the step and halves it"
     )
+    loss_scale_steps: Count = Field(2000, description="float16: steps in a row without an overflow that double it")
     parameters: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",

@@ -16,7 +16,7 @@ _Section = TypeVar("_Section", bound=Section)
 # They may differ, and a run says so.
 PRECISION = {"model.dtype", "model.parameters", "model.master", "model.matmul", "model.seq_len", "optimizer.state"}
 # How it is computed or planned, and where its first weights came from.
-_OTHERWISE = {"compile", "loss_chunk", "loss_scale", "imbalance"}
+_OTHERWISE = {"compile", "loss_chunk", "loss_scale", "loss_scale_steps", "imbalance"}
 _OTHERWISE |= {"pretrained", "config"}
 
 

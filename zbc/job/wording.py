@@ -180,7 +180,6 @@ RETIRED = {  # key that is gone -> what to write now
     "checkpoint.at_end": "nothing: where there are checkpoints, one is written in the end",
     "train.skip_total": "train.skip_limit, of steps in a row",
     "extends": "its values here, or change a job with --set",
-    "model.loss_scale_steps": "model.loss_scale = [65536, 2000]: the first scale, and these steps",
     "optimizer.clip_stage_norm": "optimizer.clip_grad_norm, which is of each stage where there is no flush",
     "partition.mode": 'partition.layers_per_stage = "equal", or nothing for "auto"',
 }

@@ -1,7 +1,7 @@
 """Loss scaling for float16, by the rule of torch.amp.GradScaler (arXiv 1710.03740, section 3.2).
 
 Gradients are computed times `Worker.scale`, and are divided by it in the update. A step in which any gradient overflows
-is skipped on all ranks by its verdict, and halves the scale; so many steps without an overflow double it.
+is skipped on all ranks by its verdict, and halves the scale; `loss_scale_steps` steps without an overflow double it.
 """
 
 from __future__ import annotations
@@ -47,5 +47,6 @@ class Scaling(Feature):
 
 def build(context: Context) -> Scaling | None:
     model = context.manifest.planning["model"]
-    scale = model.get("loss_scale", 65536.0)
-    return Scaling(*(scale if isinstance(scale, list) else (scale, 2000))) if model["dtype"] == "float16" else None
+    if model["dtype"] != "float16":
+        return None
+    return Scaling(model.get("loss_scale", 65536.0), model.get("loss_scale_steps", 2000))
