@@ -31,7 +31,7 @@ from plans.finetune import KINDS, conversations, write
 from zbc.training.data.data import Batches, RandomTokens
 
 LENGTH, BATCH, SEED = 48, 8, 7
-TARGETS = ["self_attn.*"]  # peft gives experts adapters as well where it knows names of their MLP
+TARGETS = ["self_attn.*"]  # of an MLP beside experts peft loads none, and gives the stacked experts some of its own
 
 
 def main() -> None:

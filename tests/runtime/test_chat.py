@@ -1,6 +1,7 @@
 """Chat data: tokens and targets against those written by hand, trained as by one process; samples that are none."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -98,6 +99,13 @@ def test_a_template_that_changes_what_was_said_has_to_mark_it(folder):
         chat(folder, {"messages": TURNS}, template=None)[0]
     with refused("E502", "cannot read the tokenizer"):
         Chat([], str(folder), 8, {}, padded=True)
+
+
+@pytest.mark.parametrize(("missing", "paths"), [("pyarrow", ["chat.parquet"]), ("transformers", [])])
+def test_a_package_that_is_not_there_is_named(folder, monkeypatch, missing, paths):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with refused("E602", missing, "not installed"):
+        Chat(paths, str(folder / "tokenizer"), 8, {}, padded=True)
 
 
 def test_tokenize_checks_every_sample_and_shows_the_first(folder, capsys):
