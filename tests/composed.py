@@ -1,5 +1,6 @@
 """Jobs with some of the features in zbc/excludes.py, and the reference jobs without features that keep a training."""
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ CHANGES = (
 )
 
 
-def settings(*traits: str) -> Tables:
-    """The tables of a job with these settings."""
+def settings(*traits: str, **changes: Any) -> Tables:
+    """The tables of a job with these settings, and further ones, as `model__dtype`."""
     tables: Tables = {
         "model": dict(GPT),
         "parallel": {"pp": 4},
@@ -66,12 +67,12 @@ def settings(*traits: str) -> Tables:
         "train": {"steps": STEPS, "seed": 3},
         "data": {"kind": "synthetic"},
     }
-    for trait in traits:
-        for key, value in SETTINGS[trait]:
-            table, _, name = key.partition(".")
-            tables.setdefault(table, {})[name] = value
-    if tables["parallel"].get("dp") == 2:
+    said = [pair for trait in traits for pair in SETTINGS[trait]]
+    if ("parallel.dp", 2) in said:
         tables["schedule"]["microbatches"] = 4
+    for key, value in (*said, *changes.items()):
+        table, name = re.split(r"\.|__", key, maxsplit=1)
+        tables.setdefault(table, {})[name] = value
     return tables
 
 
@@ -107,11 +108,8 @@ def beside(*traits: str, **changes: Any) -> tuple[Tables, Tables]:
 
     `changes` are further settings of both, as `model__dtype`; settings of [schedule] apply to the first job only.
     """
-    both, plain = settings(*traits), settings(*(trait for trait in traits if trait in CHANGES))
-    for key, value in changes.items():
-        table, _, name = key.partition("__")
-        for one in (both,) if table == "schedule" else (both, plain):
-            one.setdefault(table, {})[name] = value
+    alike = {key: value for key, value in changes.items() if not key.startswith("schedule__")}
+    both, plain = settings(*traits, **changes), settings(*(one for one in traits if one in CHANGES), **alike)
     plain["parallel"]["dp"] = both["parallel"].get("dp", 1)
     plain["schedule"]["microbatches"] = both["schedule"]["microbatches"]
     return both, plain

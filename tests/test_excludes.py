@@ -72,6 +72,7 @@ VALUES = {
     "freeze": 0.5,
     "adapter": 8,
     "dropout": 0.1,
+    "trained whole": ["whole lm_head"],
     "balance": "length",
     "dealt by tokens": "tokens",
     "steps": "steps",

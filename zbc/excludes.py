@@ -68,6 +68,10 @@ def _listed(value: object) -> bool:
     return isinstance(value, list)
 
 
+def _whole(targets: list[str]) -> bool:
+    return any(target.startswith("whole ") for target in targets)
+
+
 def _given(value: object) -> bool:
     return True  # `Trait.of` never asks about None
 
@@ -130,6 +134,7 @@ TRAITS = {
     "freeze": Trait("freeze.most", bool),
     "adapter": Trait("adapter.rank", bool),
     "dropout": Trait("adapter.dropout", bool),
+    "trained whole": Trait("adapter.targets", _whole, 'adapter.targets with "whole"'),
     "balance": _value("data.balance", "length"),
     "dealt by tokens": _value("data.balance", "tokens"),
     "steps": _value("data.items", "steps"),
@@ -257,6 +262,7 @@ ROWS = (
             "compile": UNWRITTEN,
         },
     ),
+    Excludes("trained whole", {"tied|vocabulary": (UNWRITTEN, "leave its name out, and all of it is frozen")}),
     Excludes(
         "balance",
         {

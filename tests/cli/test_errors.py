@@ -105,6 +105,7 @@ JOBS = {
     ),
     "offload": (edit(memory={"activations": "offload"}), 3, "E141", "zbc.toml:19:15", "hardware.host_gbps"),
     "an unknown word": (edit(memory={"activations": "forget"}), 3, "E103", "zbc.toml:19:15", '"recompute"'),
+    "peft's modules": (edit(adapter={"modules_to_save": []}), 3, "E102", "zbc.toml:19:1", "whole lm_head"),
     "peft's": (edit(adapter={"use_dora": True}), 3, "E102", "zbc.toml:19:1", "norms of all rows"),
     "layers": (edit(memory={"activations": {"recompute": "all"}}), 3, "E103", "zbc.toml:19", "{ recompute = 6 }"),
     "a stage by name": (edit(memory={"activations": {"a": "keep"}}), 3, "E103", "zbc.toml:19", '{ 0 = "recompute" }'),

@@ -85,7 +85,7 @@ def test_mfu_counts_no_weight_gradients(tmp_path):
     assert headline(read_manifest(tmp_path / "plan"))["mfu"] == pytest.approx(made.rates(made.settled_ms).mfu, rel=1e-6)
 
 
-BESIDE = {"all": ["*"], "down": ["down", "layers.2.*"], "qkv": ["qkv", "layers.1.proj"]}
+BESIDE = {"all": ["*"], "down": ["down", "layers.2.*", "whole tokens"], "qkv": ["qkv", "layers.1.proj", "whole head"]}
 SOME = dealt(
     [("fp32", "all"), ("bf16", "down"), ("masters", "qkv"), ("llama", "all"), ("qwen3", "qkv"), ("rotary", "down")],
     [("zb-v", "keep"), ("1f1b", "selective"), ("1f1b", "recompute")],

@@ -1,6 +1,7 @@
 """Adapters: losses equal LoRA in plain torch, peft, and one process under any partition; and files."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -20,6 +21,7 @@ from tests.runtime.test_pretrained import MODELS, model_in
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.job import adapterfolder
+from zbc.job.adapter import ENDS
 from zbc.job.hffolder import write_shard
 from zbc.job.spec import Adapter
 from zbc.runtime.core.slot import Slot, using
@@ -77,12 +79,13 @@ def tensors_of(workers):
     return {k: t.clone() for k, t in adapters.tensors_of(settings.adapter, settings.model, found).items()}
 
 
-def with_lora(folder, tensors):
+def with_lora(folder, tensors, saved=None):
     """The model of transformers with adapters by peft's names, and its trained parameters."""
     peer = transformers.AutoModelForCausalLM.from_pretrained(folder)
     peer.requires_grad_(False)
     modules = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in tensors}
-    found = {}
+    whole = [n for n in modules if n.endswith("weight") and ".lora_" not in n]
+    found = {f"base_model.model.{name}": peer.get_parameter(name).requires_grad_(True) for name in whole}
     for name in sorted(n for n in modules if not n.endswith("weight")):
         down, up = (tensors[f"base_model.model.{name}.lora_{side}.weight"].clone() for side in "AB")
         path, _, leaf = name.rpartition(".")
@@ -92,12 +95,22 @@ def with_lora(folder, tensors):
     return peer, found
 
 
-def losses_in_plain_torch(peer, named, batches, options, steps, m):
+def with_peft(folder, tensors, saved):
+    """The same model with the adapters that peft loads from a folder."""
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    peer = pytest.importorskip("peft").PeftModel.from_pretrained(peer, saved, is_trainable=True)
+    named = {re.sub(r"\.(modules_to_save|default)\b", "", name): p for name, p in peer.named_parameters()}
+    return peer, {name: p for name, p in named.items() if p.requires_grad}
+
+
+def losses_in_plain_torch(peer, named, workers, m=4):
+    batches = next(w.batches for w in workers if w.batches is not None)
+    options = Settings.of(workers[0].plan.manifest).optimizer
     optimizer = torch.optim.AdamW(
         list(named.values()), lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
     )
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         each = []
         for mb in range(m):
             logits, target = peer(batches.inputs(step, mb)).logits, batches.targets(step, mb)
@@ -109,45 +122,33 @@ def losses_in_plain_torch(peer, named, batches, options, steps, m):
     return losses
 
 
+WHOLE = ["whole lm_head", "whole embed.tokens"]
 CASES = [
     ("llama-grouped", ["q_proj", "v_proj"]),
     ("llama", ["*"]),
     ("gpt2", ["c_attn", "mlp.c_proj"]),
     ("mistral", ["self_attn.*", "layers.1.gate_up"]),
+    ("llama", ["q_proj", *WHOLE, "whole model.norm"]),
 ]
 
 
-@pytest.mark.parametrize(("kind", "targets"), few(CASES, CASES[:1]), ids=str)
-def test_losses_and_adapters_are_those_of_lora_in_plain_torch(folders, kind, targets):
-    plan = plan_of(folders(kind), targets)
-    begun = tensors_of([make_worker(plan, rank) for rank in range(2)])
-    assert all((t == 0).all() == name.endswith("lora_B.weight") for name, t in begun.items())
-    peer, named = with_lora(folders(kind), begun)
-    workers = run_threads(plan, STEPS)
-    batches = next(w.batches for w in workers if w.batches is not None)
-    options = Settings.of(plan.manifest).optimizer
-    wanted = losses_in_plain_torch(peer, named, batches, options, STEPS, 4)
-    assert losses_of(workers) == pytest.approx(wanted, abs=1e-5)
-    for name, tensor in tensors_of(workers).items():
-        torch.testing.assert_close(tensor, named[name].detach(), rtol=1e-3, atol=1e-4, msg=name)
-        assert tensor.any()
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(("kind", "targets"), few(CASES[:4], CASES[:1]), ids=str)
-def test_peft_loads_what_was_saved_and_has_the_losses(folders, tmp_path, kind, targets):
-    peft = pytest.importorskip("peft")
+@pytest.mark.parametrize("by", [with_lora, with_peft])
+@pytest.mark.parametrize(("kind", "targets"), few(CASES, CASES[::4]), ids=str)
+def test_losses_and_adapters_are_those_of_lora_in_plain_torch_and_of_peft(folders, tmp_path, by, kind, targets):
     plan = plan_of(folders(kind), targets)
-    settings = Settings.of(plan.manifest)
-    save(tmp_path, settings, [make_worker(plan, rank) for rank in range(2)])
-    peer = transformers.AutoModelForCausalLM.from_pretrained(folders(kind))
-    peer = peft.PeftModel.from_pretrained(peer, tmp_path, is_trainable=True)
-    named = {name: p for name, p in peer.named_parameters() if p.requires_grad}
+    started = [make_worker(plan, rank) for rank in range(2)]
+    begun = tensors_of(started)
+    assert all((t == 0).all() == name.endswith("lora_B.weight") for name, t in begun.items())
+    save(tmp_path, Settings.of(plan.manifest), started)
+    peer, named = by(folders(kind), begun, tmp_path)
     workers = run_threads(plan, STEPS)
-    assert len(named) == len(tensors_of(workers))
-    batches = next(w.batches for w in workers if w.batches is not None)
-    wanted = losses_in_plain_torch(peer, named, batches, settings.optimizer, STEPS, 4)
-    assert losses_of(workers) == pytest.approx(wanted, abs=1e-5)
+    assert losses_of(workers) == pytest.approx(losses_in_plain_torch(peer, named, workers), abs=1e-5)
+    trained = tensors_of(workers)
+    assert trained.keys() == named.keys()
+    for name, tensor in trained.items():
+        torch.testing.assert_close(tensor, named[name].detach(), rtol=1e-3, atol=1e-4, msg=name)
+        assert not tensor.equal(begun[name])
 
 
 # ---- however it is cut up ----------------------------------------------------------------------------------------
@@ -166,13 +167,15 @@ SCHEDULES = [
 @pytest.mark.parametrize("activations", few(["keep", "recompute 1", "recompute", "selective"], ["keep", "recompute 1"]))
 def test_any_schedule_has_the_bits_of_one_process(schedule, p, m, v, activations):
     program = make_program(schedule, p, m, v)
-    adapter = {**TARGETS, "dropout": 0.0 if schedule == "1f1b" else 0.2}
+    kept = () if schedule == "1f1b" else ("embed.tokens", "head.logits")
+    targets = [*TARGETS["targets"], *(f"whole {name}" for name in kept)]
+    adapter = {**TARGETS, "dropout": 0.2 if kept else 0.0, "targets": targets}
     plan = make_plan(program, model=LLAMA, adapter=adapter, activations=activations, optimizer={"lr": 0.01})
     workers, wanted = run_threads(plan, 3), reference(plan, 3)
     hold(workers, wanted)
     before = reference(plan, 0).weights
     changed = {name for name, p in wanted.weights.items() if not p.equal(before[name])}
-    assert changed == {name for name in before if ".lora." in name}
+    assert changed == {name for name in before if ".lora." in name or name.removesuffix(".weight") in kept}
 
 
 @pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}], ids=str)
@@ -182,12 +185,8 @@ def test_in_bfloat16_it_is_near_one_process(model):
 
 
 def tables(*traits, **more):
-    found = settings(*traits)
-    found["adapter"], found["parallel"]["pp"], found["model"]["layers"] = {"rank": 4, "alpha": 2.0}, 2, 4
-    for key, value in more.items():
-        section, _, name = key.partition("__")
-        found.setdefault(section, {})[name] = value
-    return found
+    given = {"adapter__rank": 4, "adapter__alpha": 2.0, "parallel__pp": 2, "model__layers": 4, **more}
+    return settings(*traits, **given)
 
 
 CUT = ["tp", "tp_sequence", "slices", "cp", "copies", "post-validate", "sharded optimizer", "sharded gradients"]
@@ -199,8 +198,9 @@ BOTH += [["shared vocabulary", "tp", "sharded optimizer"], ["shared vocabulary",
 @pytest.mark.parametrize("traits", few(BOTH, [["tp"], ["sharded optimizer"], ["shared vocabulary"]]), ids=" x ".join)
 @pytest.mark.parametrize("family", few(["gpt", "llama"], ["llama"]))
 def test_however_ranks_share_it_it_trains_alike(traits, family):
-    found = trained(tables(*traits, model__family=family))
-    assert apart(found, trained(tables(model__family=family))) <= 2e-5
+    more = {} if "shared vocabulary" in traits else {"adapter__targets": ["*", *WHOLE]}
+    found = trained(tables(*traits, model__family=family, **more))
+    assert apart(found, trained(tables(model__family=family, **more))) <= 2e-5
 
 
 @pytest.mark.repeats
@@ -299,11 +299,13 @@ USERS = {"family": f"{__name__}:mixed", "layers": 4, "loss": "mse"}
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_linear_layers_of_users_get_adapters_by_name(schedule):
-    adapter = {"rank": 2, "targets": ["layers.0", "layers.2.3"]}
+    adapter = {"rank": 2, "targets": ["layers.0", "layers.2.*", "whole layers.2.0", "whole 3.*"]}
     plan = make_plan(make_program(schedule, 2, 4), model=USERS, **VECTORS, adapter=adapter)
     workers = run_threads(plan, 3)
     names = {name for name, p in parameters(workers).items() if p.requires_grad}
-    assert names == {f"layers.{n}.lora.{n[-1]}.{side}.weight" for n in ("0", "2.3") for side in ("down", "up")}
+    lora = {f"layers.{n}.lora.{n[-1]}.{side}.weight" for n in ("0", "2.3") for side in ("down", "up")}
+    whole = {f"layers.{n}.{leaf}" for n in ("2.0", "3.0", "3.1", "3.3") for leaf in ("weight", "bias")}
+    assert names == lora | whole and {n[17:] for n in tensors_of(workers) if ".lora_" not in n} == whole
     hold(workers, reference(plan, 3))
 
 
@@ -324,6 +326,8 @@ def test_linear_layers_that_are_handed_out_again_get_one_adapter_each():
 def test_a_target_that_is_no_linear_layer_is_refused():
     with refused("E110", match="q_projj"):
         job(model={"family": "llama"}, adapter={"rank": 4, "targets": ["q_projj"]})
+    with refused("E110", match="(?s)no module is called q_proj.*lm_head"):
+        job(model={"family": "llama"}, adapter={"rank": 4, "targets": ["whole q_proj"]})
     plan = make_plan(make_program("1f1b", 2, 4), model=USERS, **VECTORS, adapter={"rank": 2, "targets": ["*.1"]})
     with refused("E110", match=r"\*\.1"):
         make_worker(plan)
@@ -335,7 +339,7 @@ EVERY = {"every": 2, "asynchronous": False, "keep": 9}
 
 
 def checkpointed(folders, p, schedule, tmp_path, **how):
-    plan = plan_of(folders("llama"), ["q_proj", "up_proj"], schedule, p, checkpoint=EVERY)
+    plan = plan_of(folders("llama"), ["q_proj", "up_proj", *WHOLE], schedule, p, checkpoint=EVERY)
     return run_threads(plan, 4, folder=tmp_path, **how)
 
 
@@ -375,7 +379,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(
     ("kind", "targets", "said"),
-    [("llama", ["q_proj", "down"], ["down_proj", "q_proj"]), ("gpt2", ["c_attn", "attn.c_proj"], None)],
+    [("llama", ["q_proj", "down", "whole head"], ["down_proj", "q_proj"]), ("gpt2", ["c_attn", "attn.c_proj"], None)],
 )
 def test_files_have_the_names_that_peft_publishes(folders, tmp_path, kind, targets, said):
     from safetensors.torch import load_file
@@ -385,21 +389,25 @@ def test_files_have_the_names_that_peft_publishes(folders, tmp_path, kind, targe
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     names = {one.format(i) for one in PUBLISHED[kind] for i in range(4)}
     tensors = load_file(tmp_path / "adapter_model.safetensors")
+    whole = {tensors.pop(name) is None or name[17:-7] for name in sorted(tensors) if ".lora_" not in name}
     assert tensors.keys() == {f"base_model.model.{name}.lora_{side}.weight" for name in names for side in "AB"}
     assert all(t.shape[0 if "lora_A" in name else 1] == 4 for name, t in tensors.items())
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"], config["use_rslora"]) == ("LORA", 4, 3.0, True)
     assert config["target_modules"] == (said or sorted(names))  # c_proj alone would be that of the MLP, too
+    assert config["modules_to_save"] == (["lm_head", "model.norm"] if kind == "llama" else None)
+    assert whole == {*(config["modules_to_save"] or [])}
     assert config["fan_in_fan_out"] is (kind == "gpt2")
 
 
 def test_merged_weights_compute_what_adapters_beside_them_do(folders):
-    plan = plan_of(folders("llama-grouped"), ["*"])
+    plan = plan_of(folders("llama-grouped"), ["*", *WHOLE])
     workers, settings = run_threads(plan, 3), Settings.of(plan.manifest)
     found = dict(parameters(workers))
     merged = adapters.merged(settings.adapter, settings.model, found)
     assert merged.keys() == {name for name in found if ".lora." not in name}
-    x = torch.randn(2, 16, 32)
+    begun = parameters([make_worker(plan, rank) for rank in range(2)])
+    assert [merged[f"{name}.weight"].equal(begun[f"{name}.weight"]) for name in ENDS] == [False, True, False]
     layer = next(one for w in workers for s in w.stages.values() for one in s.layers if one.name == "layers.1")
     for name, module in ((n, m) for n, m in layer.module.named_modules() if isinstance(m, LoraLinear)):
         x = torch.randn(3, module.in_features)

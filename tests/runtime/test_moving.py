@@ -18,17 +18,9 @@ DECAY = 0.5
 
 
 def tables(*traits, ema=DECAY, **more):
-    found = settings(*traits)
-    found["optimizer"]["ema"] = ema
-    found["parallel"]["pp"], found["model"]["layers"] = 2, 4
-    found["train"] |= {"steps": 4, "eval_every": 2, "eval_batches": 1}
-    found["data"]["validation"] = 0.2
-    for key, value in more.items():
-        section, _, name = key.partition("__")
-        found.setdefault(section, {})[name] = value
-    if ema is None:
-        del found["optimizer"]["ema"]
-    return found
+    given = {"train__steps": 4, "train__eval_every": 2, "train__eval_batches": 1, "data__validation": 0.2}
+    given |= {"parallel__pp": 2, "model__layers": 4, **({} if ema is None else {"optimizer__ema": ema})}
+    return settings(*traits, **given | more)
 
 
 def ran(place, asked, **options):

@@ -95,13 +95,8 @@ def test_two_versions_have_the_bits_of_one_process_a_step_late():
 
 
 def tables(*traits, **more):
-    found = settings(*traits)
-    found["optimizer"] = {**MUON, **{k: v for k, v in found["optimizer"].items() if k == "sync"}}
-    found["parallel"]["pp"], found["model"]["layers"] = 2, 4
-    for key, value in more.items():
-        section, _, name = key.partition("__")
-        found.setdefault(section, {})[name] = value
-    return found
+    given = {f"optimizer__{key}": value for key, value in MUON.items()}
+    return settings(*traits, **{**given, "parallel__pp": 2, "model__layers": 4, **more})
 
 
 CUT = [("tp",), ("tp_sequence",), ("slices",), ("shared vocabulary",), ("one-sided",)]

@@ -3,13 +3,14 @@
     y = W x + b + alpha / rank B A drop(x)  A: rank x inputs, B: outputs x rank, 0 at first; all else is frozen
 
 A linear layer of a built-in model may stack several layers of its Hugging Face folder: each target among these has an
-adapter of its own, as in Hugging Face.
+adapter of its own, as in Hugging Face. Targets with "whole" before the name train whole, as peft's modules_to_save do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from zbc.job.job import Draft
 
 
+WHOLE = "whole "  # before a target
+ENDS = ("embed.tokens", "head.norm", "head.logits")  # of a built-in model, which may train whole
 RANK_STABLE = r"^rslora [0-9]+(\.[0-9]+)?$"  # a value of alpha
 
 
@@ -44,7 +47,7 @@ class Adapter(Section):
         ["*"],
         min_length=1,
         description="linear layers, as the model or its Hugging Face folder calls them or ends their names, with *: "
-        '"q_proj", "mlp.*", "layers.3.qkv"; those of blocks in a built-in model',
+        '"q_proj", "mlp.*", "layers.3.qkv"; those of blocks in a built-in model; "whole lm_head": trains itself',
     )
 
     @property
@@ -63,10 +66,11 @@ class Adapter(Section):
         drops = {"dropout": self.dropout} if self.dropout else {}
         return {"rank": self.rank, "targets": self.targets, **drops} if self.rank else {}
 
-    def names(self, *called: str) -> bool:
-        """Whether a linear layer with these names is a target."""
+    def names(self, *called: str, whole: bool = False) -> bool:
+        """Whether a linear layer with these names is a target; `whole`: whether a module is one that trains whole."""
         ends = [".".join(parts[i:]) for name in called if (parts := name.split(".")) for i in range(len(parts))]
-        return any(fnmatchcase(end, target) for end in ends for target in self.targets)
+        asked = [target.removeprefix(WHOLE) for target in self.targets if target.startswith(WHOLE) == whole]
+        return any(fnmatchcase(end, target) for end in ends for target in asked)
 
 
 class Part(NamedTuple):
@@ -97,6 +101,22 @@ def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Par
     return targets
 
 
+def ends(model: Model, module: str) -> tuple[str, ...]:
+    """The names of a module (`head.logits`) that may train whole, that in files last; () if it may not."""
+    if not model.builtin:
+        name = hfmodel.outside(model, module)
+        return (*accumulate(module.split("."), "{}.{}".format), name) if name else ()
+    if module not in ENDS:
+        return ()
+    return (module.partition(".")[0], module, hfnames.parts(model, f"{module}.weight")[0].name.removesuffix(".weight"))
+
+
+def whole(adapter: Adapter, model: Model, module: str) -> str:
+    """The name in files of a module that trains whole; "" if it does not."""
+    names = () if ".lora." in module else ends(model, module)
+    return names[-1] if adapter.names(*names, whole=True) else ""
+
+
 def linears(model: Model, block: int = 0) -> tuple[str, ...]:
     """Names of the linear layers in a block of a built-in model that may have adapters: with experts, of attention."""
     names = ("qkv", "proj", "gate_up" if model.family == "llama" else "up", "down")
@@ -110,14 +130,19 @@ def called(model: Model) -> Iterator[tuple[str, ...]]:
             yield linear, *(tensor.name.removesuffix(".weight") for tensor in hfnames.parts(model, f"{linear}.weight"))
 
 
-def unknown(adapter: Adapter, layers: Iterable[Sequence[str]], where: str | None = None) -> Iterator[ZbcError]:
-    """E110 for targets that match no linear layer; `layers`: the names of each layer."""
-    all_names = list(layers)
+def unknown(
+    adapter: Adapter, layers: Iterable[Sequence[str]], others: Iterable[Sequence[str]], where: str | None = None
+) -> Iterator[ZbcError]:
+    """E110 for targets that match nothing; `layers`: the names of each linear layer, `others`: of each module that may
+    train whole."""
+    all_names = {False: list(layers), True: list(others)}
     for target in adapter.targets if adapter.rank else ():
-        if not any(adapter.model_copy(update={"targets": [target]}).names(*names) for names in all_names):
-            ends = dict.fromkeys(name.rpartition(".")[2] for names in all_names for name in names)
-            text = f"{'config' if where else 'run'}: no linear layer is called {target}, which adapter.targets names"
-            yield ZbcError("E110", text, where=where, hint=f"there are {', '.join([*ends][:12])}")
+        asked, is_whole = adapter.model_copy(update={"targets": [target]}), target.startswith(WHOLE)
+        if not any(asked.names(*names, whole=is_whole) for names in all_names[is_whole]):
+            last = dict.fromkeys(name.rpartition(".")[2] for names in all_names[is_whole] for name in names)
+            kind, name = "module" if is_whole else "linear layer", target.removeprefix(WHOLE)
+            text = f"{'config' if where else 'run'}: no {kind} is called {name}, which adapter.targets names"
+            yield ZbcError("E110", text, where=where, hint=f"there are {', '.join([*last][:12])}")
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
@@ -126,4 +151,6 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
     if adapter is None or not (adapter.rank and adapter.targets) or model is None or not model.builtin:
         return
     few = model.model_copy(update={"layers": min(model.layers, LAYERS)})  # another rule rejects more layers
-    yield from unknown(adapter, called(few), draft.document.where(("adapter", "targets")))
+    yield from unknown(
+        adapter, called(few), [ends(few, name) for name in ENDS], draft.document.where(("adapter", "targets"))
+    )

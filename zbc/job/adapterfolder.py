@@ -32,7 +32,9 @@ def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str]
     library.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     for path in paths:
         path.unlink()
-    adapted_ones = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
+    names = [name.removeprefix("base_model.model.").removesuffix(".weight") for name in tensors]
+    adapted_ones = {name.rpartition(".lora_")[0] for name in names if ".lora_" in name}
+    whole = {name.removesuffix(".bias") for name in names if ".lora_" not in name}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.causal else None,
@@ -41,6 +43,7 @@ def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str]
         "lora_alpha": adapter.given,
         "use_rslora": isinstance(adapter.alpha, str),
         "target_modules": _shortest(adapted_ones, model),
+        "modules_to_save": sorted(whole) or None,
         "fan_in_fan_out": model.family == "gpt",
         "bias": "none",
         "lora_dropout": adapter.dropout,

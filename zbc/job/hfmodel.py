@@ -103,6 +103,11 @@ def called(model: Model, linear: str) -> str:
     return found
 
 
+def outside(model: Model, module: str) -> str:
+    """The name in its folder of a module of transformers outside of blocks, "" in one; others as they are."""
+    return module.partition(".root.")[2] if model.family == TRANSFORMERS else module
+
+
 @lru_cache(64)
 def check_shared(config: str, ranks: int) -> None:
     """Raises E119 for a model of transformers, by its config.json, whose layers so many ranks cannot share."""

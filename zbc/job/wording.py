@@ -192,6 +192,7 @@ _OF_PEFT = {
     "lora_alpha": "this is adapter.alpha",
     "lora_dropout": "this is adapter.dropout",
     "target_modules": "this is adapter.targets",
+    "modules_to_save": 'name these among adapter.targets, as "whole lm_head"',
     "use_rslora": 'write alpha = "rslora 16"',
     "use_dora": "DoRA is not there: it needs the norms of all rows of W + B A in every forward",
 }

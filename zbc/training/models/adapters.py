@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of the linear layers of a model, all else frozen: see zbc/job/adapter.py.
+"""Adapters (LoRA) of linear layers, and modules that train whole; all else is frozen: see zbc/job/adapter.py.
 
 A linear layer keeps its name, and gets modules inside of it:
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError, raise_all
 from zbc.job import hfmodel
-from zbc.job.adapter import Adapter, Part, parts, unknown
+from zbc.job.adapter import Adapter, Part, ends, parts, unknown, whole
 from zbc.job.spec import Model
 from zbc.runtime.core.again import remade_of
 from zbc.runtime.core.feature import Feature
@@ -92,24 +92,28 @@ def _cast(x: Tensor) -> Tensor:
 def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[LayerPlan]:
     """The layers with adapters, all else frozen; layers of one kind remain of one kind if they have the same adapters.
 
-    Raises E110 for targets that match no linear layer.
+    Raises E110 for targets that match nothing.
     """
     if not adapter.rank:
         return list(plans)
-    found, kinds, names = list[LayerPlan](), dict[str, list[Any]](), list[list[str]]()
+    found, kinds, names, others = list[LayerPlan](), dict[str, list[Any]](), list[list[str]](), list[tuple[str, ...]]()
     for plan in plans:
-        linears = {path: layer.out_features for path, layer in _linears(plan.on_meta())}
-        full = {path: f"{plan.name}.{path}".removesuffix(".") for path in linears}
-        names += [[name, theirs] for name in full.values() if (theirs := hfmodel.called(model, name))]
+        layer = plan.on_meta()
+        owners = [name.rpartition(".")[0] for name, _ in layer.named_parameters(remove_duplicate=False)]
+        full = {path: f"{plan.name}.{path}".removesuffix(".") for path in owners}
+        kept = [path for path, name in full.items() if whole(adapter, model, name)]
+        linears = {path: one.out_features for path, one in _linears(layer) if path not in kept}
+        others += [ends(model, name) for name in full.values()]
+        names += [[full[path], theirs] for path in linears if (theirs := hfmodel.called(model, full[path]))]
         spans = {path: parts(adapter, model, full[path], count) for path, count in linears.items()}
-        like, has = plan.like, [(path, [part[1:] for part in some]) for path, some in spans.items()]
+        like, has = plan.like, [kept, *((path, [part[1:] for part in some]) for path, some in spans.items())]
         if like is not None:
             known = kinds.setdefault(like, [])
             known += [] if has in known else [has]
             like += f" {known.index(has) + 1}" if known.index(has) else ""
-        found.append(replace(plan, like=like, alter=partial(_adapt, adapter, spans)))
+        found.append(replace(plan, like=like, alter=partial(_adapt, adapter, spans, kept)))
     if not model.builtin:  # built-in ones were checked before (job/adapter.py)
-        raise_all(unknown(adapter, names))
+        raise_all(unknown(adapter, names, others))
     return found
 
 
@@ -122,12 +126,14 @@ def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
     ]
 
 
-def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], layer: nn.Module) -> None:
-    """Freezes a layer and adds its adapters, whose weights are drawn now, also if the layer got adapters before: when a
-    user returns it twice, or in a trial."""
+def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], kept: Sequence[str], layer: nn.Module) -> None:
+    """Freezes a layer but for its modules `kept`, and adds its adapters, whose weights are drawn now, also if the layer
+    got adapters before: when a user returns it twice, or in a trial."""
     linears = dict(_linears(layer))
     if not any(isinstance(linear, LoraLinear) for linear in linears.values()):
         layer.requires_grad_(False)
+        for parameter in (p for path in kept for p in layer.get_submodule(path).parameters(recurse=False)):
+            parameter.requires_grad_(True)
         layer.__dict__[_DIGEST] = _digest(layer)
     for path, some in spans.items():
         if some:
@@ -149,9 +155,9 @@ _DIGEST = "_frozen_digest"
 
 
 def _digest(layer: nn.Module) -> int:
-    """A digest of all bits of its parameters, independent of their order: a sum."""
+    """A digest of all bits of its frozen parameters, independent of their order: a sum."""
     found = torch.zeros((), dtype=torch.int64)
-    for parameter in (p.detach() for p in layer.parameters() if not p.is_meta):
+    for parameter in (p.detach() for p in layer.parameters() if not (p.is_meta or p.requires_grad)):
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         for piece in torch.split(real.reshape(-1), 1 << 22):
             found += piece.view(torch.int16).sum(dtype=torch.int64)
@@ -194,8 +200,10 @@ def _of_file(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -
 
 
 def tensors_of(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters among the parameters, by the tensor names of peft, on the CPU."""
-    return {
+    """The adapters and whole modules that trained among the parameters, by the tensor names of peft, on the CPU."""
+    owners = {name: whole(adapter, model, name.rpartition(".")[0]) for name in parameters}
+    trained = {f"{there}.{name.rpartition('.')[2]}": parameters[name] for name, there in owners.items() if there}
+    return {f"base_model.model.{name}": parameter.detach().cpu() for name, parameter in trained.items()} | {
         f"base_model.model.{part.name}.{theirs}.weight": parameters[f"{linear}.lora.{key}.{ours}.weight"].detach().cpu()
         for linear, key, part in _of_file(adapter, model, parameters)
         for ours, theirs in _SIDES.items()
