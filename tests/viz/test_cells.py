@@ -17,6 +17,10 @@ few = settings(max_examples=25, deadline=None, derandomize=True)
 times = st.sampled_from([0.25, 0.5, 1.0, 1.7, 3.0])
 
 
+def every_drawn(test):
+    return every(few(given(data=st.data())(test)))
+
+
 def drawn(data, name):
     """A timeline of a small pipeline with drawn costs."""
     p, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8))
@@ -39,9 +43,7 @@ def shown(grid, rank):
     return cells
 
 
-@every
-@few
-@given(data=st.data())
+@every_drawn
 def test_a_cell_of_time_shows_the_op_that_covers_most_of_it_and_idle_cells_are_idle_for_most_of_it(name, data):
     timeline = drawn(data, name)
     begin = data.draw(st.sampled_from([0.0, 0.2])) * timeline.makespan
@@ -62,9 +64,7 @@ def test_a_cell_of_time_shows_the_op_that_covers_most_of_it_and_idle_cells_are_i
                 assert idle <= (right - left) / 2 + 1e-6
 
 
-@every
-@few
-@given(data=st.data())
+@every_drawn
 def test_ops_without_a_cell_are_counted(name, data):
     timeline = drawn(data, name)
     grid = by_time(once(timeline), (0.0, timeline.makespan), data.draw(st.integers(3, 40)))
@@ -88,9 +88,7 @@ def test_equal_ops_get_equally_many_cells_where_there_is_room(name):
         assert lengths[span.op] == shortest * round((span.end - span.start) / unit)
 
 
-@every
-@few
-@given(data=st.data())
+@every_drawn
 def test_slots_keep_the_order_of_each_rank_and_of_what_feeds_what(name, data):
     timeline = drawn(data, name)
     grid = by_slot(once(timeline), (0.0, timeline.makespan))
@@ -108,9 +106,7 @@ def test_slots_keep_the_order_of_each_rank_and_of_what_feeds_what(name, data):
         assert left == right or early <= late + 1e-6
 
 
-@every
-@few
-@given(data=st.data())
+@every_drawn
 def test_a_slot_is_shown_as_busy_exactly_while_its_op_runs(name, data):
     timeline = drawn(data, name)
     grid = by_slot(once(timeline), (0.0, timeline.makespan))
@@ -128,9 +124,7 @@ def test_a_pipeline_that_takes_no_time_has_no_cells_to_show():
     assert not grid.hidden
 
 
-@every
-@few
-@given(data=st.data())
+@every_drawn
 def test_ops_that_start_in_one_slot_run_at_the_same_time(name, data):
     timeline = drawn(data, name)
     grid = by_slot(once(timeline), (0.0, timeline.makespan))

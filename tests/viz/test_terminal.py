@@ -1,5 +1,7 @@
 """Pictures: golden ones that a person has reviewed, and properties of all of them."""
 
+import re
+
 import pytest
 
 from tests.compiler.grid import BRAIDS, FIXED, WAVES, make
@@ -9,6 +11,8 @@ from tests.viz.drawing import whole
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES
+from zbc.ir import Kind
+from zbc.viz.look import letter
 from zbc.viz.terminal import View, draw
 
 every = pytest.mark.parametrize("name", [*FIXED, *WAVES, *BRAIDS])
@@ -57,13 +61,6 @@ def test_slots_of_unit_ops_are_the_figure_of_the_paper():
     }
 
 
-def test_lower_case_is_the_second_stage_of_a_rank():
-    found = rows(picture("zb-v", 4, 8, View(width=120, by="slot")).plain)
-    assert found[3].startswith("......F0f0F1f1F2f2F3f3")
-    assert "lower case" in picture("zb-v", 4, 8, View()).plain
-    assert "lower case" not in picture("zb-h1", 4, 8, View()).plain
-
-
 def test_the_pipe_that_runs_up_has_letters_of_its_own():
     """Also if a cell has room for the letter only."""
     for width in (60, 120):
@@ -75,14 +72,11 @@ def test_the_pipe_that_runs_up_has_letters_of_its_own():
     assert "upwards" not in picture("hanayo", 4, 4, View()).plain
 
 
-def test_only_the_ranks_asked_for_are_drawn():
-    assert list(rows(picture("1f1b", 4, 8, View(ranks=(3, 1))).plain)) == [3, 1]
-
-
 def test_zoom_shows_the_window_and_labels_it():
     whole = rows(picture("1f1b", 4, 8, View(width=120)).plain)
-    text = picture("1f1b", 4, 8, View(width=120, zoom=(10.0, 21.0))).plain
+    text = picture("1f1b", 4, 8, View(width=120, zoom=(10.0, 21.0), ranks=(3, 0))).plain
     part = rows(text)
+    assert list(part) == [3, 0]  # the ranks asked for, and no others
     assert "|10" in text
     assert "|0" not in text
     letters = [[c for c in row if c.isalpha()] for row in (whole[0], part[0])]
@@ -122,11 +116,32 @@ def test_narrow_pictures_and_plain_consoles_have_no_memory_line():
     assert picture("1f1b", 4, 8, View(width=120, unicode=False)).plain.isascii()
 
 
-def test_what_is_too_short_to_see_is_said():
-    text = picture("zb-v", 8, 32, View(width=80), PAPER).plain
-    assert "too short for a cell of" in text
-    assert "--zoom" in text
-    assert "too short" not in picture("zb-v", 4, 8, View(width=120)).plain
+@pytest.mark.parametrize("width", [80, 160])
+def test_of_a_long_step_three_windows_show_every_op_in_its_order(width):
+    text = picture("zb-v", 16, 64, View(width=width)).plain
+    program = lower(make("zb-v", 16, 64, 2))
+    found = rows(text)
+    for rank, row in found.items():
+        ops = [op for op in program.ranks[rank] if op.kind.computes]
+        order = "".join(letter(op, odd=op.stage >= 16) for op in ops for _ in range(2 if op.kind is Kind.BW else 1))
+        begin, middle, end = (part.replace("D ", "DD").strip(".") for part in row.split("~"))
+        assert order.startswith(begin) and order.endswith(end)
+        assert middle in order and set(middle) == set("fbwFBW")
+    left = re.search(r"left out at ~: ([\d.]+)-([\d.]+) and ([\d.]+)-([\d.]+) ms, see --zoom", text)
+    a, b, c, d = map(float, left.groups())
+    assert len(found[0].replace("~", "")) / 2 == 199.5 - (b - a) - (d - c)
+
+
+def test_ops_that_take_next_to_no_time_do_not_narrow_the_windows():
+    row = rows(picture("zb-h1", 8, 64, View(width=80), (1.0, 1.0, 0.001, 0.0)).plain)[0]
+    assert row.startswith("F0 F1") and row.count("F") > 6
+
+
+def test_a_step_that_fits_and_a_window_asked_for_have_no_gaps():
+    fits = picture("zb-v", 4, 8, View(width=80)).plain
+    zoomed = picture("zb-v", 16, 64, View(width=80, zoom=(0.0, 150.0))).plain
+    assert "~" not in fits + zoomed and "left out" not in fits + zoomed
+    assert "too short for a cell of" in zoomed and "--zoom" in zoomed and "too short" not in fits
 
 
 def test_colours_tell_kinds_and_neighbouring_microbatches_apart():

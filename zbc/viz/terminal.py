@@ -5,22 +5,23 @@
 
 A block begins with the letter of its op, then its microbatch if it fits, then blanks to its end; dots are idle. Lower
 case is every second stage of a rank, to tell the legs of a V and the chunks of a loop apart; on a terminal the third
-and the fourth are underlined.
+and the fourth are underlined. Of a step whose ops are shorter than a cell three windows are drawn, `~` between them.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Literal
 
 from rich.text import Text
 
 from zbc.compiler.cost.cost import Costs
-from zbc.ir import Op, Program
+from zbc.ir import Kind, Op, Program
 from zbc.text import short, wrap
 from zbc.viz.cells import Block, CellGrid, by_slot, by_time
 from zbc.viz.look import chunks_of, entries, letter, look
@@ -33,6 +34,7 @@ _IDLE_STYLE = "dim"
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _SPARK = 10  # cells of a memory line
 _SPARK_FROM = 100  # least columns of a picture with memory lines
+_BREAK = "~"  # between the windows of a long step
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,9 @@ def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
     legend = [Text(note) for note in _legend(drawn, view)]
     lines: list[Text] = []
     for plan, plan_tails in zip(drawn, tails, strict=True):
-        panel, grid = _panel(plan, view, window, [tail.ljust(width) for tail in plan_tails], exactly=several)
+        panel, grids = _panel(plan, view, window, [tail.ljust(width) for tail in plan_tails], exactly=several)
         words = wrap(verdict(plan.strip.steps[0], bubbles=view.bubbles).split("; "), view.width, between="; ")
-        notes = [Text(note) for note in [*words, *_steps(plan.strip, view), *_hidden(grid, window, view)]]
+        notes = [Text(note) for note in [*words, *_steps(plan.strip, view), *_unseen(grids, view)]]
         lines += [Text(_title(plan, view.width, named=several)), *panel]
         lines += [*notes, Text()] if several else [Text(), *legend, *notes]
     return Text("\n").join([*lines, *(legend if several else []), *map(Text, _of_slots(view))])
@@ -69,25 +71,52 @@ def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
 
 def _panel(
     one: Drawn, view: View, window: Window, tails: Sequence[str], *, exactly: bool
-) -> tuple[list[Text], CellGrid]:
+) -> tuple[list[Text], list[CellGrid]]:
     """The rows of one plan with its axis, and the cells they show."""
     program, strip = one.program, one.strip
     ranks = _ranks(strip, view)
     label = len(str(strip.ranks - 1)) + 1
     if view.by == "slot":
         grid = by_slot(strip, window)
-        return _panels(program, grid, ranks, label, view.width), grid
+        return _panels(program, grid, ranks, label, view.width), [grid]
     room = max(1, view.width - label - 3 - max(map(len, tails), default=0))
-    grid = by_time(strip, window, room, exactly=exactly)
-    rows = [_row(program, grid, rank, 0, grid.columns) for rank in ranks]
+    parts = [] if exactly or view.zoom else _windows(strip, window, room)
+    if parts:
+        grids = [by_time(strip, part, (room - 2) // 3, exactly=True) for part in parts]
+    else:
+        grids = [by_time(strip, window, room, exactly=exactly)]
     lines = []
-    for rank, row, tail in zip(ranks, rows, tails, strict=True):
+    for rank, tail in zip(ranks, tails, strict=True):
+        row = _joined(_row(program, grid, rank, 0, grid.columns) for grid in grids)
         lines.append(Text.assemble(f"{rank:>{label}} |", row, f"|{tail}".rstrip() if tail.strip() else "|"))
         if strip.copying:
-            lines.append(Text.assemble(f"{'':>{label}} |", _copies(strip, rank, grid), "|"))
+            row = _joined(_copies(strip, rank, grid) for grid in grids)
+            lines.append(Text.assemble(f"{'':>{label}} |", row, "|"))
         if one.braided:
-            lines.append(Text.assemble(f"{'':>{label}} |", _shared(one, rank, grid), "|"))
-    return [*lines, Text(f"{'ms':>{label}} {_ticks(grid, room + 1)}".rstrip())], grid
+            row = _joined(Text(_shared(one, rank, grid)) for grid in grids)
+            lines.append(Text.assemble(f"{'':>{label}} |", row, "|"))
+    axes = [_ticks(grid, grid.columns if parts else room + 1).ljust(grid.columns + 1)[1:] for grid in grids]
+    return [*lines, Text(f"{'ms':>{label}}  {_BREAK.join(axes)}".rstrip())], grids
+
+
+def _windows(strip: Strip, window: Window, room: int) -> list[Window]:
+    """Beginning, middle and end of a step, with a cell for each short op; none if the whole step has room for that."""
+    ops = (piece for rank in range(strip.ranks) for piece in strip.pieces(rank) if piece.op.kind.computes)
+    lengths = sorted(piece.end - piece.start for piece in ops)
+    begin, end = window
+    cell = max(lengths[len(lengths) // 4], sum(lengths) / len(lengths) / 2) if lengths else math.inf
+    span = (room - 2) // 3 * cell
+    if span <= 0 or end - begin <= 1.01 * cell * room:
+        return []
+    middle = (begin + end - span) / 2
+    starts = [piece.start for piece in strip.pieces(0) if begin + span <= piece.start <= middle]
+    middle = max(starts, default=middle)  # an op begins with a cell
+    return [(start, start + span) for start in (begin, middle, end - span)]
+
+
+def _joined(parts: Iterable[Text]) -> Text:
+    """The same row of several windows."""
+    return Text(_BREAK).join(parts)
 
 
 def _ranks(strip: Strip, view: View) -> tuple[int, ...]:
@@ -245,14 +274,20 @@ def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
     return wrap(words, view.width)
 
 
-def _hidden(grid: CellGrid, window: Window, view: View) -> list[str]:
-    """A note on the ops too short for a cell."""
-    if not grid.hidden:
-        return []
-    cell = short((window[1] - window[0]) / grid.columns, 3)
-    counts = [f"{few} of {all_} {look(kind).letter}" for kind, (few, all_) in grid.hidden.items()]
-    words = [f"too short for a cell of {cell} ms: {counts[0]}", *counts[1:], "see --zoom A-B and --width N"]
-    return wrap(words, view.width, between=", ")
+def _unseen(grids: Sequence[CellGrid], view: View) -> list[str]:
+    """Notes on the time between windows, and on the ops too short for a cell."""
+    gaps = [f"{short(a.edges[-1])}-{short(b.edges[0])}" for a, b in pairwise(grids)]
+    words = [f"left out at {_BREAK}: {' and '.join(gaps)} ms"] if gaps else []
+    few, all_ = Counter[Kind](), Counter[Kind]()
+    for grid in grids:
+        for kind, (missing, total) in grid.hidden.items():
+            few[kind] += missing
+            all_[kind] += total
+    counts = [f"{few[kind]} of {all_[kind]} {look(kind).letter}" for kind in sorted(few)]
+    if counts:
+        cell = short((grids[0].edges[-1] - grids[0].edges[0]) / grids[0].columns, 3)
+        words += [f"too short for a cell of {cell} ms: {counts[0]}", *counts[1:]]
+    return wrap([*words, "see --zoom A-B and --width N"], view.width, between=", ") if words else []
 
 
 def _of_slots(view: View) -> list[str]:
