@@ -84,7 +84,7 @@ def test_a_run_ends_when_evaluations_get_no_better_and_keeps_the_best_checkpoint
     assert sorted(disk.complete(tmp_path / "better/checkpoints")) == [2, 4, 5]  # each is better than all before
 
 
-def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(tmp_path):
+def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(tmp_path, capsys):
     plan = plan_of(tmp_path)
     out = tmp_path / "run"
     run_here(plan, 2, out, resume="auto")
@@ -93,8 +93,8 @@ def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(
     assert lines[-1] == "nothing is left to train: the checkpoint has 3 steps, the run 3"
     assert [step for step, _ in losses(out)] == [1, 2, 3]
     with pytest.raises(SystemExit) as left:  # a folder of its own has no step to sum up
-        main(["run", str(plan), "--local", "2", "--resume", str(out), "--out", str(tmp_path / "other")])
-    assert not left.value.code
+        main(["run", str(plan), "--local", "2", "--resume", str(out), "--out", str(tmp_path / "other"), "--json"])
+    assert not left.value.code and json.loads(capsys.readouterr().out) == {"run": str(tmp_path / "other")}
 
 
 @pytest.mark.repeats

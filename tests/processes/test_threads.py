@@ -14,6 +14,8 @@ from tests.refusals import error_of
 from zbc.host.contents import contents
 from zbc.plan.reading import read_rank
 from zbc.training.checkpoint import folder as disk
+from zbc.training.launch import launch
+from zbc.training.launch.options import RunOptions
 
 RANKS = 4
 
@@ -62,7 +64,8 @@ def test_threads_continue_what_processes_began(tmp_path):
     plan = write_plan(tmp_path, checkpoint={"every": 2}, train={"steps": 4})
     run_here(plan, RANKS, tmp_path / "whole")
     run_here(plan, RANKS, tmp_path / "run", steps=2)
-    run_here(plan, RANKS, tmp_path / "run", resume="auto", threads=True)
+    options = RunOptions(plan, local=RANKS, out=tmp_path / "run", resume="auto", threads=True)
+    assert launch.run(options, print) == (tmp_path / "run", True, None)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 

@@ -307,7 +307,7 @@ def as_json(found: Advice) -> dict[str, Any]:
 
 
 def job_text(found: Advice, number: int, source: Path) -> str:
-    """The text of the job of a row; its plan decides the layers of stages and what is recomputed."""
+    """The text of the job of a row; its plan decides the layers of stages and their recompute."""
     row = found.rows[number - 1]
     rates, gib = row.compiled.report.rates, row.compiled.report.peak_bytes / GIB
     took = f"{row.compiled.settled_ms:,.0f} ms a step" + (f", MFU {percent(rates.mfu)}" if rates.mfu else "")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -95,14 +94,13 @@ def run(
     if os.path.isfile(folder):
         hint = "first: zbc plan JOB.toml   then: zbc run plan; or: zbc run JOB.toml"
         raise ZbcError("E401", f"run: {folder} is a file, not a plan directory", hint=hint)
-    lines = list[str]()
     if local is not None:  # all ranks are here: verify every file before any process starts
         from zbc.plan.directory import StoredPlan
 
         StoredPlan.read(folder)
     from zbc.compiler.recorded.log import read
     from zbc.training.launch import launch
-    from zbc.training.launch.options import NOTHING_LEFT, RunOptions
+    from zbc.training.launch.options import RunOptions
 
     options = RunOptions(
         folder,
@@ -119,30 +117,18 @@ def run(
         threads=threads,
         max_restarts=max_restarts,
     )
-    launch.run(options, _emit(lines, json=json, quiet=quiet))
-    trained = not any(line.startswith(NOTHING_LEFT) for line in lines)
-    if forward is not None or not trained:
-        if json:
-            show_json({"run": _written(lines)} if forward is None else {"forward": str(forward)})
-    elif local is not None and not quiet and not json:
-        for line in _ending(read(Path(_written(lines))), plan if is_job(plan) else None):
-            to_stdout(line)
-    elif json and os.environ.get("RANK", "0") == "0":
+    ended = launch.run(options, (lambda text: None) if quiet or json else to_stdout)
+    trained = ended.folder if ended.trained else None
+    if json and os.environ.get("RANK", "0") == "0":
         from zbc.compiler.recorded.report import FORMAT, VERSION
 
-        run_log = read(Path(_written(lines)))
-        show_json({"format": FORMAT, "version": VERSION, "run": str(run_log.folder), **run_log.as_json()})
-
-
-def _emit(lines: list[str], *, json: bool, quiet: bool) -> Callable[[str], None]:
-    """The callback for the lines of a run: prints them, and keeps all in `lines`."""
-
-    def emit(text: str) -> None:
-        lines.append(text)
-        if not quiet and not json:
-            to_stdout(text)
-
-    return emit
+        document: dict[str, Any] = {"run": str(ended.folder)} if forward is None else {"forward": str(forward)}
+        if trained is not None:
+            document = {"format": FORMAT, "version": VERSION, **document, **read(trained).as_json()}
+        show_json(document)
+    elif trained is not None and local is not None and not quiet and not json:
+        for line in _ending(read(trained), plan if is_job(plan) else None):
+            to_stdout(line)
 
 
 def _ending(found: RunLog, job: Path | None) -> Iterator[str]:
@@ -162,12 +148,6 @@ def _ending(found: RunLog, job: Path | None) -> Iterator[str]:
         yield f"next       zbc profile {shlex.quote(str(job or 'JOB.toml'))}   measures ops here, to plan with"
     recorded = "" if has_trace(found.folder) else "; with --trace 3-6 it says where time goes"
     yield f"{'' if estimated else 'next':11}zbc report {folder}{recorded}"
-
-
-def _written(lines: Sequence[str]) -> str:
-    """The run directory, read from the first line of a run."""
-    matches = (re.search(r"; writing (.+)$", line, re.MULTILINE) for line in lines)
-    return next(match[1] for match in matches if match is not None)
 
 
 def _world(compiled: Compiled) -> int | None:

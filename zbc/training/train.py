@@ -54,7 +54,7 @@ from zbc.training.guest import Guest, Skips
 from zbc.training.launch.board import Place, host_of, hosts_of
 from zbc.training.launch.identity import identity
 from zbc.training.launch.launch import check_forward
-from zbc.training.launch.options import NOTHING_LEFT, RunOptions
+from zbc.training.launch.options import Ended, RunOptions
 from zbc.training.launch.outages import watch_siblings
 from zbc.training.launch.peers import SHARED, connected
 from zbc.training.launch.reach import Doorstep, check_reach
@@ -124,11 +124,8 @@ class RankContext:
     building: Building = field(default_factory=Building)  # one for all ranks of this process
 
 
-def run_rank(context: RankContext) -> str | None:
-    """Trains; returns a message if the run was stopped before its last step, otherwise None.
-
-    Errors end the process through `context`, never with an exception.
-    """
+def run_rank(context: RankContext) -> Ended:
+    """Trains. Errors end the process through `context`, never with an exception."""
     watchdog: Watchdog | None = None
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__, all_threads=False)  # a crash in native code shows its Python stack
@@ -154,7 +151,7 @@ def run_rank(context: RankContext) -> str | None:
                 step(run)
         for step in (_end,) if forwards else (_tell_filled, _tell_late, _save, _end):
             step(run)
-        return run.stopped
+        return Ended(None if run.log is None else run.log.folder, run.first < run.total, run.stopped)
     except IN_A_RANK as error:
         _give_up(error, context, watchdog)
     finally:
@@ -360,7 +357,7 @@ def _train(run: _Run) -> None:
         if in_turn := worker.features.of(Braids).in_turn:
             run.show(f"groups (OVERLAP) run one op after the other: {'; '.join(in_turn)}")
         if run.first >= run.total:
-            run.show(f"{NOTHING_LEFT}: the checkpoint has {run.first} steps, the run {run.total}")
+            run.show(f"nothing is left to train: the checkpoint has {run.first} steps, the run {run.total}")
     stopped = train_steps(worker, range(run.first, run.total), run.guests, run.step)
     best, settings = run.evaluations.best, Settings.of(run.manifest)
     if best is not None and (settings.train.patience or settings.checkpoint.keep_best):

@@ -22,7 +22,7 @@ from zbc.job.model_section import BUILTIN
 from zbc.plan.directory import Manifest, read_manifest
 from zbc.plan.reading import sections_of
 from zbc.training.launch.forking import start_fork_server
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.options import Ended, RunOptions
 from zbc.training.launch.queues import set_queues
 from zbc.training.metrics import sinks
 from zbc.training.metrics.live import Screen
@@ -35,8 +35,8 @@ _NUMBERS = {"WORLD_SIZE": 10**9, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 2**1
 _MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds after the others
 
 
-def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> None:
-    """Trains with `options`; `emit` receives the lines of the console.
+def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> Ended:
+    """Trains with `options`; `emit` receives the lines of the console. Returns how it ended, with its folder.
 
     Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
     if SIGINT or SIGTERM ended it. Under torchrun the first rank that fails writes its error to stderr in one piece, and
@@ -78,18 +78,21 @@ def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> None:
         if started:
             from zbc.training.launch.torchrun import run_place
 
-            run_place(_place(), manifest, options, screen)
+            ended = run_place(_place(), manifest, options, screen)
         elif options.threads:
             from zbc.training.launch.threads import run_threads
 
-            run_threads(manifest, options, screen)
+            ended = run_threads(manifest, options, screen)
         else:
             start_fork_server()  # it loads torch while this process does
             from zbc.training.launch.local import run_local
 
-            run_local(manifest, options, screen)
+            ended = run_local(manifest, options, screen)
     finally:
         screen.clear()
+    if ended.stopped is not None:
+        raise KeyboardInterrupt
+    return ended
 
 
 def _check_cuda(options: RunOptions, manifest: Manifest) -> None:

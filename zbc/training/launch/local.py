@@ -34,7 +34,7 @@ from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices
 from zbc.training.launch.board import Board, Place, plain_name, prefixed
 from zbc.training.launch.forking import fork_server
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.options import Ended, RunOptions
 from zbc.training.metrics.live import Screen
 from zbc.training.train import Failure, RankContext, RankFailed, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
@@ -54,7 +54,7 @@ class Child:
 
     process: BaseProcess
     pipe: Connection
-    done: bool = False
+    ended: Ended | None = None
 
 
 @dataclass
@@ -67,16 +67,15 @@ class Parent:
     name: Callable[[int], str] = plain_name  # of a rank, for messages
     asked: str | None = None
     insisted: bool = False
-    stopped: bool = False
     live: Callable[[str], None] = lambda text: None
     saves: bool = False  # whether there are checkpoints to continue from
 
 
-def run_local(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
+def run_local(manifest: Manifest, options: RunOptions, screen: Screen) -> Ended:
     """Trains with one process per rank of the plan, for each replica of the pipeline.
 
     Raises the error of the first rank to fail: ZbcError (E702 if it died), RankFailed for an unexpected one;
-    KeyboardInterrupt if SIGINT or SIGTERM ended the run.
+    KeyboardInterrupt if signals ended it before its first step, or at once.
     """
     saves = bool(manifest.training.get("checkpoint", {}).get("every"))
     parent = Parent(screen.say, name=manifest.topology.name, live=screen.show, saves=saves)
@@ -97,8 +96,9 @@ def run_local(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
     finally:
         os.close(read)
         os.close(write)
-    if parent.stopped:
-        raise KeyboardInterrupt
+    ended = parent.children[0].ended
+    assert ended is not None  # else the parent raises
+    return ended
 
 
 def _run_again(parent: Parent, options: RunOptions, once: Callable[[RunOptions], None]) -> None:
@@ -199,9 +199,9 @@ def _show_rest(parent: Parent) -> None:
 
 def _supervise(parent: Parent, wake: int) -> None:
     told = False
-    while not all(child.done for child in parent.children.values()):
+    while not all(child.ended for child in parent.children.values()):
         pipes = {child.pipe: rank for rank, child in parent.children.items() if not child.pipe.closed}
-        ends = {child.process.sentinel: rank for rank, child in parent.children.items() if not child.done}
+        ends = {child.process.sentinel: rank for rank, child in parent.children.items() if not child.ended}
         ready = wait([*pipes, *ends, wake])
         for pipe in (event for event in ready if isinstance(event, Connection)):
             _listen(parent, parent.children[pipes[pipe]])
@@ -231,14 +231,14 @@ def _listen(parent: Parent, child: Child) -> None:
         _bury_lost(parent, content)
         raise content
     else:
-        child.done, parent.stopped = True, content is not None
+        child.ended = content
 
 
 def _bury_lost(parent: Parent, failure: Failure) -> None:
     """Raises for a rank that has died, if `failure` is the lost connection of its peer."""
     if isinstance(failure, ZbcError) and failure.code == "E702":
         for rank, child in parent.children.items():
-            if not child.done and child.process.exitcode not in (None, 0, RUN_FAILED):
+            if not child.ended and child.process.exitcode not in (None, 0, RUN_FAILED):
                 _bury(parent, rank)
 
 
@@ -250,7 +250,7 @@ def _bury(parent: Parent, rank: int) -> None:
     child = parent.children[rank]
     while not child.pipe.closed and child.pipe.poll():
         _listen(parent, child)
-    if child.done:
+    if child.ended:
         return
     child.process.join()
     code = child.process.exitcode

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-NOTHING_LEFT = "nothing is left to train"  # how the line of a run begins that goes on from its last checkpoint
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -32,3 +31,12 @@ class RunOptions:
     launch: str = ""
     restarted: bool = False
     live: bool = False
+
+
+class Ended(NamedTuple):
+    """The end of a run: its directory, None on other ranks than 0 and without training; `trained`: whether steps were
+    left to train; `stopped`: a message, if it ended before its last step."""
+
+    folder: Path | None
+    trained: bool
+    stopped: str | None

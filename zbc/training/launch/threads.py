@@ -24,7 +24,7 @@ from zbc.runtime.cuda import StreamHub
 from zbc.runtime.transports.hub import Hub
 from zbc.training.launch.board import Place
 from zbc.training.launch.local import HOST, PREFIX, host_store
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.options import Ended, RunOptions
 from zbc.training.metrics.live import Screen
 from zbc.training.train import Building, Failure, RankContext, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
@@ -43,13 +43,12 @@ class _Run:
     port: int
     screen: Screen
     stops: list[StopFlag]
-    ends: queue.SimpleQueue[tuple[int, Failure | str | None]] = field(default_factory=queue.SimpleQueue)
+    ends: queue.SimpleQueue[tuple[int, Failure | Ended]] = field(default_factory=queue.SimpleQueue)
     building: Building = field(default_factory=Building)
 
 
-def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
-    """Trains with a thread per rank of the plan. Raises the error of the first rank to fail, and KeyboardInterrupt if a
-    signal ended the run."""
+def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> Ended:
+    """Trains with a thread per rank of the plan. Raises the error of the first rank to fail."""
     world = manifest.topology.world
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     store, port = host_store()
@@ -61,19 +60,18 @@ def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> None
     with Signals(lambda name: _ask(run, name), lambda name: end(EXIT_INTERRUPTED)):
         for thread in threads:
             thread.start()
-        stopped = None
+        ended = dict[int, Ended]()
         for _ in threads:
             rank, said = run.ends.get()
-            if said is not None and not isinstance(said, str):
+            if not isinstance(said, Ended):
                 hub.poison(rank, said.render().partition("\n")[0])
                 for thread in threads:
                     thread.join(_LEAVE_S / world)
                 raise said
-            stopped = stopped or said
+            ended[rank] = said
         for thread in threads:
             thread.join()
-    if stopped is not None:
-        raise KeyboardInterrupt
+    return ended[0]
 
 
 def _ask(run: _Run, name: str) -> None:

@@ -25,7 +25,7 @@ from zbc.runtime.transports.network import bind_loopback
 from zbc.text import visible
 from zbc.training import devices
 from zbc.training.launch.board import Place, open_store
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.options import Ended, RunOptions
 from zbc.training.launch.reach import Doorstep, bind_towards
 from zbc.training.launch.rounds import joined, launch_of
 from zbc.training.metrics.live import Screen
@@ -38,8 +38,8 @@ _SAY_S = 2.0  # for this rank's own messages
 _LEFT = "left"
 
 
-def run_place(place: Place, manifest: Manifest, options: RunOptions, screen: Screen) -> None:
-    """Runs this rank. Raises KeyboardInterrupt if a signal ended the run, E609 if the store cannot be reached.
+def run_place(place: Place, manifest: Manifest, options: RunOptions, screen: Screen) -> Ended:
+    """Runs this rank. Raises E609 if the store cannot be reached.
 
     The first rank that fails writes its failure to stderr in one piece, and all processes end here: torchrun hides exit
     codes, and an orderly exit could wait for transfers that never end.
@@ -54,15 +54,13 @@ def run_place(place: Place, manifest: Manifest, options: RunOptions, screen: Scr
         launch = launch_of(store, options.launch, number, restarted=options.restarted)
         options = replace(options, restarted=options.restarted or number > 1, launch=launch)
         place = replace(place, keys=f"{place.keys}/{number}")
-        stopped = _run(place, options, screen)
+        ended = _run(place, options, screen)
         part(place, _LAST_S)
     del hosted
-    if stopped is not None:
-        raise KeyboardInterrupt
+    return ended
 
 
-def _run(place: Place, options: RunOptions, screen: Screen) -> str | None:
-    """Runs the rank; returns a message if the run was stopped before its last step, otherwise None."""
+def _run(place: Place, options: RunOptions, screen: Screen) -> Ended:
     stop = StopFlag()
     device = devices.place(place.local_rank) if options.device == "cuda" else torch.device("cpu")
 
