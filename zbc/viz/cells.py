@@ -70,7 +70,7 @@ def _hidden(
     whole = [x for x in ops if window[0] <= x.start < x.end <= window[1] + _ALMOST]
     total = Counter(piece.op.kind for piece in whole)
     missing = Counter(piece.op.kind for piece in whole if piece.id not in shown)
-    return {kind: (missing[kind], total[kind]) for kind in sorted(missing)}
+    return {kind: (missing[kind], total[kind]) for kind in sorted(total)}
 
 
 def _columns(pieces: list[list[DrawnOp]], window: Window, room: int) -> int:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Literal
 
 from rich.text import Text
@@ -275,15 +275,14 @@ def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
 
 
 def _unseen(grids: Sequence[CellGrid], view: View) -> list[str]:
-    """Notes on the time between windows, and on the ops too short for a cell."""
+    """Notes on the times between windows, and on ops too short for a cell, of all that are there."""
     gaps = [f"{short(a.edges[-1])}-{short(b.edges[0])}" for a, b in pairwise(grids)]
     words = [f"left out at {_BREAK}: {' and '.join(gaps)} ms"] if gaps else []
     few, all_ = Counter[Kind](), Counter[Kind]()
-    for grid in grids:
-        for kind, (missing, total) in grid.hidden.items():
-            few[kind] += missing
-            all_[kind] += total
-    counts = [f"{few[kind]} of {all_[kind]} {look(kind).letter}" for kind in sorted(few)]
+    for kind, (missing, total) in chain.from_iterable(grid.hidden.items() for grid in grids):
+        few[kind] += missing
+        all_[kind] += total
+    counts = [f"{few[kind]} of {all_[kind]} {look(kind).letter}" for kind in sorted(all_) if few[kind]]
     if counts:
         cell = short((grids[0].edges[-1] - grids[0].edges[0]) / grids[0].columns, 3)
         words += [f"too short for a cell of {cell} ms: {counts[0]}", *counts[1:]]
