@@ -152,8 +152,7 @@ def host_store() -> tuple[Store, int]:
 
 def _start(place: Place, options: RunOptions) -> Child:
     pipe, theirs = multiprocessing.Pipe()
-    work = (place, options, theirs)
-    process = fork_server().Process(target=_rank, args=work, name=f"rank {place.rank}", daemon=True)
+    process = fork_server().Process(target=_rank, args=(place, options, theirs), name=f"rank {place.rank}", daemon=True)
     process.start()
     theirs.close()
     return Child(process, pipe)

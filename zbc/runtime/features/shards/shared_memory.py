@@ -52,7 +52,8 @@ def _make(size: int) -> tuple[str | None, ZbcError | None]:
     try:
         handle, path = tempfile.mkstemp(prefix="zbc-", dir=folder)
         try:
-            getattr(os, "posix_fallocate", _extend)(handle, 0, size)  # too little memory is an error here, not later
+            extend = getattr(os, "posix_fallocate", lambda file, start, size: os.ftruncate(file, start + size))
+            extend(handle, 0, size)  # too little memory is an error here, not later
         finally:
             os.close(handle)
         if len(os.fsencode(path)) >= NAME:
@@ -63,10 +64,6 @@ def _make(size: int) -> tuple[str | None, ZbcError | None]:
         text = f"run: no {size:,} bytes of shared memory in {folder}: {error.strerror or error}"
         return None, ZbcError("E603", text, hint=f"make {folder} larger (docker: --shm-size), or {COLLECTIVE}")
     return path, None
-
-
-def _extend(handle: int, start: int, size: int) -> None:
-    os.ftruncate(handle, start + size)
 
 
 def _map(path: str, size: int) -> Tensor:
