@@ -58,6 +58,27 @@ def size(count: float) -> str:
     return f"{short(count, 3)} TiB"
 
 
+def few(words: Sequence[str], most: int) -> list[str]:
+    """The first `most` words, and how many more there are."""
+    return [*words[:most], *([f"and {len(words) - most} more"] if len(words) > most else [])]
+
+
+def listed(words: Sequence[object], most: int) -> str:
+    """The first `most` words in a sentence: a, b and 3 more."""
+    return ", ".join(map(str, words[:most])) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """1 rank, 2 ranks."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def nth(number: int) -> str:
+    """1st, 2nd, 11th."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
 def wrap(words: Sequence[str], width: int, between: str = "   ") -> list[str]:
     """Words joined into lines no wider than `width`."""
     lines: list[str] = []

@@ -22,7 +22,6 @@ from zbc.training.models import sharding
 
 HERE = "tests.runtime.test_context_parallel"
 EXPERTS = {"experts": 4, "top_k": 2}
-SIXTEEN = {"seq_len": 16}
 WAYS = {
     "gpipe": ("gpipe", 2, {}, "gpt", {}),
     "one stage": ("1f1b", 1, {}, "gpt", {}),

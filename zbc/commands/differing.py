@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zbc.commands.console import labelled, show, show_json, table
 from zbc.commands.opening import Changes, opened_both
-from zbc.text import aligned, percent, size
+from zbc.text import aligned, few, percent, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -108,8 +108,7 @@ def _placements(left: Plan, right: Plan) -> Iterator[RenderableType]:
     lines = [f"stage {s}: rank {_ranks(first.holders(s))} -> {_ranks(second.holders(s))}" for s in moved]
     if first.stages != second.stages:
         lines.append(f"{first.stages} stages -> {second.stages}")
-    rest = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
-    yield labelled("placement", *lines[:8], *rest)
+    yield labelled("placement", *few(lines, 8))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

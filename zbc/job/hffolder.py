@@ -22,6 +22,7 @@ from zbc.host.folders import folders_for
 from zbc.host.linefile import replace_text
 from zbc.job import hfconfig, userobject
 from zbc.job.model_section import TRANSFORMERS, Model
+from zbc.text import listed
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PARTS = "zbc.training.models.hfweights:refuse_parts"  # which imports transformers
@@ -169,9 +170,8 @@ def _indexed(index: Path) -> dict[str, Path]:
 def refuse(folder: Path, what: str, names: Sequence[str]) -> None:
     """Raises E520 for a folder with wrong tensors, if there are names."""
     if names:
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         hint = "is it the folder of this model, complete, and of the same architecture?"
-        raise ZbcError("E520", f"model: {folder} {what} {some}", hint=hint)
+        raise ZbcError("E520", f"model: {folder} {what} {listed(names, 3)}", hint=hint)
 
 
 def damaged(path: Path, error: BaseException) -> ZbcError:

@@ -12,6 +12,7 @@ from zbc.errors import ZbcError
 from zbc.job.spec import Train
 from zbc.plan.directory import Manifest
 from zbc.runtime.core.progress import StepResult
+from zbc.text import listed, nth
 
 
 class Guest:
@@ -61,7 +62,7 @@ class Skips(Guest):
             return  # an overflow of float16, after which the scale is halved
         self._row += 1
         if self._row >= self._limit:
-            raise self._error(result, "" if self._limit == 1 else f", the {_nth(self._row)} in a row")
+            raise self._error(result, "" if self._limit == 1 else f", the {nth(self._row)} in a row")
 
     def _error(self, result: StepResult, counted: str) -> ZbcError:
         text = f"run: step {result.step + 1} has gradients that are not finite{counted}"
@@ -83,7 +84,8 @@ def origin(layers: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[int, 
 def _losses(result: StepResult) -> list[str]:
     if not result.bad_losses:
         return ["every loss is finite, so it happened in backward"]
-    return [f"the loss is not finite for {_list('microbatch', result.bad_losses)}, so it happened in forward"]
+    which = f"microbatch{'es' * (len(result.bad_losses) > 1)} {listed(result.bad_losses, _SHOWN)}"
+    return [f"the loss is not finite for {which}, so it happened in forward"]
 
 
 def _gradients(layers: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
@@ -91,17 +93,5 @@ def _gradients(layers: Sequence[Sequence[str]], names: Sequence[str]) -> list[st
     if first is None:
         return []
     stage, found = first
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    where = f"backward met it first in stage {stage}: {', '.join(found[:_SHOWN])}{more}"
+    where = f"backward met it first in stage {stage}: {listed(found, _SHOWN)}"
     return [where, f"{len(names)} parameters have gradients that are not finite"]
-
-
-def _list(what: str, numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_SHOWN]))
-    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
-    return f"{what} {shown}{more}" if len(numbers) == 1 else f"{what}es {shown}{more}"
-
-
-def _nth(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"

@@ -15,6 +15,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.ops import VALUES
 from zbc.runtime.core.progress import StepResult
+from zbc.text import few
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -123,8 +124,8 @@ def refuse_left(worker: Worker) -> None:
     """Raises E703 for values that a finished step should have consumed but did not."""
     left = leftovers(worker)
     if left:
-        shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
-        raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=_where(worker), details=shown)
+        text = f"run: the plan leaves work behind: {left[0]}"
+        raise ZbcError("E703", text, where=_where(worker), details=few(left[1:], 7))
 
 
 def _where(worker: Worker) -> str:

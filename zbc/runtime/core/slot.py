@@ -141,8 +141,8 @@ def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
 
 def trained(parameter: Tensor) -> Tensor | None:
     """The parameter whose gradient is asked for; None if it is frozen in this microbatch."""
-    if not isinstance(parameter, nn.Parameter):
-        parameter = _original(parameter)
+    if len(_parameters) and not isinstance(parameter, nn.Parameter):  # activations may be offloaded
+        parameter = _parameters.get(_place(parameter), parameter)
     slot = _slots.value
     frozen = slot is not None and bool(slot.frozen) and id(parameter) in slot.frozen
     return None if frozen else parameter
@@ -163,8 +163,3 @@ def know(parameters: Iterable[nn.Parameter]) -> None:
 def _place(tensor: Tensor) -> _Place:
     storage: int = tensor.untyped_storage()._cdata
     return storage, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-
-
-def _original(tensor: Tensor) -> Tensor:
-    """The parameter of a saved tensor; the tensor itself if activations are not offloaded."""
-    return _parameters.get(_place(tensor), tensor) if len(_parameters) else tensor

@@ -21,6 +21,7 @@ from zbc.runtime.features.moving import MEAN, Mean
 from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.features.tensor_parallel import Cut, SharedLayers
 from zbc.runtime.features.unflushed.versions import FED, OLDER, Feedback, OneVersion, TwoVersions
+from zbc.text import few
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
 from zbc.training.checkpoint.folder import StoredTensor
@@ -149,9 +150,8 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
             there = f"{told.dtype} {told.shape} in the checkpoint"
             differences.append(f"{held.name}: {there}, {here} {list(shape)} in this job")
     if differences:
-        shown = [*differences[:6], *([f"and {len(differences) - 6} more"] if len(differences) > 6 else [])]
-        text = f"run: {reader.folder} is of another model"
-        raise ZbcError("E613", text, hint="resume with the [model] it was trained with", details=shown)
+        text, hint = f"run: {reader.folder} is of another model", "resume with the [model] it was trained with"
+        raise ZbcError("E613", text, hint=hint, details=few(differences, 6))
 
 
 def _restore_weights(worker: Worker, optimizer: StageOptimizer, reader: Reader) -> None:

@@ -32,6 +32,7 @@ from zbc.runtime.core.state import Worker
 from zbc.runtime.cuda import Pinned
 from zbc.runtime.features.scaling import Scaling
 from zbc.runtime.transports.background import Background
+from zbc.text import few
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import digest, put_together, write_parts
 from zbc.training.checkpoint.state import HeldPart, entries
@@ -286,7 +287,6 @@ def check_copies(copies: Sequence[Mapping[str, str]], name: Callable[[int], str]
         f"{entry}: " + ", but ".join(f"{', '.join(map(name, ranks))} alike" for ranks in values.values())
         for entry, values in sorted(wrong.items())
     ]
-    first = next(iter(sorted(wrong)))
-    text = f"run: copies of {first} differ between ranks, so there is no one checkpoint of them"
+    text = f"run: copies of {min(wrong)} differ between ranks, so there is no one checkpoint of them"
     hint = "weights changed outside of the optimizer, or a device computes wrongly; resume from the checkpoint before"
-    raise ZbcError("E705", text, hint=hint, details=[*lines[:6], *([f"and {len(lines) - 6} more"] * (len(lines) > 6))])
+    raise ZbcError("E705", text, hint=hint, details=few(lines, 6))

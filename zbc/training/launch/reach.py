@@ -20,6 +20,7 @@ from typing import Any
 from zbc.errors import ZbcError
 from zbc.host.interfaces import Interface, interfaces, towards
 from zbc.runtime.transports.network import bind_loopback
+from zbc.text import few
 from zbc.training.launch.board import Board
 
 _CONNECT_S = 20.0
@@ -105,5 +106,4 @@ def _unreachable(failures: list[list[Any]], said: dict[int, dict[str, Any]], nam
         return f"{name(rank)} ({place['host']}, {place['name']} {place['address']})"
 
     lines = [f"{where(a)} cannot reach {where(b)}: {why}" for a, pairs in enumerate(failures) for b, why in pairs]
-    details = [*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])]
-    return ZbcError("E609", "run: the machines of this run cannot reach each other", hint=_HINT, details=details)
+    return ZbcError("E609", "run: the machines of this run cannot reach each other", hint=_HINT, details=few(lines, 8))

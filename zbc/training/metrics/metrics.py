@@ -32,7 +32,7 @@ from zbc.plan.directory import Manifest
 from zbc.plan.headline import headline
 from zbc.plan.phases import Phases
 from zbc.runtime.core.progress import EvaluationResult, StepResult
-from zbc.text import percent, short, size, wrap
+from zbc.text import counted, percent, short, size, wrap
 from zbc.topology import INNER
 from zbc.training.checkpoint.resume import Start
 from zbc.training.launch import rundir
@@ -106,12 +106,12 @@ class RunRecord:
     def headline(self) -> str:
         m = self._manifest
         run = m.topology
-        ranks = _count(run.world, f"{self._options.device} rank") + run.axes
-        counts = [*(str(part.microbatches) for part in m.ramp), _count(m.microbatches, "microbatch", "microbatches")]
+        ranks = counted(run.world, f"{self._options.device} rank") + run.axes
+        counts = [*(str(part.microbatches) for part in m.ramp), counted(m.microbatches, "microbatch", "microbatches")]
         work = f"{', then '.join(counts)} of {m.microbatch_size}"
         if m.balance is not None:
             work = f"1 to {m.balance.most} microbatches of {m.microbatch_size * m.balance.room} tokens"
-        line = f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
+        line = f"{m.schedule} on {ranks}, {work}, {counted(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
         resumed = self._settings.start.checkpoint
         return line if resumed is None else f"{line}\ngoing on from {resumed}, after step {self._first}"
 
@@ -263,7 +263,3 @@ class RunRecord:
             "training": m.training,
             "predicted": {**m.predicted, **headline(m)},
         } | ({"ep": m.ep or 1, "imbalance": self._model.imbalance} if self._experts else {})
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -1,10 +1,6 @@
 """The Llama block: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and its variants.
 
-    embed       token embedding                                   (B, T) int64       -> (B, T, H)
-    layers.i    x + attention(norm(x)), then x + mlp(norm(x))     (B, T, H)          -> (B, T, H)
-    head        norm and projection                               (B, T, H)          -> (B, T, V) logits
-
-Embedding and head are those of gpt.py, with another norm. Query head i shares the keys and values of head
+Embedding, order and head are those of gpt.py, with another norm. Query head i shares the keys and values of head
 i // (heads / kv_heads). Initial weights as in gpt.py; the residual stream stays float32 under autocast.
 
     qwen2       biases of queries, keys and values
