@@ -9,6 +9,7 @@ from tests.profiles import layer, nbytes, profile_of
 from tests.refusals import refused
 from tests.runtime.test_measure import CASES, both, weighed
 from tests.tiers import dealt, few
+from zbc.commands.summary import adapter_lines
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.ir import Kind
@@ -50,6 +51,13 @@ def test_llama_8b_at_rank_16_fits_where_all_weights_do_not():
         assert (rank.master_bytes, rank.optimizer_bytes) == pytest.approx((4 * trained, 8 * trained))
         assert trained < 0.01 * rank.weight_bytes / 2
     assert sum(rank.gradient_bytes for rank in found.per_rank) == 4 * adapter.trained
+
+
+@pytest.mark.parametrize(("one", "slower"), [(job(adapter={"rank": 4}), True), (llama_8b(adapter={"rank": 8}), False)])
+def test_a_plan_says_where_adapters_make_a_step_slower(one, slower):
+    report = compile_job(one, budget=0.0, suggest=False).report
+    said = " ".join(adapter_lines(report.adapter, report.makespan_ms, report.per_rank))
+    assert (report.makespan_ms > report.adapter.whole_ms) == slower == ("slower than that" in said)
 
 
 def test_layers_before_the_first_adapter_have_no_backward():

@@ -53,7 +53,7 @@ def of_plan(
     if report.freezing is not None:
         yield labelled("freeze", *_freezing(report.freezing, report.makespan_ms, compiled.job.freeze.after))
     if report.adapter is not None:
-        yield labelled("adapter", *_adapter(report.adapter, report.makespan_ms, report.per_rank))
+        yield labelled("adapter", *adapter_lines(report.adapter, report.makespan_ms, report.per_rank))
     if report.unequal is not None:
         yield labelled("tokens", *_unequal(report.unequal))
     if report.flushless is not None:
@@ -188,12 +188,14 @@ def _freezing(found: Facts, ms: float, after: int) -> Iterator[str]:
     yield f"from step {after + 1} on layers rest in turn: this is another training"
 
 
-def _adapter(found: Facts, ms: float, ranks: Sequence[Facts]) -> Iterator[str]:
+def adapter_lines(found: Facts, ms: float, ranks: Sequence[Facts]) -> Iterator[str]:
     """The number of trained parameters, and the saved time and memory."""
     share = f" ({percent(found.trained / found.whole)})" if found.whole else ""
     yield f"rank {found.rank}: {found.trained:,} of {found.whole:,} parameters train{share}"
     if found.whole_ms is not None:
         yield f"makespan {short(ms)} ms; if all weights trained in this order {short(found.whole_ms)} ms"
+        if ms > found.whole_ms:
+            yield "slower than that: adapters take longer than the weight gradients saved; name fewer"
     held = [rank.peak_bytes for rank in ranks if rank.peak_bytes is not None]
     if found.whole_bytes and held:
         yield f"memory at most {size(max(held))}; {size(found.whole_bytes)} if all weights trained"
