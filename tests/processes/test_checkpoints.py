@@ -167,29 +167,22 @@ def start(plan, resume=None, **options):
     return choose(RunOptions(plan, resume=resume, **options), read_manifest(plan))
 
 
-def test_a_run_begins_anew_unless_told_otherwise(place):
-    assert start(place) == start(place, "none") == Start()
-
-
-def test_auto_takes_the_newest_run_that_has_a_complete_checkpoint(place, tmp_path):
+def test_a_run_begins_anew_and_auto_takes_the_newest_run_that_has_a_complete_checkpoint(place, tmp_path):
     run = tmp_path / "runs/plan-2"
+    assert start(place) == start(place, "none") == Start()
     assert start(place, "auto") == Start(run / "checkpoints/step-00000020", run)
     assert start(place, "auto", out=tmp_path / "new") == Start(None, tmp_path / "new")
 
 
-def test_a_restart_goes_on_with_its_own_run(place, tmp_path):
+def test_a_restart_goes_on_with_its_own_run_also_before_a_checkpoint(place, tmp_path):
     run = tmp_path / "runs/plan-1"
     own = {"restarted": True, "launch": "launch 1"}
     assert start(place, **own) == start(place, "auto", **own) == Start(run / "checkpoints/step-00000010", run)
     assert start(place, str(tmp_path / "runs/plan-2"), **own).checkpoint == run / "checkpoints/step-00000010"
     assert start(place, "none", **own) == Start()
-    assert start(place, restarted=True, launch="launch 3") == Start()
-
-
-def test_a_restart_before_the_first_checkpoint_begins_its_run_again(place, tmp_path):
-    run = tmp_path / "runs/plan-3"
-    (run / "run.json").write_text(json.dumps({"launch": "launch 3"}))
-    own = {"restarted": True, "launch": "launch 3"}
+    own, run = {"restarted": True, "launch": "launch 3"}, tmp_path / "runs/plan-3"
+    assert start(place, **own) == Start()
+    (run / "run.json").write_text(json.dumps({"launch": "launch 3"}))  # before its first checkpoint
     assert start(place, **own) == Start(None, run)
     given = tmp_path / "runs/plan-2/checkpoints/step-00000020"
     assert start(place, str(given), **own) == Start(given, run)

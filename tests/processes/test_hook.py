@@ -37,7 +37,7 @@ def made():
     return lambda name: Hook(f"{HERE}:{name}", worker, board), asked
 
 
-def test_a_hook_is_told_of_each_step_and_asks_once_when_it_answers(made):
+def test_a_hook_is_told_of_each_step_asks_once_when_it_answers_and_is_named_where_it_fails(made):
     make, asked = made
     hook = make("watches")
     for number in range(3):
@@ -50,11 +50,8 @@ def test_a_hook_is_told_of_each_step_and_asks_once_when_it_answers(made):
     ]
     assert list(seen[0].layers) == ["embed", "layers.0"]
     assert asked == [f"train.hook = {HERE}:watches of rank 1"]
-
-
-def test_a_hook_that_fails_is_named(made):
     with refused("E502", f"train.hook = {HERE}:fails failed"):
-        made[0]("fails").told(StepResult(4.0, 1.0, False, (), (), 0))
+        make("fails").told(StepResult(4.0, 1.0, False, (), (), 0))
 
 
 @pytest.mark.repeats
