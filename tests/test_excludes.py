@@ -78,6 +78,7 @@ VALUES = {
     "steps": "steps",
     "evaluation": 10,
     "fused gradients": True,
+    "metric": "some.task:metric",
     "filler": "some.task:make",
 }
 SETTINGS = [pair for pair in excludes.PAIRS if pair.one in VALUES and pair.other in VALUES]

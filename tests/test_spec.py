@@ -83,8 +83,8 @@ def test_impossible_combinations_are_errors(tmp_path, changes, code, text):
     assert text in found[0][2]
 
 
-PER_LAYER = {"per": "layer"}
-GIVEN = {"f": 1, "b": 1, "w": 1}
+PER_LAYER, GIVEN = {"per": "layer"}, {"f": 1, "b": 1, "w": 1}
+KEPT = {"train": {"eval_every": 1}, "data": {"validation": 0.1}}
 FACTORY = {"family": "a.b:c"}
 
 
@@ -98,6 +98,7 @@ FACTORY = {"family": "a.b:c"}
         ({"memory": {"attention": "keep"}}, "E110", "memory.attention", "of selective recompute"),
         ({"optimizer": {"schedule": {"by": "samples"}}}, "E110", "optimizer.schedule.by", "does nothing"),
         ({"train": {"hook": "mine"}}, "E103", "train.hook", "does not name a function"),
+        ({**KEPT, "checkpoint": {"every": 1, "keep_best": "a"}}, "E103", "checkpoint.keep_best", "not name a function"),
         ({"train": {"eval_batches": 3}}, "E105", "train.eval_batches", "train.eval_every is missing"),
         ({"data": {"validation_path": "a"}}, "E105", "data.validation_path", "train.eval_every is missing"),
         ({"data": {"kind": "synthetic", "path": "a"}}, "E150", "data.path", "data.kind is 'synthetic'"),

@@ -139,6 +139,7 @@ TRAITS = {
     "dealt by tokens": _value("data.balance", "tokens"),
     "steps": _value("data.items", "steps"),
     "evaluation": Trait("train.eval_every", _not(0)),
+    "metric": Trait("checkpoint.keep_best", lambda value: isinstance(value, str), "checkpoint.keep_best by a metric"),
     "fused gradients": Trait("train.fused_gradients", bool),
     "filler": Trait("filler.task", _given),
     "copies": Trait("schedule.kind", text="a schedule with several copies of a stage"),
@@ -321,6 +322,14 @@ ROWS = (
                 "all ranks tell of a microbatch at once, of their words' logits, and keep them for the gradient",
                 'drop it, or set parallel.vocabulary = "ends"',
             )
+        },
+    ),
+    Excludes(
+        "metric",
+        {
+            "cp|sliced": "it is a mean over whole samples",
+            "loss by chunks|shared vocabulary": "no rank has the logits of a microbatch at once",
+            "tp": UNWRITTEN,
         },
     ),
     Excludes("shared vocabulary", {"post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')}),

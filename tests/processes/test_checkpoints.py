@@ -63,6 +63,13 @@ def test_a_run_goes_on_from_its_newest_checkpoint_as_if_it_had_never_ended(tmp_p
     assert (about["first_step"], [part["first_step"] for part in about["before"]]) == (4, [1])
 
 
+def worth(output, target):
+    return 1 - torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+worth.larger_is_better = True
+
+
 def test_a_run_ends_when_evaluations_get_no_better_and_keeps_the_best_checkpoint(tmp_path):
     """A checkpoint knows which evaluation was the best, and how many came since."""
     (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) for i in range(4000)))
@@ -79,14 +86,24 @@ def test_a_run_ends_when_evaluations_get_no_better_and_keeps_the_best_checkpoint
             assert least == f"least evaluation loss {evaluated[0]:.4f}, after step 2: {out}/checkpoints/step-00000002"
         else:  # in another directory, without the best
             assert len(evaluated) == 1 and least.endswith("after step 2") and folders == [6, 7]
-    better = plan_of(tmp_path, "better", **tables, optimizer={"lr": 0.01}, checkpoint={"every": 50, "keep_best": True})
-    run_here(better, 2, tmp_path / "better", steps=5)
+    how = {"every": 50, "keep_best": f"{__name__}:worth"}
+    better = plan_of(tmp_path, "better", **tables, optimizer={"lr": 0.01}, checkpoint=how)
+    *_, line = run_here(better, 2, tmp_path / "better", steps=5)
+    rows = [row for row in metrics(tmp_path / "better") if "eval_metric" in row]
+    assert [row["eval_metric"] for row in rows] == pytest.approx([1 - row["eval_loss"] for row in rows], abs=1e-5)
+    assert line.startswith(f"best {__name__}:worth {rows[-1]['eval_metric']:.4f}, after step 5: ")
     assert sorted(disk.complete(tmp_path / "better/checkpoints")) == [2, 4, 5]  # each is better than all before
+    worse = {"every": 1, "asynchronous": False, "keep_best": "torch.nn.functional:cross_entropy"}
+    with refused("E502", "cross_entropy failed") as caught:
+        run_here(plan_of(tmp_path, "worse", **tables, checkpoint=worse), 2, tmp_path / "worse")
+    assert (
+        caught.value.where == "batch 1 of an evaluation, microbatch 1: output float32 [2, 8, 256], target int64 [2, 8]"
+    )
+    assert sorted(disk.complete(tmp_path / "worse/checkpoints")) == [1]  # nothing is lost
 
 
 def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(tmp_path, capsys):
-    plan = plan_of(tmp_path)
-    out = tmp_path / "run"
+    plan, out = plan_of(tmp_path), tmp_path / "run"
     run_here(plan, 2, out, resume="auto")
     assert [step for step, _ in losses(out)] == [1, 2, 3]
     lines = run_here(plan, 2, out, resume="auto")
@@ -175,8 +192,7 @@ def test_a_run_begins_anew_and_auto_takes_the_newest_run_that_has_a_complete_che
 
 
 def test_a_restart_goes_on_with_its_own_run_also_before_a_checkpoint(place, tmp_path):
-    run = tmp_path / "runs/plan-1"
-    own = {"restarted": True, "launch": "launch 1"}
+    own, run = {"restarted": True, "launch": "launch 1"}, tmp_path / "runs/plan-1"
     assert start(place, **own) == start(place, "auto", **own) == Start(run / "checkpoints/step-00000010", run)
     assert start(place, str(tmp_path / "runs/plan-2"), **own).checkpoint == run / "checkpoints/step-00000010"
     assert start(place, "none", **own) == Start()
@@ -189,8 +205,7 @@ def test_a_restart_goes_on_with_its_own_run_also_before_a_checkpoint(place, tmp_
 
 
 def test_a_restart_of_a_run_that_had_not_begun_does_what_was_asked_first(place, tmp_path):
-    own = {"restarted": True, "launch": "launch 4"}
-    run = tmp_path / "runs/plan-2"
+    own, run = {"restarted": True, "launch": "launch 4"}, tmp_path / "runs/plan-2"
     assert start(place, **own) == Start()
     assert start(place, "auto", **own) == Start(run / "checkpoints/step-00000020", run)
     shared = plan_of(tmp_path, "shared", checkpoint={"dir": str(tmp_path / "shared-checkpoints")})
@@ -204,12 +219,9 @@ def test_a_path_is_a_checkpoint_a_run_or_a_folder_of_checkpoints(place, tmp_path
     wanted = Start(run / "checkpoints/step-00000020", None)
     assert [start(place, str(path)) for path in (run, run / "checkpoints", wanted.checkpoint)] == [wanted] * 3
     assert start(place, str(run), out=run) == Start(wanted.checkpoint, run)
-
-
-@pytest.mark.parametrize("path", ["runs/plan-3", "runs/plan-2/checkpoints/step-00000030", "nowhere"])
-def test_a_path_without_a_complete_checkpoint_is_refused(place, tmp_path, path):
-    with refused("E612", match="complete checkpoint"):
-        start(place, str(tmp_path / path))
+    for path in ("runs/plan-3", "runs/plan-2/checkpoints/step-00000030", "nowhere"):
+        with refused("E612", match="complete checkpoint"):
+            start(place, str(tmp_path / path))
 
 
 def test_a_run_does_not_write_among_later_checkpoints_of_another(place, tmp_path):

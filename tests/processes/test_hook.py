@@ -31,7 +31,8 @@ def ends(step):
 def made():
     layers = [SimpleNamespace(name=name, module=object()) for name in ("embed", "layers.0")]
     stage, asked = SimpleNamespace(layers=layers), []
-    worker = SimpleNamespace(stages={0: stage}, rank=1, topology=SimpleNamespace(world=4), evaluation=None)
+    evaluation = SimpleNamespace(results=[SimpleNamespace(loss=2.5, metric=0.5)])
+    worker = SimpleNamespace(stages={0: stage}, rank=1, topology=SimpleNamespace(world=4), evaluation=evaluation)
     board = SimpleNamespace(ask_stop=asked.append)
     seen.clear()
     return lambda name: Hook(f"{HERE}:{name}", worker, board), asked
@@ -43,12 +44,9 @@ def test_a_hook_is_told_of_each_step_asks_once_when_it_answers_and_is_named_wher
     for number in range(3):
         assert hook.asks() is (number == 2)
         hook.told(StepResult(4.0 - number, 1.0, False, (), (), number, 0.5, skipped=number == 1))
-    assert [(s.number, s.loss, s.skipped, s.rank, s.ranks) for s in seen] == [
-        (1, 4.0, False, 1, 4),
-        (2, 3.0, True, 1, 4),
-        (3, 2.0, False, 1, 4),
-    ]
-    assert list(seen[0].layers) == ["embed", "layers.0"]
+    told = [(1, 4.0, False, 1, 4), (2, 3.0, True, 1, 4), (3, 2.0, False, 1, 4)]
+    assert [(s.number, s.loss, s.skipped, s.rank, s.ranks) for s in seen] == told
+    assert list(seen[0].layers) == ["embed", "layers.0"] and (seen[0].eval_loss, seen[0].eval_metric) == (2.5, 0.5)
     assert asked == [f"train.hook = {HERE}:watches of rank 1"]
     with refused("E502", f"train.hook = {HERE}:fails failed"):
         make("fails").told(StepResult(4.0, 1.0, False, (), (), 0))

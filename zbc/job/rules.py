@@ -316,13 +316,13 @@ def _order_rule(where: Where, parallel: Parallel) -> Found:
 
 
 @given
-def _hook_rule(draft: Draft, train: Train) -> Found:
-    if train.hook is not None and not FACTORY.fullmatch(train.hook):
-        text, where = (
-            f"config: train.hook {train.hook!r} does not name a function",
-            draft.document.where(("train", "hook")),
-        )
-        yield ZbcError("E103", text, where=where, hint='write hook = "package.module:function"')
+def _function_rules(where: Where, train: Train, checkpoint: Checkpoint | None = None) -> Found:
+    best = None if checkpoint is None else checkpoint.keep_best
+    for section, key, name in (("train", "hook", train.hook), ("checkpoint", "keep_best", best)):
+        if isinstance(name, str) and not FACTORY.fullmatch(name):
+            text = f"config: {section}.{key} {name!r} does not name a function"
+            hint = f'write {key} = "package.module:function"'
+            yield ZbcError("E103", text, where=where((section, key)), hint=hint)
 
 
 @given
@@ -522,7 +522,7 @@ RULES = (
     _vocabulary_rules,
     _order_rule,
     _replica_rule,
-    _hook_rule,
+    _function_rules,
     _filler_rule,
     _excluded,
     flushless.problems,

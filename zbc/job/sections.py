@@ -635,13 +635,20 @@ class Checkpoint(Section):
 
     every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: none")
     keep: Count = Field(3, description="complete checkpoints that stay; older ones are deleted")
-    keep_best: bool = Field(
-        False, description="also one after each evaluation with a lower loss than all before; the last of them stays"
+    keep_best: bool | str = Field(
+        False,
+        description="also one after each evaluation with a lower loss than all before; the last of them stays. "
+        '"package.module:function" of output and target: by what it returns',
     )
     dir: str | None = Field(
         None, description="folder of the checkpoints, which all ranks see; default: in the run directory"
     )
     asynchronous: bool = Field(True, description="write while the next steps run; false: steps wait for the disk")
+
+    @property
+    def metric(self) -> str | None:
+        """The name of the metric that says which evaluation is the best; None: the loss."""
+        return self.keep_best if isinstance(self.keep_best, str) else None
 
 
 class Filler(Section):

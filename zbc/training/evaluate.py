@@ -11,19 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.job import userobject
 from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
+from zbc.runtime.core.bundle import ByName, shown
 from zbc.runtime.core.feature import Pause
 from zbc.runtime.core.progress import EvaluationResult
 from zbc.runtime.core.remembered import left_alone
 from zbc.runtime.core.state import BatchSource, PhaseRun, Work, Worker
+from zbc.runtime.core.tensors import Batch, Loss
 from zbc.runtime.core.validate import VectorLayout
 from zbc.runtime.features.words.vocabulary_ops import count_loss, settle
 from zbc.runtime.features.words.vocabulary_state import Meeting, Unit, Vocabulary
@@ -36,6 +40,7 @@ from zbc.training.data.data import Batches, all_samples, build_validation, place
 from zbc.training.data.unequal import whole_rows
 from zbc.training.guest import Guest
 
+KEY = "checkpoint.keep_best"
 BATCHES = 100  # of an evaluation at most, unless train.eval_batches says otherwise
 
 
@@ -49,11 +54,25 @@ class EvaluationRun(PhaseRun):
     results: list[EvaluationResult] = field(default_factory=list)
     counts: Callable[[Tensor], float] | None = None  # number of targets that count, if microbatches may differ in it
     weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, on ranks with losses
+    by: str | None = None  # the metric that says which evaluation is the best; None: the loss
+    metric: ByName | None = None  # its function
+    measured: dict[int, float] = field(default_factory=dict)  # what it returned, by microbatch
 
     def weigh(self, worker: Worker, number: int, target: Tensor, share: float) -> float:
         weight = share if self.counts is None else self.counts(target)
         self.weights[number] = self.weights.get(number, 0.0) + weight
         return weight
+
+    def criterion(self, worker: Worker, number: int, loss: Loss) -> Loss:
+        where = f"batch {worker.step + 1} of an evaluation, microbatch {number + 1}"
+        return loss if self.metric is None else partial(self._measure, self.metric, loss, number, where)
+
+    def _measure(self, metric: ByName, loss: Loss, number: int, where: str, output: Any, target: Batch) -> Tensor:
+        found, where = loss(output, target), f"{where}: output {shown(output)}, target {shown(target)}"
+        self.measured[number] = userobject.call(
+            lambda: float(metric(output, target)), {}, self.by or "", KEY, where=where
+        )
+        return found
 
     def told(self, worker: Worker, unit: Unit, meeting: Meeting) -> None:
         """Counts a unit whose words all ranks share, on the rank that reports losses."""
@@ -87,12 +106,10 @@ def build_evaluation(site: Site, layout: VectorLayout, counts: Callable[[Tensor]
         )
         total = min(len(kept) // size, (train.eval_batches or BATCHES) * per_step)
     run = forward_run(EvaluationRun, site.plan, layout, site.rank, batches)
-    run.every, run.total, run.kept, run.counts = (
-        train.eval_every,
-        total,
-        len(kept or ()),
-        counts or (counting if deal else None),
-    )
+    run.every, run.total, run.kept = train.eval_every, total, len(kept or ())
+    run.counts = counts or (counting if deal else None)
+    if by := settings.checkpoint.metric:
+        run.by, run.metric = by, userobject.call(partial(ByName, userobject.load(by, KEY)), {}, by, KEY)
     return run
 
 
@@ -128,7 +145,7 @@ def forwards(worker: Worker, run: EvaluationRun, batches: int) -> Iterator[int]:
 
 @dataclass
 class Evaluations(Guest):
-    """The evaluations of a run; `tell` receives their results. After `patience` of them in a row without a lower loss
+    """The evaluations of a run; `tell` receives their results. After `patience` of them in a row without a better one
     `stop` is given the reason to end the run, on rank 0."""
 
     worker: Worker
@@ -144,7 +161,8 @@ class Evaluations(Guest):
             return self._asked
         self._asked = True
         if self.worker.rank == 0:
-            self.stop(f"train.patience = {self.patience}: no evaluation since step {best.step} has a lower loss")
+            what = "lower loss" if best.by is None else f"better {best.by}"
+            self.stop(f"train.patience = {self.patience}: no evaluation since step {best.step} has a {what}")
         return True
 
     def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
@@ -152,11 +170,13 @@ class Evaluations(Guest):
         return isinstance(evaluation, EvaluationRun) and ((step + 1) % evaluation.every == 0 or last)
 
     def after(self, step: int) -> None:
-        found = evaluate(self.worker, step)
-        if math.isfinite(found.loss) and (self.best is None or found.loss < self.best.loss):
-            self.best = Best(step=step + 1, loss=found.loss)
-        elif self.best is not None:
-            self.best = self.best.model_copy(update={"since": self.best.since + 1})
+        found, best, run = evaluate(self.worker, step), self.best, self.worker.evaluation
+        assert isinstance(run, EvaluationRun)
+        value, larger = found.loss if found.metric is None else found.metric, getattr(run.metric, "larger_is_better", 0)
+        if math.isfinite(value) and (best is None or (value > best.loss if larger else value < best.loss)):
+            self.best = Best(step=step + 1, loss=value, by=run.by)
+        elif best is not None:
+            self.best = best.model_copy(update={"since": best.since + 1})
         if self.tell is not None:
             self.tell(found)
 
@@ -172,22 +192,24 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     count, kept = total(worker, *((run.total, run.kept) if reads else (0, 0)))
     per_batch = run.count * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may be filled up with earlier samples, which do not count
-    losses = torch.zeros(2, batches * per_batch, dtype=torch.float64, device=worker.device)  # times weights; weights
+    losses = torch.zeros(3, batches * per_batch, dtype=torch.float64, device=worker.device)  # weighted: loss, 1, metric
     for batch in forwards(worker, run, batches):
         for mb, loss in () if worker.share else worker.losses.items():
             number = worker.number(mb)
             place = batch * per_batch + number
             losses[0, place], losses[1, place] = loss, run.weights[number]
+            losses[2, place] = run.measured.get(number, 0.0) * run.weights[number]
     worker.all_reduce(losses, worker.everyone)
     worker.clock.read()  # drops the time, which is not part of a step
     progress.waiting = True
-    totals = [0.0, 0.0]
+    totals = [0.0, 0.0, 0.0]
     for which, values in enumerate(losses[:, :count].tolist()):  # in order: the sum is the same for every partition
         for value in values:
             totals[which] += value
     progress.waiting, worker.step = False, step
-    samples, mean = count * manifest.microbatch_size, totals[0] / totals[1] if totals[1] else 0.0
-    result = EvaluationResult(step, mean, samples, time.monotonic() - began, kept)
+    samples, (mean, measured) = count * manifest.microbatch_size, (totals[i] / (totals[1] or 1.0) for i in (0, 2))
+    metric = None if run.metric is None else measured
+    result = EvaluationResult(step, mean, samples, time.monotonic() - began, kept, metric)
     run.results.append(result)
     return result
 

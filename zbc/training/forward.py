@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from zbc.errors import ZbcError, unwritten
 from zbc.plan.manifest import Manifest
 from zbc.runtime.core.bundle import shown
 from zbc.runtime.core.state import BatchSource, Worker
+from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.words.vocabulary_state import Meeting, Unit, Vocabulary
 from zbc.runtime.features.words.words import PLAIN
@@ -97,21 +99,23 @@ class ForwardRun(EvaluationRun):
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def weigh(self, worker: Worker, number: int, target: Tensor, share: float) -> float:
-        self._into = self.rows.setdefault(number, [])
-        self._into.append(target)
+        self.rows.setdefault(number, []).append(target)
         return 1.0
+
+    def criterion(self, worker: Worker, number: int, loss: Loss) -> Loss:
+        return partial(self.collect, self.rows[number])
 
     def told(self, worker: Worker, unit: Unit, meeting: Meeting) -> None:
         (log, logit), parts = meeting.known(), self.rows[worker.number(unit[0])]
         found = (logit - log).where(meeting.told.weight != 0, log.new_zeros(()))
         parts[unit[1]] = found.view(parts[unit[1]].shape).float()
 
-    def collect(self, output: Tensor, target: Tensor) -> Tensor:
+    def collect(self, parts: list[Tensor], output: Tensor, target: Tensor) -> Tensor:
         """Stores the rows, in place of the loss. A forward that runs twice overwrites them."""
         if not isinstance(output, Tensor):
             text = f"run: --forward writes one tensor, and the last layer returns {shown(output)}"
             raise ZbcError("E505", text, hint="let the last layer return the tensor to be written")
-        self._into[-1] = self.row(output, target).float()
+        parts[-1] = self.row(output, target).float()
         return output.new_zeros(())
 
 
@@ -135,7 +139,7 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
     worker.prepare(run)
     run.row, shape = row or run.row, list[int]()
     own = () if tokens is None else (slice(None), tokens.rows)
-    with _collecting(worker, run), nullcontext() if worker.rank else closing(_Rows(out, name)) as file:
+    with _plain(worker), nullcontext() if worker.rank else closing(_Rows(out, name)) as file:
         for batch in forwards(worker, run, count):
             rows = {n: torch.cat(parts, 1) if len(parts) > 1 else parts[0] for n, parts in run.rows.items()}
             run.rows.clear()
@@ -154,18 +158,17 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
 
 
 @contextmanager
-def _collecting(worker: Worker, run: ForwardRun) -> Iterator[None]:
-    """Collects rows in place of losses."""
-    before, shared = worker.loss, worker.features.find(Vocabulary)
-    worker.loss, terms = run.collect, None if shared is None else shared.output.terms
-    if shared is not None:
-        shared.output.terms = PLAIN
+def _plain(worker: Worker) -> Iterator[None]:
+    """Leaves z loss and label smoothing out of a shared vocabulary."""
+    shared = worker.features.find(Vocabulary)
+    if shared is None:
+        yield
+        return
+    terms, shared.output.terms = shared.output.terms, PLAIN
     try:
         yield
     finally:
-        worker.loss = before
-        if shared is not None and terms is not None:
-            shared.output.terms = terms
+        shared.output.terms = terms
 
 
 def _shape(worker: Worker, rows: dict[int, Tensor], tokens: Tokens | None) -> list[int]:

@@ -10,7 +10,6 @@ from torch import nn
 from zbc.job import userobject
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.state import Worker
-from zbc.training.evaluate import EvaluationRun
 from zbc.training.guest import Guest
 from zbc.training.launch.board import Board
 
@@ -28,6 +27,7 @@ class Step(NamedTuple):
     ranks: int
     seconds: float
     eval_loss: float | None  # of the newest evaluation
+    eval_metric: float | None  # likewise, of the function that checkpoint.keep_best names
     layers: Mapping[str, nn.Module]  # this rank's, by name
 
 
@@ -42,9 +42,9 @@ class Hook(Guest):
     def told(self, result: StepResult) -> None:
         rank, ranks = self._worker.rank, self._worker.topology.world
         whole = result.step + 1, result.loss, result.grad_norm, result.skipped
-        evaluated = self._worker.evaluation.results if isinstance(self._worker.evaluation, EvaluationRun) else []
-        eval_loss = evaluated[-1].loss if evaluated else None
-        step = Step(*whole, rank, ranks, result.seconds, eval_loss, self._layers)
+        evaluated = getattr(self._worker.evaluation, "results", None)
+        loss, metric = (evaluated[-1].loss, evaluated[-1].metric) if evaluated else (None, None)
+        step = Step(*whole, rank, ranks, result.seconds, loss, metric, self._layers)
         if userobject.call(lambda: self._call(step), {}, self._name, KEY) and not self._asked:
             self._board.ask_stop(f"{KEY} = {self._name} of rank {rank}")
             self._asked = True

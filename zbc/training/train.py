@@ -301,7 +301,8 @@ def _invite(run: _Run) -> None:
     worker, context, log = run.worker, run.context, run.log
     evaluated = None if log is None else lambda found: context.emit(log.record_evaluation(found))
     settings, begun_at = Settings.of(run.manifest), run.start.checkpoint
-    best = None if begun_at is None else read_index(begun_at).best
+    found = None if begun_at is None else read_index(begun_at).best
+    best = found if found is not None and found.by == settings.checkpoint.metric else None  # or by another number
     evaluations = run.evaluations = Evaluations(worker, evaluated, best, settings.train.patience, run.board.ask_stop)
     run.guests += [_Outside(run), evaluations]
     if settings.train.hook is not None:
@@ -363,7 +364,8 @@ def _train(run: _Run) -> None:
     if best is not None and (settings.train.patience or settings.checkpoint.keep_best):
         folder = None if run.saves is None else folder_of(run.saves, best.step)
         where = "" if folder is None or not is_complete(folder) else f": {folder}"
-        run.show(f"least evaluation loss {best.loss:.4f}, after step {best.step}{where}")
+        what = "least evaluation loss" if best.by is None else f"best {best.by}"
+        run.show(f"{what} {best.loss:.4f}, after step {best.step}{where}")
     if stopped is not None:
         reason = run.board.stop_reason() or "another rank"
         if reason.startswith("train."):  # by the job itself

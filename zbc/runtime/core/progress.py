@@ -92,3 +92,4 @@ class EvaluationResult:
     samples: int
     seconds: float
     kept: int = 0  # samples to choose from
+    metric: float | None = None  # the mean of the function that checkpoint.keep_best names

@@ -222,9 +222,10 @@ class Measures(Losses):
     def finish(self, worker: Worker, number: int) -> Finish:
         target, share = read(worker, worker.source, "targets", number, self.stage.part)
         weight = worker.phase_run.weigh(worker, number, target, share)
+        loss = worker.phase_run.criterion(worker, number, self.loss(worker, number))
         if weight == 1.0:
-            return functools.partial(stage_loss, self.loss(worker, number), target)
-        return functools.partial(slice_loss, self.loss(worker, number), target, weight)
+            return functools.partial(stage_loss, loss, target)
+        return functools.partial(slice_loss, loss, target, weight)
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> None:
         worker.losses[op.mb] = tensor if not op.slice else worker.losses.get(op.mb, 0.0) + tensor

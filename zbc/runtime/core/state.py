@@ -150,6 +150,10 @@ class PhaseRun:
         """The weight of a mean over the targets of a microbatch, or of a slice that has `share` of them."""
         return share * worker.weight(number)
 
+    def criterion(self, worker: Worker, number: int, loss: Loss) -> Loss:
+        """The loss function of a microbatch, or of a slice of it, that is not trained on."""
+        return loss
+
 
 @dataclass(repr=False)
 class Worker:

@@ -90,11 +90,12 @@ class Contents(_Checked):
 
 
 class Best(_Checked):
-    """The evaluation with the least loss of a run: after which step, and how many others came since."""
+    """The best evaluation of a run: after which step, its loss or its metric `by`, and how many others came since."""
 
     step: _Index
     loss: float
     since: _Index = 0
+    by: str | None = None
 
 
 class Index(Contents):

@@ -47,6 +47,7 @@ def _named(manifest: Manifest) -> set[str]:
     model, data = manifest.planning["model"], manifest.training["data"]
     keys = {"model.family": model.get("family"), "model.loss": model.get("loss"), "data.kind": data.get("kind")}
     keys["train.hook"] = manifest.training["train"].get("hook")
+    keys["checkpoint.keep_best"] = manifest.training.get("checkpoint", {}).get("keep_best")
     keys["filler.task"] = manifest.training.get("filler", {}).get("task")
     names = {what: str(name) for what, name in keys.items() if ":" in str(name)}
     for what, name in names.items():

@@ -129,16 +129,14 @@ class RunRecord:
 
     def record_evaluation(self, result: EvaluationResult) -> str:
         """Writes an evaluation; returns its line for the console."""
-        numbers = {
-            "step": result.step + 1,
-            "eval_loss": result.loss,
-            "eval_samples": result.samples,
-            "eval_ms": 1e3 * result.seconds,
-        }
+        numbers = {"step": result.step + 1, "eval_loss": result.loss, "eval_samples": result.samples}
+        numbers["eval_ms"], metric = 1e3 * result.seconds, ""
+        if result.metric is not None:
+            numbers["eval_metric"], metric = result.metric, f", metric {result.metric:.4f}"
         self._write(numbers)
         width, of = len(str(self._steps)), f" of {result.kept}" * (result.kept > result.samples)
         return (
-            f"step {result.step + 1:{width}d}/{self._steps}  evaluation: loss {result.loss:.4f} over "
+            f"step {result.step + 1:{width}d}/{self._steps}  evaluation: loss {result.loss:.4f}{metric} over "
             f"{result.samples}{of} samples, {1e3 * result.seconds:.1f} ms"
         )
 
