@@ -180,11 +180,11 @@ COMPILER = ("zbc/compiler", "zbc/ir.py", "zbc/ops.py", "zbc/excludes.py", "zbc/t
 BOUNDS = {
     "the dry rig": (lambda: lines(*DRY), 418),
     "models of transformers": (lambda: lines(*HF), 884),
-    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27910),
+    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27917),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4263),
     "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24159),
-    "all of zbc": (lambda: lines("zbc"), 74106),
-    "tests": (lambda: lines("tests"), 56483),
+    "all of zbc": (lambda: lines("zbc"), 74113),
+    "tests": (lambda: lines("tests"), 56484),
 }
 
 

@@ -118,6 +118,7 @@ def counted(output: dict[str, Tensor], kind: Tensor, boxes: Tensor) -> Tensor:
 
 
 counted.count = lambda kind: int((kind != -100).sum())
+in_c = torch.dist
 
 SHORT, TWO, FREE = (["In", "Mid", *rest] for rest in (["Mid", "Layer"], ["Mid", "Two"], ["Free", "Layer"]))
 FIRST, AGAIN = ["In", "Layer", "Layer", "Layer"], {"memory": {"activations": "recompute"}}
@@ -217,3 +218,8 @@ def test_slices_take_pairs():
     form, names, loss, _, _ = CASES["a mask for later layers"]
     with refused("E110", "have entries called image, mask, target"):
         run_threads(plan_of(form, names, loss, "1f1b", {"slices": 2}), 1)
+
+
+def test_a_loss_in_c_takes_the_usual_target():
+    worker = run_threads(plan_of(("dict", ["image", "target"]), SHORT, "in_c", "1f1b", {}), 1)[-1]
+    assert worker.results[0].loss > 0

@@ -76,10 +76,14 @@ class Targets(NamedTuple):
         """None for models of zbc and of transformers, whose samples are pairs."""
         if model.builtin or model.family == TRANSFORMERS:
             return None
+        usual = cls(("target", "targets", "label", "labels", "y"), alone=True)
         if model.loss in LOSSES:
-            return cls(("target", "targets", "label", "labels", "y"), alone=True)
+            return usual
         function = userobject.load(model.loss, "model.loss")
-        _, *found = inspect.signature(getattr(function, "forward", function)).parameters.values()
+        try:
+            _, *found = inspect.signature(getattr(function, "forward", function)).parameters.values()
+        except ValueError:  # a function in C
+            return usual
         named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         needed = frozenset(p.name for p in named if p.default is p.empty)
         return cls(tuple(p.name for p in named), needed, free=any(p.kind is p.VAR_KEYWORD for p in found))
