@@ -182,9 +182,9 @@ BOUNDS = {
     "models of transformers": (lambda: lines(*HF), 884),
     "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27917),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4263),
-    "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24159),
-    "all of zbc": (lambda: lines("zbc"), 74113),
-    "tests": (lambda: lines("tests"), 56484),
+    "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24255),
+    "all of zbc": (lambda: lines("zbc"), 74210),
+    "tests": (lambda: lines("tests"), 56488),
 }
 
 

@@ -18,7 +18,7 @@ from zbc.commands.cards import schedules
 from zbc.commands.console import labelled, show, show_json, table
 from zbc.commands.jobs import toml_value
 from zbc.commands.opening import Changes
-from zbc.commands.options import AsJson, ProfileFile, Quiet, ScheduleName, Settings, Verbose
+from zbc.commands.options import AsJson, ProfileFile, Quiet, ScheduleName, Settings, Verbose, complete_schedule
 from zbc.errors import ZbcError
 from zbc.text import wrap
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 def _complete(incomplete: str) -> list[tuple[str, str]]:
     from zbc.explain import CATALOGUE
 
-    return [(code, entry.title) for code, entry in CATALOGUE.items() if code.startswith(incomplete.upper())]
+    codes = [(code, entry.title) for code, entry in CATALOGUE.items() if code.startswith(incomplete.upper())]
+    return codes + complete_schedule(incomplete)
 
 
 def explain(

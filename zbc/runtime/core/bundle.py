@@ -51,10 +51,9 @@ Names = frozenset[str] | None
 
 def names_of(forward: Callable[..., Any]) -> Names:
     """Returns the parameters of a forward that can be given by name; None: it accepts any keyword."""
-    try:
-        parameters = inspect.signature(forward).parameters.values()
-    except ValueError:  # of functions in C nobody knows them
+    if inspect.isbuiltin(forward):  # of a function in C nobody knows them
         return frozenset()
+    parameters = inspect.signature(forward).parameters.values()
     free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return None if free else frozenset(p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY)
 

@@ -64,8 +64,8 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.groups = groups
+        ctx.groups, (first, second) = groups, ctx.needs_input_grad[:2]
+        ctx.save_for_backward(rows if second else None, weight if first else None)
         y: Tensor = functional.grouped_mm(rows, weight.transpose(-1, -2), offs=groups.ends)
         return y
 
@@ -73,8 +73,10 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (rows, weight), grad, (first, second) = ctx.saved_tensors, grads[0].contiguous(), ctx.needs_input_grad[:2]
         made = backward(grad, weight, ctx.groups) if first else None
-        parts = [part for *_, part in _weight_grads(grad, rows, ctx.groups, *weight.shape[1:])] if second else []
-        return made, torch.cat(parts) if parts else None, None
+        if not second:
+            return made, None, None
+        sizes = grad.shape[-1], rows.shape[-1]
+        return made, torch.cat([part for *_, part in _weight_grads(grad, rows, ctx.groups, *sizes)]), None
 
 
 def backward(grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:

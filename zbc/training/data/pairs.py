@@ -76,14 +76,10 @@ class Targets(NamedTuple):
         """None for models of zbc and of transformers, whose samples are pairs."""
         if model.builtin or model.family == TRANSFORMERS:
             return None
-        usual = cls(("target", "targets", "label", "labels", "y"), alone=True)
-        if model.loss in LOSSES:
-            return usual
-        function = userobject.load(model.loss, "model.loss")
-        try:
-            _, *found = inspect.signature(getattr(function, "forward", function)).parameters.values()
-        except ValueError:  # a function in C
-            return usual
+        function = None if model.loss in LOSSES else userobject.load(model.loss, "model.loss")
+        if function is None or inspect.isbuiltin(function):  # nobody knows the parameters of a function in C
+            return cls(("target", "targets", "label", "labels", "y"), alone=True)
+        _, *found = inspect.signature(getattr(function, "forward", function)).parameters.values()
         named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         needed = frozenset(p.name for p in named if p.default is p.empty)
         return cls(tuple(p.name for p in named), needed, free=any(p.kind is p.VAR_KEYWORD for p in found))

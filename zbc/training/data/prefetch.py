@@ -35,11 +35,7 @@ class Prefetched(BatchSource):
 
     def open(self) -> None:
         self._batches.open()
-        self._thread = ThreadPoolExecutor(1, "zbc-data", self._begin)
-
-    def _begin(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # the current device is per thread
+        self._thread = ThreadPoolExecutor(1, "zbc-data", _begin, (self._device,))  # not of `self`, which it would keep
 
     @property
     def count(self) -> int:
@@ -62,9 +58,9 @@ class Prefetched(BatchSource):
     def close(self) -> None:
         """The thread ends after its current read."""
         self._forget({})
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-        self._thread = None
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
         self._batches.close()
 
     def _forget(self, but: dict[int, None]) -> None:
@@ -85,6 +81,8 @@ class Prefetched(BatchSource):
         made = dict[Want, Tensor]()
         with suppress(Exception):
             for want in self._wants[self._batches.phases.index(step)]:
+                if self._thread is None:
+                    break
                 made[want] = self._make(step, want)
         return made
 
@@ -92,3 +90,8 @@ class Prefetched(BatchSource):
         kind, mb = want
         tensor: Tensor = getattr(self._batches, kind)(step, mb)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+
+def _begin(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # the current device is per thread
