@@ -134,13 +134,13 @@ def ours(place: Path, steps: int, rank: int) -> tuple[list[float], torch.Tensor]
             4,
             "--steps",
             1,
-            "--out",
+            "-o",
             place / "zero",
             "--save-adapter",
             place / "lora",
         )
-    killed(place / "run", steps // 2, "run", place / "job", "--local", 4, "--out", place / "run")
-    zbc("run", place / "job", "--local", 4, "--out", place / "run", "--resume", "auto", "--save-hf", place / "saved")
+    killed(place / "run", steps // 2, "run", place / "job", "--local", 4, "-o", place / "run")
+    zbc("run", place / "job", "--local", 4, "-o", place / "run", "--resume", "auto", "--save-hf", place / "saved")
     found = rows(place / "run")
     return [found[step] for step in sorted(found)], logits_of(place / "saved")
 

@@ -39,7 +39,6 @@ from zbc.training.launch.options import RunOptions
 
 RANKS = 4
 JOB = """\
-zbc = 1
 [model]
 layers = 6
 hidden = 64
@@ -125,7 +124,7 @@ class Torchrun:
 
     def train(self, plan: Path, out: Path, restarts: int) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += ["--max-restarts", str(restarts), "-m", "zbc", "run", str(plan), "--out", str(out)]
+        command += ["--max-restarts", str(restarts), "-m", "zbc", "run", str(plan), "-o", str(out)]
         log = out.with_suffix(".log")
         told = {**os.environ, "LOGLEVEL": "INFO"}  # torchrun says when it starts ranks again
         with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=told) as agent:

@@ -135,7 +135,6 @@ def _compared(sides: tuple[Timed, Timed], steps: int) -> str:
 
 RANKS, STEPS, QUICK, WARM_UP = 2, 100, 5, 20
 NOTHING = """\
-zbc = 1
 [model]
 family = "sleeping:idle"
 layers = 4

@@ -56,8 +56,7 @@ from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 
 ROOT = Path(__file__).parent.parent
-JOB = """zbc = 1
-[model]
+JOB = """[model]
 family = "gpt"
 layers = {layers}
 hidden = 1024

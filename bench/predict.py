@@ -52,7 +52,6 @@ from zbc.training.recording.tracing import Recorder
 # ---- steps --------------------------------------------------------------------------------------------------
 
 SLEEPING = """\
-zbc = 1
 [model]
 family = "sleeping:uneven"
 layers = 8
@@ -73,7 +72,6 @@ kind = "sleeping:Points"
 args = {{width = 4096}}
 """
 GPT = """\
-zbc = 1
 [model]
 layers = 8
 hidden = 256
@@ -148,7 +146,7 @@ def run_case(folder: Path, model: str, profile: Path, case: tuple[str, int, int]
     told = json.loads(zbc(folder, "plan", str(job), "--profile", str(profile), "-o", "plan", "--json"))
     out = folder / f"run-{model}-{kind}-{pp}-{m}"
     last = steps + WARM_UP  # then one step is recorded, and memory measured in one
-    options = ["--local", str(pp), "--steps", str(last + 2), "--trace", str(last + 1), "--out", str(out)]
+    options = ["--local", str(pp), "--steps", str(last + 2), "--trace", str(last + 1), "-o", str(out)]
     zbc(folder, "run", "plan", *options)
     times = logged(out, "step_ms")[WARM_UP:last]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -216,7 +214,6 @@ MOST = 8.0  # maximum factor
 Pace = Mapping[tuple[Kind, int], float]  # kind and stage -> seconds from when an op has its inputs
 
 JOB = """\
-zbc = 1
 [model]
 family = "{family}"
 layers = {layers}

@@ -16,7 +16,7 @@ runs: published steps and throughputs, where nothing is fitted but one number pe
 
 The rows and their sources are in tests/reference/published. Where op times are given, only the simulation is compared.
 One number per model is fitted: what Megatron-LM's synchronous exchange of a message costs its ranks
-(`hardware.message_us`). It hardly depends on the bytes, and is no price of the runtime of this project.
+(`costs.message`). It hardly depends on the bytes, and is no price of the runtime of this project.
 
 vocabulary: the cost of a whole head on the last stage, in time and in memory.
 
@@ -81,8 +81,11 @@ def step_ms(
     kind: str, p: int, m: int, layers: int, costs: Mapping[str, object], message_us: float = 0.0, **schedule: object
 ) -> float:
     """ms of a step of equal layers, by the fast search."""
-    tables = {"schedule": {"kind": kind, **schedule}, "partition": {"layers_per_stage": "equal"}, "costs": costs}
-    tables["hardware"] = {"message_us": message_us}
+    tables = {
+        "schedule": {"kind": kind, **schedule},
+        "partition": {"layers_per_stage": "equal"},
+        "costs": {**costs, "message": message_us / 1e3},
+    }
     return compile_job(job(layers=layers, pp=p, m=m, **tables), suggest=False, budget=0.0).timeline.makespan
 
 
@@ -317,7 +320,6 @@ PEAK = 312e12  # FLOPS for MFU
 ODD = (2048, 262144)  # half the speed and 8 GB more than its neighbours, which no model can explain
 
 JOB = """\
-zbc = 1
 [model]
 family = "gpt"
 layers = 32

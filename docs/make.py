@@ -151,7 +151,7 @@ def example_picture() -> str:
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "unit.toml"
         job.write_text((ROOT / "plans" / "tiny.toml").read_text() + UNIT)
-        return f"```\n{_printed('visualize', str(job), '--width', '100')}```"
+        return f"```\n{_printed('visualize', str(job))}```"
 
 
 def comparison() -> str:
@@ -180,7 +180,7 @@ def two_pipes(p: int, m: int) -> str:
     settings = [f"parallel.pp={p}", f"schedule.microbatches={m}", *(f"costs.{key}=1" for key in "fbw")]
     settings += ["costs.comm=0", "costs.act_w=1", "costs.reduce=0"]
     wanted = [part for setting in settings for part in ("--set", setting)]
-    schedules = ("--schedules", f"{ONE_PIPE},{TWO_PIPES}")
+    schedules = ("--schedule", f"{ONE_PIPE},{TWO_PIPES}")
     table = _printed("compare", str(ROOT / "plans" / "paper-1.5b.toml"), *schedules, *wanted, "--format", "md", "-v")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
     kept = [rows[0].index(name) for name in COLUMNS]

@@ -2,7 +2,6 @@
 
     [filler]
     task = "plans.hashing:make"
-    args = { files = "corpus/**/*.txt", folder = "hashes" }
 
 Each rank takes its share of the files and writes `hashes/rank-0.tsv`: a line for each piece of 256 lines of text, with
 the SHA-256 of its words, its file and the number of its first line. `sort -m` of all files puts equal pieces together.
@@ -45,7 +44,7 @@ class Hashing:
                     line += len(piece)
 
 
-def make(rank: int, ranks: int, files: str, folder: str) -> Hashing:
-    """The task of one rank: every `ranks`-th file that the pattern matches."""
+def make(rank: int, ranks: int, files: str = "docs/*.md", folder: str = "hashes") -> Hashing:
+    """The task of one rank: every `ranks`-th file that the pattern matches. For other files, call it with them."""
     found = sorted(glob.glob(files, recursive=True))
     return Hashing(found[rank::ranks], Path(folder) / f"rank-{rank}.tsv")

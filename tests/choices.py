@@ -116,7 +116,7 @@ def text_of(tables: Tables) -> str:
         f"[{name}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in table.items())
         for name, table in tables.items()
     )
-    return "zbc = 1\n" + "".join(sections)
+    return "".join(sections)
 
 
 def drawn(what: str, seed: int) -> Tables:

@@ -97,7 +97,7 @@ def trained(tables: Tables, *, budget: float = 0.0, steps: int = STEPS) -> list[
 
 
 def toml(tables: Tables) -> str:
-    lines = ["zbc = 1"]
+    lines = ["# a job of a test"]
     for name, table in tables.items():
         lines += [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from zbc.compiler.cost import cards, profiled
+from zbc.compiler.cost import cards, machine, profiled
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.engine import compiles_first
 
@@ -65,6 +65,13 @@ cards._made = _timed(cards._made)
 def everything_moves(monkeypatch):
     """Plans offload all activations: a toy model stands for a large one, whose tensors are not too small to move."""
     monkeypatch.setattr(profiled, "SMALL", 1)
+
+
+@pytest.fixture
+def no_launches(monkeypatch):
+    """Kernels take no time to start: estimates are of arithmetic and memory traffic alone."""
+    defaults = {device: (a, b, 0.0, *links) for device, (a, b, _, *links) in machine._DEFAULTS.items()}
+    monkeypatch.setattr(machine, "_DEFAULTS", defaults)
 
 
 def pytest_addoption(parser):

@@ -33,7 +33,7 @@ from zbc.training.recording.measure import Scale
 
 EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 32}
 LIMITED = {"expert_groups": 2, "node_limit": 1}
-NODES = {"ranks_per_node": 2, "link_gbps": 8.0, "link_us": 0.0, "inter_node_gbps": 0.01, "inter_node_us": 0.0}
+NODES = {"ranks_per_node": 2, "link_gbps": 8.0, "link_us": 0.0, "inter_node_gbps": 0.01}
 GRAPH = {"a": [], "b": [], "c": ["a", "b"]}
 COUNTS = {"a": 1, "b": 2, "c": 1}
 USERS: dict[str, dict[str, dict[str, Any]]] = {
@@ -73,7 +73,7 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "zero1": ({"parallel": {"dp": 2, "shard": "optimizer"}}, False),
     "resident 1": ({"parallel": {"dp": 2, "shard": "weights"}, "memory": {"resident": 1}}, False),
     "regather": ({"parallel": {"tp": 2, "tp_sequence": "regather"}}, False),
-    "two sums": ({"parallel": {"vocabulary": "shared", "vocabulary_sums": 2}}, False),
+    "two sums": ({"parallel": {"vocabulary": "shared-2"}}, False),
     "open vocabulary": ({"parallel": {"vocabulary": "auto"}}, False),
     "four slices": ({"schedule": {"slices": 4}}, False),
     "open slices": ({"schedule": {"slices": "auto"}}, False),

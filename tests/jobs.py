@@ -19,7 +19,7 @@ BASE = {
 }
 
 
-FREE = {"message_us": 0.0, "message_share": 0.0}  # [hardware]: messages that keep no rank from computing
+FREE = {"message": 0.0}  # [costs]: messages that keep no rank from computing
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def toml_text(**changes: object) -> str:
             tables[table][field] = value
         else:
             tables.setdefault(key, {}).update(value)  # type: ignore[call-overload]
-    lines = ["zbc = 1"]
+    lines = ["# a job of a test"]
     for name, table in tables.items():
         lines.append(f"[{name}]")
         lines += [f"{key} = {toml_value(value)}" for key, value in table.items() if value is not None]

@@ -79,7 +79,6 @@ def fetch(worker: Worker, op: Op) -> None:
 HANDLERS |= {Kind.PARK: park, Kind.QUIT: quit, Kind.FETCH: fetch}
 """
 JOB = """
-zbc = 1
 [model]
 family = "gpt"
 layers = 4
@@ -233,15 +232,15 @@ def test_a_plan_with_the_kinds_is_written_drawn_run_and_reported(copy):
     run(copy, "-m", "zbc", "visualize", "plan", "-o", "plan.html")
     assert '"more":[[' in (copy / "plan.html").read_text(), "the page has what QUIT and FETCH do to memory"
     run(copy, "-m", "zbc", "visualize", "plan")
-    shown = run(copy, "-m", "zbc", "run", "plan", "--local", "2", "--trace", "1-2", "--out", "with")
-    assert "PARK" in run(copy, "-m", "zbc", "export", "plan", "--to", "json", "-o", "-") or shown
+    shown = run(copy, "-m", "zbc", "run", "plan", "--local", "2", "--trace", "1-2", "-o", "with")
+    assert "PARK" in run(copy, "-m", "zbc", "export", "plan", "--format", "json", "-o", "-") or shown
     run(copy, "-m", "zbc", "report", "with")
     plain = copy / "zbc/compiler/lowering.py"
     changed = plain.read_text()
     plain.write_text(changed.replace("    Park(),\n", ""))
     try:
         run(copy, "-m", "zbc", "plan", "job.toml", "-o", "without-copies")
-        run(copy, "-m", "zbc", "run", "without-copies", "--local", "2", "--out", "without")
+        run(copy, "-m", "zbc", "run", "without-copies", "--local", "2", "-o", "without")
     finally:
         plain.write_text(changed)
     assert losses(copy / "with") == losses(copy / "without")

@@ -11,7 +11,7 @@ from zbc import explain as errors
 from zbc.cli import app, main
 from zbc.commands import retired
 from zbc.job.spec import SECTIONS, drafted, gathered, json_schema
-from zbc.job.spellings import OLD
+from zbc.job.spellings import ADAMW, OLD
 from zbc.job.toml import loads
 from zbc.job.wording import RETIRED, RETIRED_VALUES
 
@@ -70,6 +70,23 @@ def test_what_is_gone_says_in_one_line_what_to_type(words, capsys):
     assert "{}" not in str(retired.COMMANDS.get(words)) or "'a b.toml'" in said
 
 
+@pytest.mark.parametrize(
+    ("option", "command"), [(option, name) for option, (names, _) in retired.READ.items() for name in names]
+)
+def test_an_old_option_is_read_as_that_of_today_and_says_it(option, command, capsys):
+    """With its value behind it or after an equals sign; an option that became the argument is left out."""
+    new = retired.READ[option][1]
+    known = {option for param in COMMANDS[(command,)].params for option in param.opts}
+    assert option not in known and (not new or new in known)
+    for words in ([option, "value"], [f"{option}=value"]):
+        read, (line,) = retired.read([command, *words])
+        assert " ".join(read).replace("=", " ").split() == [command, *([new] if new else []), "value"]
+        assert line.startswith(f"`{option}` of `zbc {command}` is an old spelling; type: {new}")
+    with pytest.raises(SystemExit):
+        main([command, option, "value", "--help"])
+    assert "is an old spelling" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("code", errors.GONE)
 def test_a_code_that_is_gone_names_the_one_that_stands_for_it(code, capsys):
     with pytest.raises(SystemExit):
@@ -109,7 +126,7 @@ SAID = {  # old key: what a file may have said, and where it is now
 }
 
 
-@pytest.mark.parametrize("old", OLD)
+@pytest.mark.parametrize("old", SAID)
 def test_an_old_spelling_is_read_as_the_key_of_today_and_says_it(old, tmp_path, caplog):
     """The command line stands above the file, whichever is old; two answers at one place are refused."""
     (table, _, name), (text, other, key, value) = old.partition("."), SAID[old]
@@ -125,3 +142,16 @@ def test_an_old_spelling_is_read_as_the_key_of_today_and_says_it(old, tmp_path, 
     assert gathered(path, [f"{old}={text}"]).values[other][key] == value
     with refused("E110", "two answers to one question"):
         gathered(path, [f"{old}={text}", f"{other}.{key}=9"])
+
+
+def test_a_rate_of_its_own_for_adamw_is_read_as_the_second_of_two(tmp_path, caplog):
+    """Beside that of the matrices, whichever of both the command line sets; and files may say their version."""
+    path = tmp_path / "zbc.toml"
+    path.write_text('zbc = 1\n[optimizer]\nkind = "muon"\nadamw_lr = 0.01\n')
+    assert gathered(path).values == {"optimizer": {"kind": "muon", "lr": [3e-4, 0.01]}}
+    assert caplog.messages == [f"config: {path}:4:12: optimizer.adamw_lr is an old spelling; write {OLD[ADAMW][1]}"]
+    assert gathered(path, ["optimizer.lr=0.1"]).values["optimizer"]["lr"] == [0.1, 0.01]
+    assert gathered(path, ["optimizer.adamw_lr=0.2"]).values["optimizer"]["lr"] == [3e-4, 0.2]
+    assert {*OLD} == {*SAID, ADAMW}
+    path.write_text("zbc = 2\n")
+    assert "zbc is gone; write nothing" in str(drafted(gathered(path)).problems[0])

@@ -273,7 +273,7 @@ class Run:
             return cls(folder, read_trace(folder))
         if not is_run(folder):
             text = f"run: {folder} is not a run directory"
-            raise ZbcError("E430", text, hint="`zbc run` makes them below log.dir")
+            raise ZbcError("E430", text, hint="`zbc run` makes them below runs")
         return cls(folder, None)
 
     @property

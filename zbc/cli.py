@@ -7,6 +7,7 @@ Modules of commands import inside their commands, so that `zbc --help` stays fas
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -142,6 +143,9 @@ def _code(argv: Sequence[str] | None) -> int:
     if (line := retired.now(arguments)) is not None:
         tell(line)
         return 2
+    arguments, old = retired.read(arguments)
+    for line in old if os.environ.get("RANK", "0") == "0" else ():
+        tell(line)
     try:
         app(arguments, prog_name="zbc")
     except ZbcError as error:

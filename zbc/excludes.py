@@ -105,7 +105,7 @@ TRAITS = {
     "sharded weights": _value("parallel.shard", "weights"),
     "sharded gradients": _value("parallel.shard", "gradients"),
     "sharded all": _value("parallel.shard", "all"),
-    "shared vocabulary": _value("parallel.vocabulary", "shared"),
+    "shared vocabulary": Trait("parallel.vocabulary", _is("shared", "shared-2"), 'parallel.vocabulary = "shared"'),
     "open vocabulary": _value("parallel.vocabulary", "auto"),
     "open kind": _value("schedule.kind", "auto"),
     "slices": Trait("schedule.slices", _not(1, "auto")),

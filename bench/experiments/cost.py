@@ -152,7 +152,7 @@ def _profiled(bench: Bench, options: dict[str, Any]) -> float:
         planned = json.loads((folder / "plan" / "plan.json").read_text())["predicted"]
         steps = "12" if bench.cuda else "6"
         traced = ["--trace", "4-5"]
-        _zbc(bench, folder, "run", "plan", "--local", "1", "--steps", steps, "--out", "run", *where, *traced)
+        _zbc(bench, folder, "run", "plan", "--local", "1", "--steps", steps, "-o", "run", *where, *traced)
         rows = _rows(folder / "run")
         for line in _zbc(bench, folder, "report", "run").splitlines()[:40]:
             bench.say(f"  {line}")
@@ -218,7 +218,7 @@ def processes(bench: Bench) -> None:
         folder = Path(name)
         (folder / "zbc.toml").write_text(case.job)
         _zbc(bench, folder, "plan", "zbc.toml", "-o", "plan", "-q")
-        _zbc(bench, folder, "run", "plan", *where, "--out", "whole", "--trace", "3-4")
+        _zbc(bench, folder, "run", "plan", *where, "-o", "whole", "--trace", "3-4")
         rows = _rows(folder / "whole")
         peaks = [f"{peak / MIB:.0f}" for peak in rows[-1]["peak_bytes"]]
         meant = [f"{rank.peak_bytes / MIB:.0f}" for rank in case.compiled.report.per_rank]
@@ -231,7 +231,7 @@ def processes(bench: Bench) -> None:
             first = next((line for line in said.splitlines() if line.startswith("error")), said[-200:])
             bench.say(f"{how.name} to rank 2: {first}")
             bench.wants(code in first and "rank 2" in said, f"{how.name}: expected {code} and rank 2 by name")
-        _zbc(bench, folder, "run", "plan", *where, "--out", out, "--resume", "auto", "--steps", "8")
+        _zbc(bench, folder, "run", "plan", *where, "-o", out, "--resume", "auto", "--steps", "8")
         same = {row["step"]: row["loss"] for row in _rows(folder / out)} == {row["step"]: row["loss"] for row in rows}
         bench.say(f"resumed after that: losses {'equal to the bit' if same else 'differ'}")
         bench.wants(same, "a resumed run has other losses than one that went on")
@@ -239,7 +239,7 @@ def processes(bench: Bench) -> None:
 
 def _hurt(folder: Path, where: list[str], out: str, how: signal.Signals) -> str:
     """Starts an endless run and sends rank 2 a signal after a checkpoint; returns the output of the run."""
-    command = [sys.executable, "-m", "zbc", "run", "plan", *where, "--out", out, "--steps", "1000000"]
+    command = [sys.executable, "-m", "zbc", "run", "plan", *where, "-o", out, "--steps", "1000000"]
     with subprocess.Popen(
         command, cwd=folder, env=_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:

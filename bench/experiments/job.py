@@ -32,7 +32,6 @@ from zbc.training.launch.threads import own_stream
 from zbc.training.recording.measure import CATEGORIES, Scale
 
 JOB = """\
-zbc = 1
 [model]
 family = "{family}"
 layers = {layers}

@@ -39,7 +39,7 @@ def test_the_plan_says_what_it_gains_and_has_every_number_of_microbatches(balanc
 
 
 def test_a_run_trains_with_them(balanced, zbc, folder):
-    ran = zbc("run", "plan", "--local", 4, "--steps", 2, "--out", "run")
+    ran = zbc("run", "plan", "--local", 4, "--steps", 2, "-o", "run")
     assert ran.code == 0, ran.err
     assert "1 to 6 microbatches of 64 tokens" in ran.out + ran.err
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -84,7 +84,7 @@ def test_what_does_not_go_together_is_refused(change, code, text, job, zbc, fold
 
 
 def test_a_trace_of_unequal_counts_is_refused(balanced, zbc, folder):
-    ran = zbc("run", "plan", "--local", 4, "--steps", 2, "--trace", "1", "--out", "run")
+    ran = zbc("run", "plan", "--local", 4, "--steps", 2, "--trace", "1", "-o", "run")
     assert ran.code != 0 and "error[E110]" in ran.err
 
 
@@ -103,7 +103,7 @@ def test_lengths_that_a_run_recorded_make_the_next_plan(job, zbc, folder):
     planned = zbc("plan", "zbc.toml")
     assert "by the samples of 9 steps, rows have at the median" in planned.out, planned.err
     assert "longer than planned in 0 of the steps" in planned.out
-    ran = zbc("run", "plan", "--local", 2, "--threads", "--steps", 8, "--trace", "3-7", "--out", "run")
+    ran = zbc("run", "plan", "--local", 2, "--threads", "--steps", 8, "--trace", "3-7", "-o", "run")
     assert ran.code == 0, ran.err
     recorded = trace.read(folder / "run")
     steps = [recorded.ranks[0].timings[step].tokens for step in recorded.steps]
@@ -111,7 +111,7 @@ def test_lengths_that_a_run_recorded_make_the_next_plan(job, zbc, folder):
     assert list(recorded.tokens) == [sorted(column)[2] for column in zip(*steps, strict=True)]
     reported = zbc("report", "run")
     assert reported.code == 0 and "--set schedule.tokens=recorded" in "".join(reported.out.split("\n"))
-    assert zbc("profile", "--from-trace", "run", "-o", "profile.json").code == 0
+    assert zbc("profile", "run", "-o", "profile.json").code == 0
     told = json.loads((folder / "profile.json").read_text())["tokens"]
     assert told == list(recorded.tokens)
     again = zbc("plan", "zbc.toml", "--profile", "profile.json", "--set", "schedule.tokens=recorded", "-o", "next")
@@ -129,8 +129,8 @@ def test_lengths_that_nothing_recorded_are_refused_at_their_key(named, job, zbc,
         assert zbc("profile", "zbc.toml", "--rounds", 3, "--set", "schedule.tokens=[64, 64, 64]").code == 0
         profile = ["--profile", "profile.json"]
     ran = zbc("plan", "zbc.toml", *profile)
-    assert ran.code == 3 and "error[E110]" in ran.err and "zbc profile --from-trace RUN" in ran.err
-    assert ("costs.profile has no lengths" if named else "costs.profile is not set") in ran.err
+    assert ran.code == 3 and "error[E110]" in ran.err and "zbc profile RUN" in ran.err
+    assert ("the profile has no lengths" if named else "there is no --profile") in ran.err
 
 
 @pytest.mark.parametrize("balance", ["tokens", "length"])

@@ -14,24 +14,24 @@ from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
-PAIR = ("--schedules", "1f1b,interleaved-1f1b,gpipe,chimera")
+PAIR = ("--schedule", "1f1b,interleaved-1f1b,gpipe,chimera")
 
 
 def test_bytes_of_messages_are_boundaries_times_sends(zbc, job):
     """An inner rank of 1F1B sends m activations and m gradients of 2 x 16 x 32 float32 each."""
-    (entry,) = zbc("compare", job(), "--schedules", "1f1b", "--json").json()["schedules"]
+    (entry,) = zbc("compare", job(), "--schedule", "1f1b", "--json").json()["schedules"]
     tensor = 2 * 16 * 32 * 4
     assert [rank["sent_bytes"] for rank in entry["per_rank"]] == [8 * tensor, 16 * tensor, 16 * tensor, 8 * tensor]
-    (row,) = csv.DictReader(io.StringIO(zbc("compare", "zbc.toml", "--schedules", "1f1b", "--format", "csv").out))
+    (row,) = csv.DictReader(io.StringIO(zbc("compare", "zbc.toml", "--schedule", "1f1b", "--format", "csv").out))
     assert float(row["sent_gib"]) == pytest.approx(16 * tensor / 2**30, abs=1e-9)
 
 
 def test_the_vocabulary_has_its_own_line_in_the_memory_of_the_last_rank(zbc, job):
     """float32 log-probabilities of one microbatch, for all words: 1F1B holds only one microbatch there."""
-    (entry,) = zbc("compare", job(), "--schedules", "1f1b", "--json").json()["schedules"]
+    (entry,) = zbc("compare", job(), "--schedule", "1f1b", "--json").json()["schedules"]
     assert [rank["logit_bytes"] for rank in entry["per_rank"]] == [0, 0, 0, 4 * 256 * 2 * 16]
     recomputed = job(memory={"activations": "recompute"})
-    (entry,) = zbc("compare", recomputed, "--schedules", "1f1b", "--json").json()["schedules"]
+    (entry,) = zbc("compare", recomputed, "--schedule", "1f1b", "--json").json()["schedules"]
     assert not any(rank["logit_bytes"] for rank in entry["per_rank"])
 
 
@@ -88,15 +88,15 @@ def test_the_default_is_eight_rows_of_six_columns_and_all_else_under_v(zbc, job)
 
 
 def test_1f1b_is_what_others_are_held_against_where_nobody_asked_for_it(zbc, job):
-    (entry,) = zbc("compare", job(**UNIT), "--schedules", "zb-h1", "--json").json()["schedules"]
-    both = zbc("compare", "zbc.toml", "--schedules", "1f1b,zb-h1", "--json").json()["schedules"]
+    (entry,) = zbc("compare", job(**UNIT), "--schedule", "zb-h1", "--json").json()["schedules"]
+    both = zbc("compare", "zbc.toml", "--schedule", "1f1b,zb-h1", "--json").json()["schedules"]
     assert [one["speedup_over_1f1b"] for one in both] == [entry["speedup_over_1f1b"], 1.0]
     assert entry["speedup_over_1f1b"] == pytest.approx(33 / 27)
 
 
 def test_a_row_whose_partition_memory_has_shifted_says_so(zbc, job):
     """The even partition of 1F1B needs most memory on rank 0, which holds four microbatches."""
-    few = ("--schedules", "1f1b,zb-h1")
+    few = ("--schedule", "1f1b,zb-h1")
     uneven = zbc("plan", job(layers=24, costs={"comm": 0.0}), "--json").json()
     assert "*" not in zbc("compare", "zbc.toml", *few).out
     tight = f"hardware.memory_gib={0.9 * max(r['peak_bytes'] for r in uneven['per_rank']) / 2**30:.9f}"
@@ -109,7 +109,7 @@ def test_a_row_whose_partition_memory_has_shifted_says_so(zbc, job):
 
 def test_crossings_are_named_in_the_table_and_in_json(zbc, job):
     sweep = ("--sweep", "costs.comm=0,2")
-    few = ("--schedules", "1f1b,interleaved-1f1b,gpipe")
+    few = ("--schedule", "1f1b,interleaved-1f1b,gpipe")
     out = zbc("compare", job(**UNIT, m=16), *few, *sweep).out
     document = zbc("compare", "zbc.toml", *few, *sweep, "--json").json()
     first = next(one for one in document["crossings"] if one["fastest"])
@@ -125,7 +125,7 @@ def test_crossings_are_named_in_the_table_and_in_json(zbc, job):
 
 
 def test_values_that_were_swept_in_quotes_are_shown_without_them(zbc, job):
-    sweep = ("--schedules", "1f1b,gpipe", "--sweep", """schedule.memory_limit="1x",'3x'""")
+    sweep = ("--schedule", "1f1b,gpipe", "--sweep", """schedule.memory_limit="1x",'3x'""")
     for form in (
         (),
         (
@@ -148,7 +148,7 @@ def test_nothing_is_said_of_crossings_where_only_choices_are_swept(zbc, job):
 
 
 def test_a_sweep_without_effect_says_so(zbc, job):
-    sweep = ("--schedules", "1f1b,zb-h1", "--sweep", "hardware.link_gbps=1,100")
+    sweep = ("--schedule", "1f1b,zb-h1", "--sweep", "hardware.link_gbps=1,100")
     given = zbc("compare", job(**UNIT), *sweep).out
     assert "hardware.link_gbps changes nothing here: the times of this job are not estimated" in given
     assert "changes nothing" not in zbc("compare", "zbc.toml", *sweep[:3], "costs.comm=0,1").out
@@ -166,9 +166,9 @@ def test_measured_costs_are_those_that_plan_takes(zbc, job, tmp_path):
     planned = zbc(
         "plan", path, "--schedule", "1f1b", "--profile", tmp_path / "measured.json", "--json", "-o", tmp_path / "p"
     )
-    compared = zbc("compare", path, "--schedules", "1f1b", "--profile", tmp_path / "measured.json", "--json").json()
+    compared = zbc("compare", path, "--schedule", "1f1b", "--profile", tmp_path / "measured.json", "--json").json()
     assert compared["schedules"][0]["makespan_ms"] == planned.json()["makespan_ms"]
-    plain = zbc("compare", path, "--schedules", "1f1b", "--json").json()
+    plain = zbc("compare", path, "--schedule", "1f1b", "--json").json()
     assert compared["schedules"][0]["makespan_ms"] != plain["schedules"][0]["makespan_ms"]
 
 
@@ -176,10 +176,10 @@ def test_a_profile_takes_the_place_of_what_a_plan_was_made_with_and_is_named_as_
     path, measured = job(costs={"f": 1.0, "b": 1.0, "w": 1.0}), tmp_path / "measured.json"
     measured.write_text(profile_of(load_job(Path(path))).dumps())
     zbc("plan", path, "--schedule", "1f1b", "-o", tmp_path / "p", "-q")
-    (row,) = zbc("compare", tmp_path / "p", "--schedules", "1f1b", "--profile", measured, "--json").json()["schedules"]
+    (row,) = zbc("compare", tmp_path / "p", "--schedule", "1f1b", "--profile", measured, "--json").json()["schedules"]
     again = zbc("plan", tmp_path / "p", "--profile", measured, "-o", tmp_path / "q", "--json").json()
     assert (row["costs"], row["makespan_ms"]) == ("profiled", again["makespan_ms"])
-    refused = zbc("compare", path, "--schedules", "1f1b,gpipe", "--profile", tmp_path / "none.json")
+    refused = zbc("compare", path, "--schedule", "1f1b,gpipe", "--profile", tmp_path / "none.json")
     assert refused.code == 3 and f"--> --profile {tmp_path / 'none.json'}" in refused.err and "--set" not in refused.err
 
 
@@ -250,7 +250,7 @@ def test_long_listings_are_cut_unless_asked_for(zbc, plans):
 
 
 def test_a_csv_and_a_job_are_compared_too(zbc, plans):
-    assert zbc("export", "1f1b", "--to", "torch-csv", "-o", "order.csv").code == 0
+    assert zbc("export", "1f1b", "--format", "torch-csv", "-o", "order.csv").code == 0
     assert "the same ops" in zbc("compare", "1f1b", "order.csv").out
     assert "the same ops" in zbc("compare", "order.csv", "zbc.toml").out
     assert "error[E401]" in zbc("compare", "order.csv", "nothing").err
@@ -259,7 +259,7 @@ def test_a_csv_and_a_job_are_compared_too(zbc, plans):
 
 @pytest.mark.parametrize("more", [(), ("-v",)], ids=["brief", "all"])
 def test_a_latex_table_has_as_many_cells_in_every_line(zbc, job, more):
-    ran = zbc("compare", job(**UNIT), "--schedules", "1f1b,zb-v", "--sweep", "costs.comm=0,1", "--format", "tex", *more)
+    ran = zbc("compare", job(**UNIT), "--schedule", "1f1b,zb-v", "--sweep", "costs.comm=0,1", "--format", "tex", *more)
     begin, top, *lines, bottom, end = ran.out.strip().splitlines()
     assert (top, bottom, end) == ("\\toprule", "\\bottomrule", "\\end{tabular}")
     spec = begin.removeprefix("\\begin{tabular}{").removesuffix("}")
@@ -269,14 +269,14 @@ def test_a_latex_table_has_as_many_cells_in_every_line(zbc, job, more):
 
 
 def test_a_latex_table_has_a_dash_for_what_is_not_known(zbc, job):
-    limit = ("--set", "schedule.memory_limit=0.3x", "--schedules", "1f1b,v-min")
+    limit = ("--set", "schedule.memory_limit=0.3x", "--schedule", "1f1b,v-min")
     lines = zbc("compare", job(pp=8, layers=16, m=8), *limit, "--format", "tex").out.splitlines()
     assert any(" & -- & " in line for line in lines) and not any("?" in line for line in lines if line[0] != "%")
 
 
 def test_what_cannot_be_planned_is_a_comment_of_a_latex_table(zbc, job):
     ran = zbc(
-        "compare", job(), "--schedules", "1f1b,chimera", "--set", "optimizer.sync=two-versions", "--format", "tex", "-v"
+        "compare", job(), "--schedule", "1f1b,chimera", "--set", "optimizer.sync=two-versions", "--format", "tex", "-v"
     )
     (line,) = [line for line in ran.out.splitlines() if line.startswith("% ")]
     assert line.startswith("% chimera: [E1")
@@ -284,7 +284,7 @@ def test_what_cannot_be_planned_is_a_comment_of_a_latex_table(zbc, job):
 
 def test_steps_are_drawn_against_the_numbers_of_any_key(zbc, job):
     sweep = ("--sweep", "hardware.link_gbps=1,10,100", "--sweep", "schedule.microbatches=8,16")
-    zbc("compare", job(), "--schedules", "1f1b,zb-v", *sweep, "-o", "a.svg")
+    zbc("compare", job(), "--schedule", "1f1b,zb-v", *sweep, "-o", "a.svg")
     picture = Path("a.svg").read_text()
     assert "<title>Steps by hardware.link_gbps</title>" in picture
     assert picture.count("<polyline") == 4 and picture.count("<circle") == 12  # a curve for each number of microbatches
@@ -292,15 +292,15 @@ def test_steps_are_drawn_against_the_numbers_of_any_key(zbc, job):
 
 
 def test_nothing_is_drawn_where_no_numbers_are_swept(zbc, job):
-    ran = zbc("compare", job(), "--schedules", "1f1b,zb-v", "-o", "a.svg")
+    ran = zbc("compare", job(), "--schedule", "1f1b,zb-v", "-o", "a.svg")
     assert ran.code == 3 and "E109" in ran.err and "two or more values of a key" in ran.err
     assert not Path("a.svg").exists()
 
 
 def test_jitter_is_a_column_where_it_is_asked_for(zbc, job):
     """Schedules differ in sensitivity; without jitter every step is as predicted."""
-    rows = zbc("compare", job(**UNIT), "--schedules", "1f1b,zb-h2", "--jitter", "10%", "--json").json()["schedules"]
+    rows = zbc("compare", job(**UNIT), "--schedule", "1f1b,zb-h2", "--jitter", "10%", "--json").json()["schedules"]
     assert all(0 < row["jitter"] < 0.2 for row in rows) and rows[0]["jitter"] != rows[1]["jitter"]
-    assert "jitter" in zbc("compare", "zbc.toml", "--schedules", "1f1b", "--jitter", "10%").out.splitlines()[0].split()
-    (row,) = zbc("compare", "zbc.toml", "--schedules", "1f1b", "--json").json()["schedules"]
+    assert "jitter" in zbc("compare", "zbc.toml", "--schedule", "1f1b", "--jitter", "10%").out.splitlines()[0].split()
+    (row,) = zbc("compare", "zbc.toml", "--schedule", "1f1b", "--json").json()["schedules"]
     assert "jitter" not in row

@@ -55,9 +55,9 @@ def test_an_exported_order_is_planned_the_same(zbc, job, kind):
     """With a given partition: a CSV has none, and an automatic one is searched for a schedule only."""
     job(kind=kind, partition={"layers_per_stage": "equal"})
     assert zbc("plan", "zbc.toml", "-o", "first").code == 0
-    ran = zbc("export", "first", "--to", "torch-csv", "-o", "order.csv")
+    ran = zbc("export", "first", "--format", "torch-csv", "-o", "order.csv")
     assert (ran.code, ran.out) == (0, "")
-    assert zbc("export", "first", "--to", "torch-csv").out == Path("order.csv").read_text()
+    assert zbc("export", "first", "--format", "torch-csv").out == Path("order.csv").read_text()
     assert zbc("plan", "zbc.toml", "--schedule", "order.csv", "-o", "second").code == 0
     for rank in range(4):
         lines = [Path(name, f"rank-000{rank}.json").read_text().split('"ops"')[1] for name in ("first", "second")]
@@ -117,7 +117,7 @@ def test_a_job_with_a_missing_or_broken_order_says_so(zbc, csv):
 
 def test_torchtitan_settings_name_the_csv_written_beside_them(zbc, job):
     job()
-    ran = zbc("export", "zbc.toml", "--to", "torchtitan", "-o", "titan.toml")
+    ran = zbc("export", "zbc.toml", "--format", "torchtitan", "-o", "titan.toml")
     assert ran.code == 0, ran.err
     settings = tomli.loads(Path("titan.toml").read_text())
     assert settings["parallelism"]["pipeline_parallel_schedule_csv"] == str(Path("titan.csv").absolute())
@@ -126,15 +126,15 @@ def test_torchtitan_settings_name_the_csv_written_beside_them(zbc, job):
 
 def test_torchtitan_0_3_is_told_in_python_which_must_be_named_so(zbc, job):
     job(kind="zb-v")
-    ran = zbc("export", "zbc.toml", "--to", "torchtitan", "--dialect", "0.3", "-o", "titan.toml")
+    ran = zbc("export", "zbc.toml", "--format", "torchtitan", "--dialect", "0.3", "-o", "titan.toml")
     assert ran.code == 2 and "choose titan.py" in " ".join(ran.err.split()) and not Path("titan.toml").exists()
-    assert zbc("export", "zbc.toml", "--to", "torchtitan", "--dialect", "0.3", "-o", "titan.py").code == 0
+    assert zbc("export", "zbc.toml", "--format", "torchtitan", "--dialect", "0.3", "-o", "titan.py").code == 0
     assert "def planned" in Path("titan.py").read_text() and zbc("check", "titan.csv").code == 0
 
 
 def test_a_refused_export_writes_nothing(zbc, job):
     job(kind="zb-v")
-    ran = zbc("export", "zbc.toml", "--to", "megatron", "-o", "x.args")
+    ran = zbc("export", "zbc.toml", "--format", "megatron", "-o", "x.args")
     assert (ran.code, "error[E413]" in ran.err) == (4, True)
     assert not Path("x.args").exists()
 
@@ -151,7 +151,7 @@ def test_a_csv_is_drawn(zbc, csv):
 def test_the_order_of_a_torch_class_is_proven_and_planned(zbc, job, name, stages):
     checked = zbc("check", job(pp=2, m=4, layers=4), "--schedule", f"torch:{name}", "--json").json()
     assert (checked["ranks"], checked["stages"], checked["microbatches"]) == (2, stages, 4)
-    exported = zbc("export", "zbc.toml", "--schedule", f"torch:{name}", "--to", "torch-csv").out
+    exported = zbc("export", "zbc.toml", "--schedule", f"torch:{name}", "--format", "torch-csv").out
     if name == "ScheduleZBVZeroBubble":
         assert exported.startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
 

@@ -12,7 +12,7 @@ from zbc.host import until
 
 
 def test_a_swept_value_of_the_wrong_type_is_one_error(zbc, job):
-    ran = zbc("compare", job(), "--schedules", "1f1b,zb-h1,gpipe", "--sweep", "schedule.microbatches=4,x")
+    ran = zbc("compare", job(), "--schedule", "1f1b,zb-h1,gpipe", "--sweep", "schedule.microbatches=4,x")
     assert (ran.code, ran.out) == (3, "") and ran.err.count("E103") == 1
     assert "--sweep schedule.microbatches=x" in ran.err
 
@@ -42,7 +42,7 @@ def test_plan_names_the_schedule_that_compare_ranks_first_of_those_it_tries(zbc,
     zbc("init", ".", "--template", "llama-8b")
     monkeypatch.setattr(until, "USUAL", 600.0)  # a busy machine has no time for remarks else
     faster = zbc("plan", "zbc.toml", "--json").json()["faster"]
-    rows = zbc("compare", "zbc.toml", "--schedules", "zb-v,bitpipe-zb", "--json").json()["schedules"]
+    rows = zbc("compare", "zbc.toml", "--schedule", "zb-v,bitpipe-zb", "--json").json()["schedules"]
     assert [row["schedule"] for row in rows] == ["bitpipe-zb", "zb-v"]
     assert faster == {"schedule": "bitpipe-zb", "barrier_ms": pytest.approx(rows[0]["barrier_ms"], rel=0.003)}
 

@@ -21,5 +21,5 @@ def test_a_plan_says_its_period_and_what_each_rank_leaves_of_it_idle(sync, job, 
 def test_a_run_without_a_flush_says_that_it_is_another_training(job, zbc):
     job(kind="1f1b", pp=2, m=4, optimizer={"sync": "two-versions"}, data={"kind": "synthetic"})
     assert "this is another training" in zbc("plan", "zbc.toml").out
-    ran = zbc("run", "plan", "--local", 2, "--steps", 3, "--out", "run")
+    ran = zbc("run", "plan", "--local", 2, "--steps", 3, "-o", "run")
     assert ran.code == 0, ran.err

@@ -79,7 +79,7 @@ def test_shared_out_gradients_are_planned_checked_and_trained_with(job, zbc, fol
     assert zbc("plan", "zbc.toml", "-q").code == 0 and zbc("check", "plan").code == 0
     assert plans.read_manifest(folder / "plan").scatters
     assert "SCATTER s2" in (folder / "plan" / "rank-0000.json").read_text()
-    ran = zbc("run", "plan", "--local", 4, "--steps", 2, "--out", "run")
+    ran = zbc("run", "plan", "--local", 4, "--steps", 2, "-o", "run")
     assert ran.code == 0, ran.err
 
 
@@ -95,12 +95,12 @@ def test_gradients_that_cannot_be_shared_out_are_refused(changes, code, job, zbc
 
 def test_plan_and_compare_say_how_often_weights_are_gathered_and_what_of_it_shows(job, zbc):
     job(kind="breadth-first", pp=2, m=4, parallel={"dp": 2})
-    sweep = ["--sweep", "parallel.shard=none,weights", "--schedules", "breadth-first", "--format", "csv"]
+    sweep = ["--sweep", "parallel.shard=none,weights", "--schedule", "breadth-first", "--format", "csv"]
     rows = zbc("compare", "zbc.toml", *sweep).out.splitlines()
     found = {row["parallel.shard"]: row for row in csv.DictReader(rows)}
     assert (found["none"]["gathers"], found["none"]["gathers_exposed_ms"]) == ("", "")
     assert found["weights"]["gathers"] == "2" and float(found["weights"]["gathers_exposed_ms"]) > 0
-    assert "gathers" not in zbc("compare", "zbc.toml", "--schedules", "breadth-first", "--format", "csv").out
+    assert "gathers" not in zbc("compare", "zbc.toml", "--schedule", "breadth-first", "--format", "csv").out
     planned = zbc("plan", "zbc.toml", "--set", 'parallel.shard="weights"', "--set", "memory.resident=1")
     assert "3 gathers of weights on a rank" in planned.out
     report = zbc("plan", "zbc.toml", "--set", 'parallel.shard="optimizer"', "--json", "-o", "two").json()
@@ -179,7 +179,7 @@ def test_many_stages_and_recompute_fit_eighty_columns(zbc, job):
 
 
 def test_compare_names_the_cuts_that_are_not_alike(zbc, job):
-    out = zbc("compare", job(layers=11, costs=HEAVY), "--schedules", "1f1b,zb-h1,interleaved-1f1b", "-v").out
+    out = zbc("compare", job(layers=11, costs=HEAVY), "--schedule", "1f1b,zb-h1,interleaved-1f1b", "-v").out
     assert "layers per stage" in out
     named = [
         line.partition(": ")[2].split(", ")
@@ -187,6 +187,6 @@ def test_compare_names_the_cuts_that_are_not_alike(zbc, job):
     ]
     assert sorted(name for names in named for name in names) == ["1f1b", "interleaved-1f1b", "zb-h1"]
     alike = zbc(
-        "compare", "zbc.toml", "--schedules", "1f1b,zb-h1", "-v", "--sweep", 'partition.layers_per_stage="equal"'
+        "compare", "zbc.toml", "--schedule", "1f1b,zb-h1", "-v", "--sweep", 'partition.layers_per_stage="equal"'
     ).out
     assert "layers per stage" not in alike

@@ -33,7 +33,7 @@ def test_the_report_names_what_is_slow_and_how_to_plan_anew(run, zbc):
         "rank 1: ",
         "all ranks read the same clock",
         "not looked at",
-        f"zbc profile --from-trace {run} -o profile.json && zbc plan {run}/trace/plan --profile profile.json",
+        f"zbc profile {run} -o profile.json && zbc plan {run}/trace/plan --profile profile.json",
     ):
         assert text in ran.out, text
     assert all(len(line) <= 80 for line in ran.out.splitlines() if "zbc profile" not in line)
@@ -82,7 +82,7 @@ def test_the_report_as_json_has_stable_keys(run, zbc):
     for rank in found["ranks"]:
         causes = [value for name, value in rank["measured"].items() if name != "senders"]
         assert sum(causes) == pytest.approx(found["step"]["measured"], abs=1e-5)
-    assert found["replan"]["gain"] > 0.05 and found["replan_command"].startswith("zbc profile --from-trace ")
+    assert found["replan"]["gain"] > 0.05 and found["replan_command"].startswith("zbc profile ")
 
 
 def test_verbose_shows_every_op_and_the_links(run, zbc):
@@ -96,7 +96,7 @@ def test_a_phase_of_a_ramp_is_reported_beside_its_own_plan(zbc, folder):
     world = as_predicted(plan, op=slowed(plan, 2, 1.5))
     for steps, phase in (((2, 3), "m2"), ((5, 6), "m4")):
         record(plan, folder, world, steps, phase)
-    found = zbc("report", "run", "--phase", "m2", "--json").json()
+    found = zbc("report", "run/trace/m2", "--json").json()
     assert (found["phase"], found["microbatches"], found["steps"]) == ("m2", 2, [2, 3])
     assert found["makespan"]["predicted"] == pytest.approx(plan.ramp[0].compiled.report.makespan_ms)
     assert [one["rank"] for one in found["slow_ranks"]] == [2] and found["replan"]["changed"]
@@ -106,20 +106,22 @@ def test_a_phase_of_a_ramp_is_reported_beside_its_own_plan(zbc, folder):
     assert anew.predicted["barrier_ms"] == pytest.approx(found["replan"]["planned_ms"], rel=1e-5)
     assert [*map(list, anew.layers)] == found["replan"]["cut"] != [*map(list, plan.layers)]
     latest = zbc("report", "run")
-    assert "the steps of m4 of a ramp, 4 microbatches each" in latest.out and "also recorded: --phase m2" in latest.out
-    missing = zbc("report", "run", "--phase", "m3")
+    assert (
+        "the steps of m4 of a ramp, 4 microbatches each" in latest.out and "also recorded: run/trace/m2" in latest.out
+    )
+    missing = zbc("report", "run/trace/m3")
     assert (missing.code, missing.out) == (4, "") and "recorded phases: m2, m4\n" in missing.err
     assert "no trace of the phase m3, its ramp has m2, m4" in missing.err
     record(plan, folder, world, (8, 9), "")
-    missing = zbc("report", "run", "--phase", "m3")
-    assert "recorded phases: m2, m4; and the steps after the ramp, without --phase" in missing.err
+    missing = zbc("report", "run/trace/m3")
+    assert "recorded phases: m2, m4; and the steps after the ramp: run" in missing.err
 
 
 def test_a_phase_of_a_run_without_a_ramp_is_refused_with_the_way_out(zbc, run):
-    for command in (("report", "run", "--phase", "m4"), ("profile", "--from-trace", "run", "--phase", "m4")):
+    for command in (("report", "run/trace/m4"), ("profile", "run/trace/m4")):
         found = zbc(*command)
         assert (found.code, found.out) == (4, "")
-        assert "run had no ramp, and so no phase m4\n   = leave out --phase" in found.err
+        assert "run had no ramp, and so no phase m4\n   = of all of it: run" in found.err
 
 
 @pytest.fixture
@@ -180,13 +182,14 @@ def test_a_folder_that_is_no_run_is_refused(folder, zbc):
 
 
 def test_a_recorded_run_is_drawn_in_every_form(run, zbc, folder):
-    text = zbc("visualize", run, "--width", "100").out
+    text = zbc("visualize", run).out
     assert text.startswith("predicted: zb-h1") and "measured, step 5: zb-h1" in text
     for form, mark in (("svg", "<svg"), ("html", "<!doctype html>"), ("perfetto", '{"displayTimeUnit"')):
-        made = zbc("visualize", run, "--as", form, "-o", f"x.{form}")
+        made = zbc("visualize", run, "--format", form, "-o", f"x.{form}")
         assert made.code == 0 and (folder / f"x.{form}").read_text().startswith(mark)
     assert "steps 4-6" in zbc("visualize", run, "--steps", "3").out
-    missing = zbc("visualize", run, "--from", "7")
+    assert "steps 5-6" in zbc("visualize", run, "--steps", "5-6").out
+    missing = zbc("visualize", run, "--steps", "7-7")
     assert missing.code == 4 and "E430" in missing.err and "recorded are 4, 5, 6" in missing.err
 
 
@@ -211,7 +214,7 @@ def test_the_command_for_a_new_plan_survives_a_shell():
     from zbc.commands.reporting import replan_command
 
     words = shlex.split(replan_command(Path("runs/my run")))
-    assert words[:4] == ["zbc", "profile", "--from-trace", "runs/my run"]
+    assert words[:4] == ["zbc", "profile", "runs/my run"]
     assert words[words.index("plan") + 1] == "runs/my run/trace/plan"
 
 

@@ -12,7 +12,7 @@ UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1}}
 
 def test_a_plan_a_job_and_a_csv_are_simulated_alike(zbc, job):
     zbc("plan", job(**UNIT, kind="zb-h1"), "-q")
-    zbc("export", "plan", "--to", "torch-csv", "-o", "order.csv")
+    zbc("export", "plan", "--format", "torch-csv", "-o", "order.csv")
     plan, described, sheet = (zbc("report", target).out for target in ("plan", "zbc.toml", "order.csv"))
     assert plan == described and "zb-h1: 4 ranks" in plan and "makespan" in plan and "none; --jitter" in plan
     assert "makespan 27 ms" in sheet, "without a job, F = B = W = 1 and transfers are free"

@@ -20,8 +20,8 @@ COMMANDS = [
     "plan zbc.toml -o other",
     "check plan",
     "check zbc.toml",
-    "compare zbc.toml --schedules 1f1b,zb-h1",
-    "export plan --to json",
+    "compare zbc.toml --schedule 1f1b,zb-h1",
+    "export plan --format json",
     "visualize plan",
     "report plan",
     "visualize zbc.toml --by slot",
@@ -116,9 +116,9 @@ def test_a_picture_takes_the_width_of_its_terminal(workplace):
 
 
 def test_progress_is_seen_on_a_terminal_only_and_not_in_quiet(workplace):
-    assert "planning" in on_a_terminal(workplace, "compare", "zbc.toml", "--schedules", "1f1b,gpipe")
-    assert "planning" not in on_a_terminal(workplace, "compare", "zbc.toml", "--schedules", "1f1b,gpipe", "-q")
-    command = [sys.executable, "-m", "zbc", "compare", "zbc.toml", "--schedules", "1f1b,gpipe"]
+    assert "planning" in on_a_terminal(workplace, "compare", "zbc.toml", "--schedule", "1f1b,gpipe")
+    assert "planning" not in on_a_terminal(workplace, "compare", "zbc.toml", "--schedule", "1f1b,gpipe", "-q")
+    command = [sys.executable, "-m", "zbc", "compare", "zbc.toml", "--schedule", "1f1b,gpipe"]
     found = subprocess.run(command, cwd=workplace, capture_output=True, text=True, timeout=60, check=True)
     assert found.stderr == ""
 
@@ -132,7 +132,7 @@ def test_completion_of_a_shell_knows_the_schedules(workplace):
     assert {"zb-h1", "zb-h2", "zb-v"} <= set(found.stdout.split())
 
 
-ANSWERS = ["explain schedules", "--version", "plan zbc.toml", "compare zbc.toml --schedules 1f1b", "explain E110"]
+ANSWERS = ["explain schedules", "--version", "plan zbc.toml", "compare zbc.toml --schedule 1f1b", "explain E110"]
 TALKING = ["--help", *ANSWERS]
 
 

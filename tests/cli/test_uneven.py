@@ -37,7 +37,7 @@ def test_such_a_placement_is_planned_proven_and_drawn(name, zbc, folder, planned
     for picture in ("order.svg", "order.html", "order.json"):
         assert zbc("visualize", "plan", "-o", picture).code == 0
     for target in ("json", "dot", "graphml", "perfetto"):
-        assert zbc("export", "plan", "--to", target, "-o", f"plan.{target}").code == 0
+        assert zbc("export", "plan", "--format", target, "-o", f"plan.{target}").code == 0
     assert zbc("plan", "plan", "-o", "again").code == 0
     assert zbc("compare", "plan", "again").code == 0
 
@@ -65,7 +65,7 @@ def test_costs_per_rank_are_shared_by_the_stages_of_the_rank(zbc, planned, folde
 @pytest.mark.parametrize("name", few(["fork", "fold"], ("fork",)))
 def test_an_uneven_schedule_trains_and_a_report_reads_its_trace(name, zbc, planned):
     assert planned(name).code == 0
-    ran = zbc("run", "plan", "--local", RANKS[name], "--trace", "1", "--out", "run")
+    ran = zbc("run", "plan", "--local", RANKS[name], "--trace", "1", "-o", "run")
     assert ran.code == 0, ran.err
     report = zbc("report", "run")
     assert report.code == 0, report.err
@@ -74,16 +74,16 @@ def test_an_uneven_schedule_trains_and_a_report_reads_its_trace(name, zbc, plann
 
 def test_formats_without_a_place_for_it_say_so(zbc, planned):
     planned("fork")
-    assert "one pipe" in zbc("export", "plan", "--to", "torch-csv").err
+    assert "one pipe" in zbc("export", "plan", "--format", "torch-csv").err
     planned("fold")
     for target in ("megatron", "torchtitan"):
-        ran = zbc("export", "plan", "--to", target)
+        ran = zbc("export", "plan", "--format", target)
         assert ran.code != 0 and "deals stages round and round" in ran.err
 
 
 def test_an_order_with_such_a_placement_comes_back_from_a_csv(zbc, planned, folder):
     planned("fold")
-    assert zbc("export", "plan", "--to", "torch-csv", "-o", "order.csv").code == 0
+    assert zbc("export", "plan", "--format", "torch-csv", "-o", "order.csv").code == 0
     text = toml_text(pp=3, m=6).replace('kind = "1f1b"', 'file = "order.csv"')
     (folder / "again.toml").write_text(text)
     assert zbc("plan", "again.toml", "-o", "again").code == 0

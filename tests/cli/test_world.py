@@ -177,7 +177,7 @@ def test_a_shape_that_does_not_fit_is_not_taken(tmp_path):
     held = {row.shape.pp: row.peak_bytes for row in free.weighed}
     least = min(held.values())
     limit = (least + sorted(held.values())[1]) / 2 / 2**30
-    tight = load_job(path, [f"hardware.memory_gib={limit}", "hardware.reserve_gib=0"])
+    tight = load_job(path, [f"hardware.memory_gib={limit}"])
     assert held[tight.parallel.pp] == least
     assert [row.error.code for row in tight.weighed if row.error] == ["E301", "E301"]
 
@@ -234,9 +234,9 @@ def test_plan_shows_what_was_weighed(zbc, folder):
 
 def test_compare_chooses_once_and_sweeps_what_it_is_told(zbc, folder):
     written(folder, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 32', hardware=HARDWARE)
-    said = zbc("compare", "zbc.toml", "--schedules", "1f1b,zb-h1")
+    said = zbc("compare", "zbc.toml", "--schedule", "1f1b,zb-h1")
     assert "the fastest of 4 ranks; --sweep parallel.pp=1,2,4 plans others" in said.out
-    rows = zbc("compare", "zbc.toml", "--schedules", "1f1b", "--sweep", "parallel.pp=1,2", "--json").json()
+    rows = zbc("compare", "zbc.toml", "--schedule", "1f1b", "--sweep", "parallel.pp=1,2", "--json").json()
     assert len(rows["schedules"]) == 2 and "world" not in rows
 
 
@@ -286,5 +286,5 @@ def test_compare_chooses_the_ranks_that_share_layers_too(zbc, folder):
     """The choice for all rows is a whole shape, without settings that have no effect in it."""
     parallel = 'world = 4\ntp = "auto"\ntp_sequence = true\nshard = "optimizer"'
     written(folder, parallel=parallel, schedule='kind = "1f1b"\nbatch = 32', hardware=HARDWARE)
-    said = zbc("compare", "zbc.toml", "--schedules", "1f1b,gpipe", "--json").json()
+    said = zbc("compare", "zbc.toml", "--schedule", "1f1b,gpipe", "--json").json()
     assert all(row.get("makespan_ms") for row in said["schedules"]), said

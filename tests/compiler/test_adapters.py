@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.jobs import job
+from tests.jobs import job, write_job
 from tests.profiles import layer, nbytes, profile_of
 from tests.refusals import refused
 from tests.runtime.test_measure import CASES, both, weighed
 from tests.tiers import dealt, few
 from zbc.commands.summary import adapter_lines
-from zbc.compiler.compile import compile_job
+from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost import estimate
 from zbc.ir import Kind
 from zbc.plan.headline import headline
@@ -81,7 +81,7 @@ def test_an_order_of_frozen_weights_is_made_for_them():
 
 
 def test_mfu_counts_no_weight_gradients(tmp_path):
-    many = {"log": {"peak_tflops": 989}, "adapter": {"rank": 16}}
+    many = {"hardware": {**GPU, "gpu": "h100"}, "adapter": {"rank": 16}}
     made = compile_job(llama_8b(**many), budget=0.0, suggest=False)
     made.write(tmp_path / "plan")
     s, weights = 4096, 7_504_658_432  # of matrices that tokens meet, the head among them
@@ -231,7 +231,7 @@ def test_a_profile_without_these_adapters_is_refused(tmp_path):
     for known, found in ((one.adapter.timed, {"rank": 8}), ({}, {"rank": 4}), (one.adapter.timed, asked)):
         (tmp_path / "p.json").write_text(profile_of(one, adapter=known).dumps())
         with refused("E142") as caught:
-            job(adapter=found, costs={"profile": str(tmp_path / "p.json")})
+            load_job(write_job(tmp_path, adapter=found), profile=tmp_path / "p.json")
         assert any("adapter." in line for line in caught.value.details)
     (tmp_path / "p.json").write_text(profile_of(one, adapter=one.adapter.timed).dumps())
-    assert job(adapter={"rank": 4, "alpha": 2.0}, costs={"profile": str(tmp_path / "p.json")}).profile is not None
+    load_job(write_job(tmp_path, adapter={"rank": 4, "alpha": 2.0}), profile=tmp_path / "p.json")

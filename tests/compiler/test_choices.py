@@ -74,7 +74,7 @@ def test_steps_of_a_rank():
 
 MODEL = {"family": "llama", "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 256}
 MODEL |= {"experts": 8, "top_k": 4, "expert_hidden": 32}
-NODES = {"ranks_per_node": 2, "link_gbps": 800.0, "link_us": 1.0, "inter_node_us": 1.0, "device": "cuda"}
+NODES = {"ranks_per_node": 2, "link_gbps": 800.0, "link_us": 1.0, "device": "cuda"}
 
 
 @pytest.mark.parametrize(

@@ -327,8 +327,6 @@ def test_a_plan_holds_its_profile_and_its_id_covers_it_but_not_its_place(tmp_pat
     assert "profile.json" not in json.dumps(plan.manifest.planning)
     faster = profile_of(job(), layers={**described.profile.layers, "head": layer(0.5, 0.5, 0.4)})
     assert compile_job(replace(described, profile=faster)).assemble()[0].id != plan.manifest.id
-    named = described.costs.model_copy(update={"profile": "elsewhere/profile.json"})
-    assert compile_job(replace(described, costs=named)).assemble()[0].id == plan.manifest.id
 
 
 def test_ranks_that_share_out_the_optimizer_share_its_measured_state_too():

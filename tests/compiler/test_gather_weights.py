@@ -240,14 +240,14 @@ def test_gathers_are_for_weights_that_come_and_go(shard):
 def test_all_copies_of_a_stage_take_from_each_other_where_two_pipes_have_it():
     """And not those of a pipe alone, as where they meet; so all have to be on one host."""
     taken, met = (
-        compile_job(asked(pp=2, kind="chimera", exchange=how, schedule={}, hardware=FREE))
+        compile_job(asked(pp=2, kind="chimera", exchange=how, schedule={}, costs=FREE))
         for how in ("one-sided", "collective")
     )
     assert met.program.ranks == taken.program.ranks
     for one, other in zip(taken.costs.bytes, met.costs.bytes, strict=True):
         assert one.own / one.gradients < 0.6 * other.own / other.gradients
     with pytest.raises(ZbcError, match=r"E110.*the copies of stage 0 are on 2 nodes") as caught:
-        compile_job(asked(pp=2, kind="chimera", schedule={}, hardware={"ranks_per_node": 2}, parallel={"node": [2, 1]}))
+        compile_job(replace(asked(pp=2, kind="chimera", schedule={}, hardware={"ranks_per_node": 2}), node=(2, 1)))
     assert "a node for 4 copies" in caught.value.hint
 
 

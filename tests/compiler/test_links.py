@@ -75,18 +75,12 @@ def test_a_plan_whose_receives_are_posted_late_loses_where_messages_wait_for_the
     assert found.text.startswith(f"{found.rendezvous_makespan_ms / found.eager_makespan_ms - 1:.1%} longer")
 
 
-def test_estimated_times_wait_for_buffers_and_links_and_given_ones_do_not_unless_they_say_so():
-    def costs(**sections):
-        return compile_job(job(**sections)).costs
-
-    estimated = costs(hardware={"link_us": 100.0, "link_gbps": 8.0, **FREE})
+def test_estimated_times_wait_for_buffers_and_links_and_given_ones_do_not():
+    estimated = compile_job(job(hardware={"link_us": 100.0, "link_gbps": 8.0}, costs=FREE)).costs
     (links,), (busy,) = estimated.links, estimated.occupies
     assert estimated.rendezvous and [links[edge] - busy[edge] for edge in links] == pytest.approx([0.1] * len(links))
-    assert not costs(hardware={"transfer": "eager"}).rendezvous
-    given = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 2.0}
-    assert not costs(costs=given).rendezvous and costs(costs=given).occupies == ()
-    asked = costs(costs={**given, "occupies": 1.5}, hardware={"transfer": "rendezvous"})
-    assert asked.rendezvous and set(asked.occupies[0].values()) == {1.5}
+    given = compile_job(job(costs={"f": 1.0, "b": 1.0, "w": 1.0, "comm": 2.0})).costs
+    assert not given.rendezvous and given.occupies == ()
 
 
 def in_transit(timeline, costs):

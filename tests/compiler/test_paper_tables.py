@@ -90,7 +90,6 @@ def test_generalized_interleaved_orders_run_for_any_group_and_microbatches(p):
 def test_groups_that_are_too_small_or_too_large_are_refused(group, tmp_path):
     job = tmp_path / "job.toml"
     job.write_text(f"""
-zbc = 1
 [model]
 layers = 16
 hidden = 64

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.recall import job_of
 from zbc.errors import ZbcError
+from zbc.job import job as job_module
 from zbc.job.job import RESERVE
 from zbc.job.profile import Profile
 from zbc.text import GIB
@@ -25,12 +27,10 @@ def job(tmp_path):
     return load
 
 
-def test_a_gpu_keeps_6_percent_free_a_cpu_nothing_and_a_job_says_otherwise(job):
+def test_a_gpu_keeps_6_percent_free_a_cpu_nothing(job):
     assert job(memory_gib=80).room == 80 * GIB
     assert job(memory_gib=80, device="cuda").room == pytest.approx((1 - RESERVE) * 80 * GIB)
-    assert job(memory_gib=80, device="cuda", reserve_gib=0).room == 80 * GIB
-    assert job(memory_gib=80, reserve_gib=2.5).room == 77.5 * GIB
-    assert job(device="cuda").room is None and job(device="cuda", reserve_gib=1).room is None
+    assert job(device="cuda").room is None
 
 
 def test_a_profile_that_found_more_counts(job):
@@ -41,31 +41,22 @@ def test_a_profile_that_found_more_counts(job):
     assert replace(job(memory_gib=80), profile=made).room == 80 * GIB
 
 
-@pytest.mark.parametrize("more", [{"device": "cuda"}, {"reserve_gib": 0.001}, {"device": "cuda", "reserve_gib": 0.002}])
-def test_the_memory_that_a_refusal_names_is_the_least_that_fits(job, more):
-    reserve = more.get("reserve_gib", 0.0)
+def test_the_memory_that_a_refusal_names_is_the_least_that_fits(job):
     with refused("E301", "less a reserve of") as caught:
-        compile_job(job(kind="gpipe", memory_gib=1e-4 + reserve, **more), suggest=False)
+        compile_job(job(kind="gpipe", memory_gib=1e-4, device="cuda"), suggest=False)
     named = float(caught.value.hint.rpartition("= ")[2])
-    compile_job(job(kind="gpipe", memory_gib=named, **more))
+    compile_job(job(kind="gpipe", memory_gib=named, device="cuda"))
     with pytest.raises(ZbcError, match="does not fit"):
-        compile_job(job(kind="gpipe", memory_gib=0.98 * (named - reserve) + reserve, **more), suggest=False)
+        compile_job(job(kind="gpipe", memory_gib=0.9 * named, device="cuda"), suggest=False)
 
 
 def test_what_fits_all_memory_but_not_the_rest_is_refused_and_searches_keep_to_the_rest(job, tmp_path):
-    free = compile_job(job())
+    free = compile_job(job(device="cuda"), budget=0.0)
     most = max(rank.bytes for rank in free.memory)
-    exactly = {"memory_gib": 1.02 * most / GIB}
-    compile_job(job(**exactly))
-    found = compile_job(job(**exactly, reserve_gib=0.15 * most / GIB, device="cpu"))
-    assert max(rank.bytes for rank in found.memory) <= 0.87 * most + 1
-    assert found.report.limits.device_bytes == pytest.approx(0.87 * most)
+    found = compile_job(job(memory_gib=0.9 * most / GIB, device="cuda"), budget=0.0)
+    assert max(rank.bytes for rank in found.memory) <= 0.9 * (1 - RESERVE) * most + 1
+    assert found.report.limits.device_bytes == pytest.approx(0.9 * (1 - RESERVE) * most)
     assert job_of(found.write(tmp_path / "plan")).room == pytest.approx(found.job.room)
-
-
-def test_a_reserve_that_leaves_nothing_is_refused(job):
-    with refused("E110", match="leaves nothing of memory_gib"):
-        job(memory_gib=4, reserve_gib=4)
 
 
 @pytest.mark.parametrize("kind", few(["zb-v", "auto"], 1))
@@ -73,9 +64,10 @@ def test_a_plan_with_a_reserve_is_that_of_a_device_smaller_by_it(job, kind):
     """Partition, search and check count the same."""
     free = compile_job(job(kind), budget=0.0)
     tight = 0.8 * max(rank.bytes for rank in free.memory) / GIB
-    small = compile_job(job(kind, memory_gib=tight), budget=0.0)
-    kept = compile_job(job(kind, memory_gib=4 * tight, reserve_gib=3 * tight), budget=0.0)
-    loose = compile_job(job(kind, memory_gib=4 * tight), budget=0.0)
+    with mock.patch.object(job_module, "RESERVE", 0.75):
+        kept = compile_job(job(kind, memory_gib=4 * tight, device="cuda"), budget=0.0)
+    small = compile_job(job(kind, memory_gib=tight / (1 - RESERVE), device="cuda"), budget=0.0)
+    loose = compile_job(job(kind, memory_gib=4 * tight, device="cuda"), budget=0.0)
     assert kept.program == small.program and kept.report.cut == small.report.cut
     assert (loose.program, loose.report.cut) != (small.program, small.report.cut)
 

@@ -26,12 +26,14 @@ from zbc.compiler.whatif.compare import Asked, compare
 from zbc.compiler.whatif.sharing import sharing
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
+from zbc.job.job import RESERVE
 from zbc.job.profile import Origin, WordTimes
 from zbc.ops import TIED, WORDS
 from zbc.plan.directory import program_of, read_manifest, read_rank, write
 
 LARGE = {"family": "llama", "layers": 8, "hidden": 64, "heads": 4, "vocab": 4096, "seq_len": 64}
 SHARED = {"pp": 4, "vocabulary": "shared"}
+SUMS = {1: "shared", 2: "shared-2"}
 GIVEN = per_layer(8, embed=(1.0, 0.0, 2.0), head=(2.0, 3.0, 4.0))
 
 
@@ -47,7 +49,7 @@ CASES = [(kind, sums, slices) for kind in KINDS for sums, slices in ((1, 1), (2,
     ("kind", "sums", "slices"), few(CASES, CASES[:4] + [("zb-v", 1, 2), ("interleaved-1f1b", 2, 1)])
 )
 def test_plans_are_proven_and_every_rank_has_every_share(kind, sums, slices):
-    found = planned(schedule={"kind": kind, "slices": slices}, parallel={**SHARED, "vocabulary_sums": sums})
+    found = planned(schedule={"kind": kind, "slices": slices}, parallel={**SHARED, "vocabulary": SUMS[sums]})
     units = found.program.microbatches * slices
     for ops in found.program.ranks:
         counts = {kind: sum(op.kind is kind for op in ops) for kind in Kind if kind.unit_wide}
@@ -57,7 +59,7 @@ def test_plans_are_proven_and_every_rank_has_every_share(kind, sums, slices):
 
 
 def test_the_manifest_says_how_and_who_has_which_words(tmp_path):
-    found = planned(model={**LARGE, "vocab": 4099}, parallel={**SHARED, "vocabulary_sums": 2, "dp": 2})
+    found = planned(model={**LARGE, "vocab": 4099}, parallel={**SHARED, "vocabulary": SUMS[2], "dp": 2})
     manifest, files = found.assemble()
     assert manifest.vocabulary.sums == 2
     rows = manifest.vocabulary.rows
@@ -84,7 +86,7 @@ def test_stages_have_what_is_left_and_shares_add_up_to_the_rest():
 def test_given_heads_are_shared_out_by_rank():
     one = vocabulary.columns(job(model=LARGE, parallel=SHARED, costs=GIVEN))
     assert (one["s"], one["t"], one["i"], one["e"]) == (5 / 4, 1.0, 0.25, 0.5)
-    two = vocabulary.columns(job(model=LARGE, parallel={**SHARED, "vocabulary_sums": 2}, costs=GIVEN))
+    two = vocabulary.columns(job(model=LARGE, parallel={**SHARED, "vocabulary": SUMS[2]}, costs=GIVEN))
     assert (two["s"], two["t"]) == (0.5, 7 / 4)
     layers = estimate.layers(job(model=LARGE, parallel=SHARED, costs=GIVEN))
     assert layers[0].total == layers[-1].total == 0.0 and layers[1].total == 3.0
@@ -97,7 +99,7 @@ def test_given_heads_are_shared_out_by_rank():
 def test_estimates_of_all_ranks_are_those_of_the_whole_head():
     """The sum is the whole work plus small overhead: kernel starts on every rank, rows that each rank reads."""
     found = [
-        cards.words(job(model=LARGE, parallel={**SHARED, "pp": p, "vocabulary_sums": n}))
+        cards.words(job(model=LARGE, parallel={**SHARED, "pp": p, "vocabulary": SUMS[n]}))
         for p in (2, 4)
         for n in (1, 2)
     ]
@@ -142,9 +144,9 @@ def test_a_bound_counts_the_words_of_every_rank():
 
 
 def test_a_limit_leaves_room_for_the_meetings():
-    found = planned(schedule={"kind": "zb-auto", "memory_limit": "1.0x"}, hardware=FREE)
+    found = planned(schedule={"kind": "zb-auto", "memory_limit": "1.0x"}, costs=FREE)
     assert max(rank.units for rank in found.memory) <= 4 + 1e-6
-    assert max(rank.units for rank in planned(schedule={"kind": "zb-v"}, hardware=FREE).memory) <= 4 + 1 + 1e-6
+    assert max(rank.units for rank in planned(schedule={"kind": "zb-v"}, costs=FREE).memory) <= 4 + 1 + 1e-6
 
 
 def test_a_tied_table_is_one_share_and_needs_no_sum_of_ends():
@@ -158,7 +160,7 @@ REFUSED = {
     "another loss": ({"model": {"loss": "mse"}}, "E110", "only the output layer of a built-in model"),
     "no barrier": ({"optimizer": {"sync": "post-validate"}}, "E110", "do not go together yet"),
     "two pipes": ({"kind": "chimera"}, "E110", "and chimera, a schedule with several copies of a stage"),
-    "three sums": ({"parallel": {"vocabulary_sums": 3}}, "E103", "vocabulary_sums"),
+    "three sums": ({"parallel": {"vocabulary": "shared-3"}}, "E103", "vocabulary"),
 }
 
 
@@ -187,7 +189,7 @@ def test_measured_shares_are_planned_with():
     words = WordTimes(rows=1024, s=[8.0, 4.0], t=[3.0, 7.0], i=0.5, e=0.25)
     shared = job(model=LARGE, parallel=SHARED)
     for sums, s, t in ((1, 8.0, 3.0), (2, 4.0, 7.0)):
-        mine = job(model=LARGE, parallel={**SHARED, "vocabulary_sums": sums})
+        mine = job(model=LARGE, parallel={**SHARED, "vocabulary": SUMS[sums]})
         profiled = replace(mine, profile=profile_of(mine, words=words))
         for p, share in ((4, 1.0), (2, 2.0)):
             one = replace(profiled, parallel=profiled.parallel.model_copy(update={"pp": p}))
@@ -208,7 +210,7 @@ def test_a_recorded_run_tells_what_shares_took(tmp_path, sums):
     took = {Kind.F: 2.0, Kind.BW: 5.0, Kind.S: 8.0, Kind.T: 3.0, Kind.I: 0.5, Kind.E: 0.25}
     if sums == 2:
         took |= {Kind.S: 4.0, Kind.T: 7.0}
-    found = planned(model={**LARGE, "layers": 4}, parallel={**SHARED, "vocabulary_sums": sums}, hardware=FREE)
+    found = planned(model={**LARGE, "layers": 4}, parallel={**SHARED, "vocabulary": SUMS[sums]}, costs=FREE)
     trace = record(found, tmp_path, World(op=lambda op, rank, step: took[op.kind]))
     profile = derive(trace).profile
     assert profile.words == WordTimes(rows=1024, s=[8.0, 4.0], t=[3.0, 7.0], i=0.5, e=0.25)
@@ -286,7 +288,7 @@ def test_a_comparison_has_both_ways_where_that_is_open(tmp_path):
 def test_a_small_model_with_a_large_vocabulary_gains_what_was_published():
     """The sizes of Gemma 2 with 2 billion parameters: 1.6 times as fast as an even cut of its layers."""
     model = {"family": "gpt", "layers": 26, "hidden": 2304, "heads": 8, "vocab": 256_000, "seq_len": 4096}
-    hardware = {"device": "cuda", "tflops": 400, "memory_gib": 80, "message_share": 0.0}  # links are fast
+    hardware = {"device": "cuda", "tflops": 400, "memory_gib": 80, "link_gbps": 1e5}  # links are fast
     even = planned(
         model=model,
         parallel={"pp": 4},
@@ -321,8 +323,8 @@ def test_logits_of_two_units_wait_where_that_is_faster_and_fits():
         return top
 
     assert owed(free) == 3, "two wait while a third is made"
-    gib = (most - 1) / 2**30
-    tight = planned(**changes, hardware={**hardware, "memory_gib": gib, "reserve_gib": 0})
+    gib = (most - 1) / 2**30 / (1 - RESERVE)
+    tight = planned(**changes, hardware={**hardware, "memory_gib": gib})
     assert owed(tight) == 2 and tight.step_ms > free.step_ms and max(rank.bytes for rank in tight.memory) < most
 
 

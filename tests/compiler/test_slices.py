@@ -193,8 +193,8 @@ def test_nothing_is_held_after_a_step_and_the_curve_has_the_peak():
 
 
 def test_recompute_keeps_keys_and_values_beside_the_inputs_of_layers():
-    again = planned(**sliced(memory={"activations": "recompute"}, hardware=FREE)).costs
-    plain = planned(**sliced(hardware=FREE)).costs
+    again = planned(**sliced(memory={"activations": "recompute"}, costs=FREE)).costs
+    plain = planned(**sliced(costs=FREE)).costs
     assert again.bytes_of("kv") == plain.bytes_of("kv")
     assert again.bytes_of("kept")[1] < plain.bytes_of("kept")[1] / 3
     twice = plain.column("b")[1] + plain.column("f")[1]  # but keys and values are in their buffers by then

@@ -84,7 +84,7 @@ def test_what_is_at_its_most_or_not_there_is_not_advised(tmp_path):
 def test_a_loss_is_cut_where_its_logits_decide_and_the_plan_says_so(tmp_path):
     whole, cut = (needed(tmp_path, WORDS, *ways) for ways in ((), ["model.loss_chunk = 512"]))
     for room, chunk in (((whole + cut) / 2, 512), (whole * 1.01, None)):
-        hardware = {"memory_gib": room / GIB, "reserve_gib": 0}
+        hardware = {"memory_gib": room / GIB}
         made = compile_job(load_job(job_with(tmp_path, {**WORDS, "hardware": hardware})), budget=0.0)
         said = '"loss_chunk": 512' in made.assemble()[0].dumps()
         assert chunk == made.job.model.loss_chunk and said is bool(chunk)

@@ -57,7 +57,7 @@ def chains(page):
 def made(lines):
     """Names of the files and folders that these lines write."""
     pairs = [pair for line in lines for pair in pairwise(line.split())]
-    return {name.split("/")[0] for option, name in pairs if option in ("-o", "--out", "--save-hf", "init", ">")}
+    return {name.split("/")[0] for option, name in pairs if option in ("-o", "--save-hf", "init", ">")}
 
 
 CHAINS = sorted((chain for page in PAGES for chain in chains(page)), key=lambda chain: -len(chain.lines))
@@ -239,7 +239,7 @@ def test_a_plan_with_the_op_of_the_docs_trains_when_the_page_is_followed(extende
         "import zbc\n"
         "zbc.plan(zbc.load('job.toml', ['parallel.pp=2'])).write('two')\n"
         "from zbc.cli import main\n"
-        "main(['run', 'two', '--local', '2', '--steps', '2', '--out', 'ran'])\n",
+        "main(['run', 'two', '--local', '2', '--steps', '2', '-o', 'ran'])\n",
     )
     assert len((extended / "ran" / "metrics.jsonl").read_text().splitlines()) == 2
 

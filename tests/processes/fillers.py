@@ -1,5 +1,6 @@
 """Tasks for fillers, as users write them."""
 
+import os
 import time
 from pathlib import Path
 
@@ -21,8 +22,12 @@ class Sleeping:
         self._file.write_text(str(self._count))
 
 
-def make(rank, ranks, folder, ms=1.0, fails=0, ends=0):
-    return Sleeping(rank, ranks, folder, ms, fails, ends)
+def make(rank, ranks):
+    return Sleeping(rank, ranks, os.environ["FILLED"], 1.0, 0, 0)
+
+
+def failing(rank, ranks):
+    return Sleeping(rank, ranks, os.environ["FILLED"], 1.0, 2, 0)
 
 
 def nothing(rank, ranks):

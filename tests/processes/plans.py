@@ -47,7 +47,7 @@ def compiled(folder: Path, **changes: Mapping[str, Any]) -> Compiled:
     tables = {name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {**TABLES, **changes}}
     if ":" in tables["model"].get("family", ""):  # a factory has sizes of its own
         del tables["model"]["hidden"], tables["model"]["heads"]
-    lines = ["zbc = 1"]
+    lines = ["# a job of a test"]
     for name, table in tables.items():
         inner = {key: value for key, value in table.items() if isinstance(value, dict)}
         plain = {key: value for key, value in table.items() if key not in inner}

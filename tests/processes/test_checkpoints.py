@@ -28,7 +28,7 @@ from zbc.training.launch.options import RunOptions
 
 
 def plan_of(tmp_path, name="plan", **changes):
-    tables = {"parallel": {"pp": 2}, "checkpoint": {"every": 2}, "log": {"dir": str(tmp_path / "runs")}}
+    tables = {"parallel": {"pp": 2}, "checkpoint": {"every": 2}}
     merged = {key: {**tables.get(key, {}), **changes.get(key, {})} for key in {**tables, **changes}}
     return write_plan(tmp_path, name, **merged)
 
@@ -93,7 +93,7 @@ def test_a_run_ends_when_evaluations_get_no_better_and_keeps_the_best_checkpoint
     assert [row["eval_metric"] for row in rows] == pytest.approx([1 - row["eval_loss"] for row in rows], abs=1e-5)
     assert line.startswith(f"best {__name__}:worth {rows[-1]['eval_metric']:.4f}, after step 5: ")
     assert sorted(disk.complete(tmp_path / "better/checkpoints")) == [2, 4, 5]  # each is better than all before
-    worse = {"every": 1, "asynchronous": False, "keep_best": "torch.nn.functional:cross_entropy"}
+    worse = {"every": 1, "keep_best": "torch.nn.functional:cross_entropy"}
     with refused("E502", "cross_entropy failed") as caught:
         run_here(plan_of(tmp_path, "worse", **tables, checkpoint=worse), 2, tmp_path / "worse")
     assert (
@@ -110,7 +110,7 @@ def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(
     assert lines[-1] == "nothing is left to train: the checkpoint has 3 steps, the run 3"
     assert [step for step, _ in losses(out)] == [1, 2, 3]
     with pytest.raises(SystemExit) as left:  # a folder of its own has no step to sum up
-        main(["run", str(plan), "--local", "2", "--resume", str(out), "--out", str(tmp_path / "other"), "--json"])
+        main(["run", str(plan), "--local", "2", "--resume", str(out), "-o", str(tmp_path / "other"), "--json"])
     assert not left.value.code and json.loads(capsys.readouterr().out) == {"run": str(tmp_path / "other")}
 
 
@@ -126,7 +126,7 @@ def test_another_plan_goes_on_from_the_directory_of_a_run(tmp_path):
 
 @pytest.mark.repeats
 def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_before_is_intact(tmp_path):
-    plan = plan_of(tmp_path, train={"steps": 6}, checkpoint={"asynchronous": False})
+    plan = plan_of(tmp_path, train={"steps": 6})
     out, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
 
     def block(line):

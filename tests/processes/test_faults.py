@@ -106,7 +106,7 @@ def test_a_stopped_rank_is_replaced_when_the_run_may_restart(tmp_path, out):
 @pytest.mark.repeats
 def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_checkpoint_before(tmp_path, out, small_disk):
     folder, fill, release = small_disk
-    plan = saving(tmp_path, checkpoint={"dir": str(folder), "asynchronous": False})
+    plan = saving(tmp_path, checkpoint={"dir": str(folder)})
 
     def each(line):
         if line.startswith("wrote"):
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path
 def test_a_run_goes_on_and_saves_where_the_folder_it_was_started_in_is_removed(tmp_path, out):
     here, plan = tmp_path / "here", saving(tmp_path, train={"steps": 10**6}, checkpoint={"every": 20})
     here.mkdir()
-    command = [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "--out", str(out)]
+    command = [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "-o", str(out)]
     with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         shown = []
         for line in run.stdout:

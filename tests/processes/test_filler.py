@@ -1,34 +1,41 @@
 """[filler] in runs over gloo, as for a user."""
 
+import pytest
+
 from tests.processes.plans import metrics, run_here, write_plan
 from tests.refusals import refused
 
 ARGS = {"count": 4, "f": 8.0, "b": 8.0, "w": 8.0}
 LAYERS = {"model": {"family": "bench.sleeping:layers", "loss": "mse", "layers": 4, "args": ARGS}}
 JOB = {**LAYERS, "data": {"kind": "bench.sleeping:Points"}, "schedule": {"kind": "1f1b", "microbatch_size": 1}}
-TASK = "tests.processes.fillers:make"
 
 
-def filled(tmp_path, name, task=TASK, **args):
-    filler = {"filler": {"task": task, **({"args": {"folder": str(tmp_path), **args}} if task == TASK else {})}}
-    return run_here(write_plan(tmp_path, name, **JOB, **filler), 4, tmp_path / f"{name}-out")
+@pytest.fixture
+def filled(tmp_path, monkeypatch):
+    monkeypatch.setenv("FILLED", str(tmp_path))
+
+    def run(name, task="make"):
+        filler = {"filler": {"task": f"tests.processes.fillers:{task}"}}
+        return run_here(write_plan(tmp_path, name, **JOB, **filler), 4, tmp_path / f"{name}-out")
+
+    return run
 
 
-def test_ranks_work_while_they_wait(tmp_path):
+def test_ranks_work_while_they_wait(filled, tmp_path):
     run_here(write_plan(tmp_path, **JOB), 4, tmp_path / "plain")
-    lines = "\n".join(filled(tmp_path, "filled"))
+    lines = "\n".join(filled("filled"))
     assert all(int((tmp_path / f"rank-{rank}").read_text()) > 0 for rank in range(4))
     assert "filler  rank 0: " in lines and "rank 3: " in lines and "% of " in lines
     one, other = metrics(tmp_path / "plain"), metrics(tmp_path / "filled-out")
     assert [row["loss"] for row in one] == [row["loss"] for row in other]
 
 
-def test_a_filler_that_fails_leaves_the_run_alone(tmp_path):
-    lines = "\n".join(filled(tmp_path, "failing", fails=2))
+def test_a_filler_that_fails_leaves_the_run_alone(filled, tmp_path):
+    lines = "\n".join(filled("failing", "failing"))
     assert "rank 1 goes on without its filler, which failed: ValueError: no more of this" in lines
     assert len(metrics(tmp_path / "failing-out")) == 3
 
 
-def test_a_factory_that_makes_no_task_is_refused(tmp_path):
+def test_a_factory_that_makes_no_task_is_refused(filled):
     with refused("E502"):
-        filled(tmp_path, "nothing", "tests.processes.fillers:nothing")
+        filled("nothing", "nothing")

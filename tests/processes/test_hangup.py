@@ -18,7 +18,7 @@ from zbc.training.checkpoint import folder as disk
 def command(tmp_path, out):
     """A long `zbc run` with a checkpoint at its end."""
     plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6}, checkpoint={"every": 10**5})
-    return [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "--out", str(out)]
+    return [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "-o", str(out)]
 
 
 def has_signals_as_they_are():

@@ -123,7 +123,7 @@ def test_a_second_signal_ends_ranks_that_do_not_come_to_an_end(tmp_path, out):
 
 def test_a_run_interrupted_from_the_terminal_exits_with_130_and_complete_metrics(tmp_path, out):
     plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6})
-    command = [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "--out", str(out)]
+    command = [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "-o", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         shown = []
         for line in run.stdout:

@@ -15,6 +15,7 @@ from tests.refusals import error_of, refused
 from tests.test_linefile import no_file_beyond
 from zbc.compiler.recorded.log import read
 from zbc.errors import ZbcError
+from zbc.job import gpu
 from zbc.plan.directory import read_manifest
 from zbc.plan.phases import Phases
 from zbc.runtime.core.progress import EvaluationResult, StepResult
@@ -66,9 +67,16 @@ def test_a_line_is_broken_between_its_numbers_where_a_terminal_is_narrow(columns
     assert "  ".join(map(str.strip, broken)) == whole.replace("step  1", "step  5")
 
 
-def test_what_a_run_gets_done_is_what_its_plan_would_at_the_same_time_of_a_step(open_log, tmp_path):
+@pytest.fixture
+def toy(monkeypatch):
+    """A GPU of 0.001 TFLOPS, by name."""
+    monkeypatch.setitem(gpu.GPUS, "toy", gpu.GPUS["l40s"]._replace(tflops=0.001))
+    return {"gpu": "toy", "device": "cpu"}
+
+
+def test_what_a_run_gets_done_is_what_its_plan_would_at_the_same_time_of_a_step(open_log, tmp_path, toy):
     """One function computes both, so a prediction is off only by the time of a step."""
-    with open_log(log={"every": 5, "peak_tflops": 0.001}) as log:
+    with open_log(log={"every": 5}, hardware=toy) as log:
         told = json.loads((tmp_path / "run" / "run.json").read_text())["predicted"]
         log.record(result(seconds=told["barrier_ms"] / 1e3))
     (row,) = metrics(tmp_path / "run")
@@ -136,9 +144,9 @@ def test_run_directories_are_numbered_and_none_is_used_twice(open_log, tmp_path,
     monkeypatch.chdir(tmp_path)
     folders = []
     for _ in range(3):
-        with open_log(out=None, log={"dir": "somewhere"}) as log:
+        with open_log(out=None) as log:
             folders.append(str(log.folder))
-    assert folders == ["somewhere/plan-1", "somewhere/plan-2", "somewhere/plan-3"]
+    assert folders == ["runs/plan-1", "runs/plan-2", "runs/plan-3"]
 
 
 def test_an_existing_directory_is_used_if_no_run_is_in_it(open_log, tmp_path):
@@ -181,7 +189,7 @@ def test_a_full_disk_leaves_nothing_of_a_run_that_cannot_begin(open_log, tmp_pat
 
 
 def test_a_step_that_the_disk_has_no_room_for_is_named_and_leaves_no_half_line(open_log, tmp_path):
-    with pytest.raises(ZbcError) as raised, open_log(log={"tensorboard": True}, checkpoint={"every": 5}) as log:
+    with pytest.raises(ZbcError) as raised, open_log(log={"to": ["tensorboard"]}, checkpoint={"every": 5}) as log:
         log.record(result())
         with no_file_beyond((tmp_path / "run" / "metrics.jsonl").stat().st_size + 10):
             log.record(result(1))
@@ -207,7 +215,7 @@ def test_an_evaluation_has_lines_of_its_own(tmp_path):
 def test_tensorboard_has_every_finite_number_of_every_step(open_log, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with open_log(log={"tensorboard": True}) as log:
+    with open_log(log={"to": ["tensorboard"]}) as log:
         log.record(result())
         log.record(result(1, loss=4.5, grad_norm=math.inf))
         assert " over 8 of 16 samples, " in log.record_evaluation(EvaluationResult(1, 4.25, 8, 0.5, 16))
@@ -223,10 +231,10 @@ def test_tensorboard_has_each_step_once_when_a_run_goes_on(open_log, tmp_path, f
     """After a checkpoint, or from the beginning without one."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with open_log(log={"tensorboard": True}) as log:
+    with open_log(log={"to": ["tensorboard"]}) as log:
         for step in range(4):
             log.record(result(step, loss=1.0 + step))
-    with open_log(log={"tensorboard": True}, go_on=tmp_path / "run", first=first) as log:
+    with open_log(log={"to": ["tensorboard"]}, go_on=tmp_path / "run", first=first) as log:
         for step in range(first, 6):
             log.record(result(step, loss=1.0 + step))
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
@@ -258,7 +266,7 @@ def wandb(monkeypatch):
 
 
 def test_wandb_is_told_what_runs_and_every_step(open_log, tmp_path, wandb):
-    with open_log(log={"wandb": "project"}) as log:
+    with open_log(log={"to": ["wandb:project"]}) as log:
         log.record(result())
     begun, (step, numbers), end = wandb.told
     assert begun["project"] == "project" and begun["dir"] == str(tmp_path / "run") and begun["config"]["ranks"] == 4
@@ -267,9 +275,9 @@ def test_wandb_is_told_what_runs_and_every_step(open_log, tmp_path, wandb):
 
 def test_a_run_that_goes_on_is_one_run_of_wandb(open_log, tmp_path, wandb):
     for go_on, first in ((None, 0), (tmp_path / "run", 1), (tmp_path / "run", 2)):
-        with open_log(log={"wandb": "project"}, go_on=go_on, first=first) as log:
+        with open_log(log={"to": ["wandb:project"]}, go_on=go_on, first=first) as log:
             log.record(result(first))
-    with open_log(log={"wandb": "project"}, out=tmp_path / "other"):
+    with open_log(log={"to": ["wandb:project"]}, out=tmp_path / "other"):
         pass
     began = [told for told in wandb.told if isinstance(told, dict)]
     assert len({one["id"] for one in began[:3]}) == 1 and began[3]["id"] != began[0]["id"]
@@ -280,7 +288,7 @@ def test_a_run_that_goes_on_is_one_run_of_wandb(open_log, tmp_path, wandb):
 def test_a_wandb_that_does_not_start_is_an_error_in_words(open_log, wandb):
     wandb.init = lambda **options: (_ for _ in ()).throw(RuntimeError("No API key configured.\nUse `wandb login`."))
     with refused("E602", match="does not start: No API key", hint="WANDB_MODE=offline"):
-        open_log(log={"wandb": "project"})
+        open_log(log={"to": ["wandb:project"]})
     with open_log():  # the same command again, after a login
         pass
 
@@ -290,7 +298,7 @@ def test_a_run_goes_on_whatever_has_become_of_its_run_json(open_log, tmp_path, w
     with open_log() as log:
         log.record(result())
     (tmp_path / "run" / "run.json").write_text(damage)
-    with open_log(log={"wandb": "project"}, go_on=tmp_path / "run", first=1) as log:
+    with open_log(log={"to": ["wandb:project"]}, go_on=tmp_path / "run", first=1) as log:
         log.record(result(1))
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["first_step"] == 2
@@ -299,24 +307,24 @@ def test_a_run_goes_on_whatever_has_become_of_its_run_json(open_log, tmp_path, w
 def test_a_package_that_is_missing_is_found_before_the_run_starts(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # the folder of an earlier run looks like a package without files
     monkeypatch.syspath_prepend(tmp_path)
-    plan = write_plan(tmp_path, log={"wandb": "project"})
+    plan = write_plan(tmp_path, log={"to": ["wandb:project"]})
     with refused("E602", hint="zbc[wandb]"):
         run_here(plan, 4, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_mfu_is_the_share_of_the_given_peak(open_log, tmp_path):
-    with open_log(log={"peak_tflops": 0.001}) as log:
+def test_mfu_is_the_share_of_the_peak_of_the_gpu(open_log, tmp_path, toy):
+    with open_log(hardware=toy) as log:
         line = log.record(result())
     weights = 4 * (12 * 16 * 16) + 16 * 256
     flops = 8 * 6 * 8 * (weights + 4 * 8 * 16)  # 8 sequences of 8 tokens
     assert metrics(tmp_path / "run")[0]["mfu"] == pytest.approx(flops / (0.1 * 4 * 1e9))
     assert "MFU 1.6%" in line
-    with open_log(out=tmp_path / "other", hardware={"tflops": 7.0}, log={"peak_tflops": 0.002}) as log:
-        assert "MFU 0.8%" in log.record(result()), "of the peak, not of what is sustained"
+    with open_log(out=tmp_path / "other", hardware={**toy, "tflops": 7.0}) as log:
+        assert "MFU 1.6%" in log.record(result()), "of the peak, not of what is sustained"
 
 
-def test_without_a_given_peak_there_is_no_mfu(open_log, tmp_path):
+def test_without_a_gpu_there_is_no_mfu(open_log, tmp_path):
     with open_log(hardware={"tflops": 0.001}) as log:
         assert "MFU" not in log.record(result())
     assert metrics(tmp_path / "run")[0]["mfu"] is None

@@ -83,9 +83,9 @@ def rows(folder: Path, name: str, key: str) -> list[float]:
 def test_a_feature_with_state_is_one_file_and_trains_evaluates_saves_and_resumes(folder):
     here, more = Path(zbc.__file__).parent.parent, folder / "more"
     for path, name in ((here, "plain"), (more, "whole")):
-        run(folder, path, "run", "plan", "--local", "2", "--threads", "--out", name)
-    run(folder, more, "run", "plan", "--local", "2", "--threads", "--out", "half", "--steps", "2")
-    run(folder, more, "run", "plan", "--local", "2", "--threads", "--out", "rest", "--resume", "half")
+        run(folder, path, "run", "plan", "--local", "2", "--threads", "-o", name)
+    run(folder, more, "run", "plan", "--local", "2", "--threads", "-o", "half", "--steps", "2")
+    run(folder, more, "run", "plan", "--local", "2", "--threads", "-o", "rest", "--resume", "half")
     assert rows(folder, "whole", "loss") == rows(folder, "plain", "loss")
     evaluated = rows(folder, "whole", "eval_loss")
     assert len(evaluated) == 2 and evaluated != rows(folder, "plain", "eval_loss")

@@ -18,8 +18,7 @@ from zbc.plan.directory import StoredPlan, read_manifest
 
 ROOT = Path(__file__).parent.parent.parent
 ZBC = [sys.executable, "-m", "zbc"]
-SLEEPING = """zbc = 1
-[model]
+SLEEPING = """[model]
 family = "sleeping:drawn"
 layers = 4
 loss = "mse"
@@ -113,7 +112,7 @@ def pretending(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             if schedule in fail:
                 raise ZbcError("E703", "tune: it failed")
-            out = Path(words[words.index("--out") + 1])
+            out = Path(words[words.index("-o") + 1])
             out.mkdir(parents=True)
             (out / "run.json").write_text('{"format": "zbc-run"}')
             took = [1000.0, 1000.0, *[TOOK[schedule]] * 3]

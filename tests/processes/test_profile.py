@@ -24,7 +24,7 @@ def zbc(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.repeats
 def test_a_profile_is_made_planned_with_and_the_plan_trains(zbc, tmp_path):
-    (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, data={"kind": "synthetic"}, costs={"profile": "gone.json"}))
+    (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, data={"kind": "synthetic"}))
     code, out, err = zbc("profile", "zbc.toml", "-o", "p.json", "--rounds", "3", "--set", "model.hidden=16")
     assert code == 0, err
     assert err == ""  # a bar is for terminals
@@ -64,7 +64,7 @@ def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(z
     code, out, err = zbc(*second.split()[1:], "--json")
     assert code == 0, err
     assert json.loads(out)["barrier_ms"] == pytest.approx(told["replan"]["planned_ms"], rel=1e-3)
-    code, out, err = zbc("profile", "--from-trace", "run", "--base", "profile.json", "--json")
+    code, out, err = zbc("profile", "run", "--profile", "profile.json", "--json")
     assert code == 0 and json.loads(out)["on"]["together"] == 2
 
 
@@ -72,10 +72,9 @@ def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(z
     ("arguments", "text"),
     [
         ([], "give JOB.toml to measure"),
-        (["zbc.toml", "--from-trace", "run"], "measures nothing"),
-        (["--from-trace", "run", "--threads", "2"], "measures nothing"),
-        (["zbc.toml", "--base", "p.json"], "goes with --from-trace"),
-        (["zbc.toml", "--phase", "m4"], "--phase goes with --from-trace"),
+        (["zbc.toml", "--links"], "JOB.toml: --links goes without it"),
+        (["run", "--threads", "2"], "--threads: the run run goes without it"),
+        (["zbc.toml", "--profile", "p.json"], "--profile: a job goes without it"),
         (["zbc.toml", "--rounds", "1"], "--rounds"),
         (["zbc.toml", "--device", "tpu"], "tpu"),
     ],

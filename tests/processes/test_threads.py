@@ -114,7 +114,7 @@ def test_a_rank_that_hangs_is_found(tmp_path):
 def test_ctrl_c_ends_the_step_and_the_run(tmp_path):
     plan = write_plan(tmp_path, checkpoint={"every": 10**6}, train={"steps": 10**6})
     command = [sys.executable, "-m", "zbc", "run", str(plan), "--local", str(RANKS), "--threads"]
-    with subprocess.Popen([*command, "--out", str(tmp_path / "run")], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, "-o", str(tmp_path / "run")], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         next(line for line in process.stdout if line.startswith("step") and line.split()[1].startswith("2/"))
         process.send_signal(signal.SIGINT)

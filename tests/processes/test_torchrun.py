@@ -39,7 +39,7 @@ DATA = {"kind": "tests.processes.user_layers:Vectors"}
 
 
 def started(plan, out, *more):
-    command = [*TORCHRUN, "zbc", "run", str(plan), "--out", str(out), *more]
+    command = [*TORCHRUN, "zbc", "run", str(plan), "-o", str(out), *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -68,7 +68,7 @@ def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     kept, runs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}, []
     for rank, plan in enumerate(plans):
-        command = [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")]
+        command = [sys.executable, "-m", "zbc", "run", str(plan), "-o", str(tmp_path / "run")]
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": paths[rank]}
         runs.append(subprocess.Popen(command, env={**env, **own}, **kept))
     shown = [run.communicate(timeout=80) for run in runs]
@@ -92,7 +92,7 @@ def test_two_machines_restart_behind_the_newest_checkpoint_and_save_when_they_ar
     plan, out = write_plan(tmp_path, **tables), tmp_path / "run"
     there = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
     places = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", *there]
-    command = [sys.executable, "-m", "torch.distributed.run", *places, "-m", "zbc", "run", str(plan), "--out", str(out)]
+    command = [sys.executable, "-m", "torch.distributed.run", *places, "-m", "zbc", "run", str(plan), "-o", str(out)]
     read, write = os.pipe()
     machines = [subprocess.Popen(command, stdout=write, stderr=write) for _ in range(2)]
     os.close(write)
@@ -141,7 +141,7 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this sys
 def test_a_rank_ends_as_it_is_to_where_nobody_can_be_told_why(tmp_path):
     plan = write_plan(tmp_path, **troubled("raise", good=2), parallel={"pp": 1})
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "zbc", "run", str(plan), "-o", str(tmp_path / "run")]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=full, env={**os.environ, **place}, timeout=60)
     assert ended.returncode == 7

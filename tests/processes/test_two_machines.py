@@ -70,7 +70,7 @@ def running(*processes):
 def trains(plan, out, places, commands):
     """Runs one command on each machine; asserts the losses of one process."""
     processes = [
-        place.start(["bash", "-c", f"{command} --out {out}"], plan.parent)
+        place.start(["bash", "-c", f"{command} -o {out}"], plan.parent)
         for place, command in zip(places, commands, strict=True)
     ]
     with running(*processes):
@@ -86,8 +86,7 @@ def trains(plan, out, places, commands):
 @pytest.mark.repeats
 def test_two_machines_with_fixed_numbers(places, tmp_path):
     """Two copies of a pipeline of two ranks; a machine has both copies of a rank, and messages go to the other."""
-    hardware = {"ranks_per_node": 2}
-    plan = write_plan(tmp_path, parallel={"pp": 2, "dp": 2, "node": [1, 2]}, hardware=hardware)
+    plan = write_plan(tmp_path, parallel={"pp": 2, "dp": 2, "order": [0, 2, 1, 3]}, hardware={"ranks_per_node": 2})
     commands = documented("torchrun --nnodes 2 --node-rank", ranks=2)
     assert len(commands) == 2
     port = str(free_port())
@@ -178,7 +177,7 @@ def test_a_run_outlives_an_outage_and_names_the_machine_that_is_gone_for_good(tw
     start = f"exec torchrun --nnodes 2 --nproc-per-node 1 --master-addr {two[0].address} --master-port {port}"
     processes = [
         place.start(
-            ["unshare", "--uts", "bash", "-c", f"hostname n{r}; {start} --node-rank {r} -m zbc run plan --out {out}"],
+            ["unshare", "--uts", "bash", "-c", f"hostname n{r}; {start} --node-rank {r} -m zbc run plan -o {out}"],
             plan.parent,
         )
         for r, place in enumerate(two)
@@ -231,7 +230,7 @@ def test_the_order_of_a_table_of_links_is_as_fast_as_their_cables(tmp_path):
             port, out = free_port(), folder / "run"
             start = f"torchrun --nnodes 4 --nproc-per-node 1 --master-addr {four[0].address} --master-port {port}"
             processes = [
-                place.start(["bash", "-c", f"{start} --node-rank {r} -m zbc run plan --out {out}"], folder)
+                place.start(["bash", "-c", f"{start} --node-rank {r} -m zbc run plan -o {out}"], folder)
                 for r, place in enumerate(four)
             ]
             with running(*processes):

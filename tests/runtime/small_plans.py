@@ -338,11 +338,11 @@ class _Both:
         inside = {n: p for n, p in named.items() if n.startswith("layers.") and p.dim() == 2}
         scale = {"rms": "match_rms_adamw", "original": "original"}[options.scale]
         how = {"momentum": options.momentum, "weight_decay": options.weight_decay, "adjust_lr_fn": scale}
-        self._muon = torch.optim.Muon(inside.values(), lr=options.lr, **how)
+        self._muon = torch.optim.Muon(inside.values(), lr=options.rates[0], **how)
         rest = [p for n, p in named.items() if n not in inside]
-        plain = options.model_copy(update={"kind": "adamw", "lr": options.lr})
+        plain = options.model_copy(update={"kind": "adamw", "lr": options.rates[1]})
         self._adamw = _optimizer(plain, dict(enumerate(rest)))
-        self._own = 1.0 if options.adamw_lr is None else options.adamw_lr / options.lr
+        self._own = options.rates[1] / options.rates[0]
         self.param_groups = self._muon.param_groups
 
     def step(self) -> None:

@@ -330,7 +330,7 @@ def test_a_target_that_is_no_linear_layer_is_refused():
 
 # ---- checkpoints and files ---------------------------------------------------------------------------------------
 
-EVERY = {"every": 2, "asynchronous": False, "keep": 9}
+EVERY = {"every": 2, "keep": 9}
 
 
 def checkpointed(folders, p, schedule, tmp_path, **how):

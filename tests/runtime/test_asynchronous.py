@@ -153,7 +153,7 @@ def test_a_lookahead_is_another_training():
 def test_a_run_that_goes_on_has_the_same_bits(tmp_path, lookahead, optimizer):
     """As a run with the same checkpoint, after which both begin with an empty pipeline."""
     options = {"lookahead": lookahead, "optimizer": optimizer}
-    plan = plan_of("1f1b", 3, 4, checkpoint={"every": 3, "asynchronous": False, "keep": 9}, **options)
+    plan = plan_of("1f1b", 3, 4, checkpoint={"every": 3, "keep": 9}, **options)
     run_threads(plan, 6, folder=tmp_path / "a")
     run_threads(plan, 3, folder=tmp_path / "b")
     run_threads(plan, 6, folder=tmp_path / "b", resume=at(tmp_path / "b", 3))

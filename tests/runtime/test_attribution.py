@@ -16,7 +16,6 @@ from zbc.plan.directory import StoredPlan
 
 MS = 4.0
 JOB = """
-zbc = 1
 [model]
 family = "tests.runtime.sleepers:layers"
 layers = 4

@@ -152,7 +152,7 @@ def test_weights_of_several_stages_or_of_all_ranks_are_averaged_once(name, kind,
 @pytest.mark.parametrize("asked", few([{"share": 0.3}, {"share": 1.0, "delay": 0}, {"share": 0.5, "every": 2}], 1))
 def test_a_run_that_is_cut_off_goes_on_to_the_bit(asked, of, tmp_path):
     """A checkpoint makes all replicas equal, whether the run ends there or continues."""
-    options = {"checkpoint": {"every": 3, "asynchronous": False}, "train": {"steps": 8}, **of}
+    options = {"checkpoint": {"every": 3}, "train": {"steps": 8}, **of}
     made = plan(tmp_path / "p", asked, **options)
     whole = run_threads(made, 8, folder=tmp_path / "whole")
     run_threads(made, 3, folder=tmp_path / "cut")
@@ -163,7 +163,7 @@ def test_a_run_that_is_cut_off_goes_on_to_the_bit(asked, of, tmp_path):
 
 
 def test_a_checkpoint_goes_on_with_other_replicas_and_as_plain_training(tmp_path):
-    options = {"checkpoint": {"every": 4, "asynchronous": False}, "train": {"steps": 8}}
+    options = {"checkpoint": {"every": 4}, "train": {"steps": 8}}
     run_threads(plan(tmp_path / "p", {"share": 0.5}, **options), 4, folder=tmp_path / "run")
     for name, other in {
         "one": plan_of(tmp_path / "one", pp=1, m=2 * M, optimizer=ADAM, **options),

@@ -30,7 +30,7 @@ from zbc.training.checkpoint.saving import check_copies
 
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 ADAMW = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "cosine", "warmup_steps": 2}}
-TWO = {"every": 2, "asynchronous": False}
+TWO = {"every": 2}
 
 
 def plan(schedule="1f1b", p=2, m=4, *, dp=1, checkpoint=TWO, model=SMALL, optimizer=ADAMW, seed=7, size=1, **how):
@@ -278,7 +278,7 @@ def test_a_batch_that_grows_goes_on_growing(ahead, tmp_path):
 
 def test_written_beside_the_steps_is_what_was_written_between_them(tmp_path):
     train(plan(checkpoint={"every": 1, "keep": 9}), 5, tmp_path / "beside")
-    train(plan(checkpoint={"every": 1, "keep": 9, "asynchronous": False}), 5, tmp_path / "between")
+    train(plan(checkpoint={"every": 1, "keep": 9}), 5, tmp_path / "between")
     for step in range(1, 6):
         same(at(tmp_path / "beside", step), at(tmp_path / "between", step))
         beside, between = ((at(tmp_path / way, step) / "rank-0000.safetensors") for way in ("beside", "between"))
@@ -397,7 +397,7 @@ def test_what_a_checkpoint_has_may_change_from_one_to_the_next(dp, tmp_path):
     def optimized(step):
         return {name.split(".")[1] for name in tensors(at(tmp_path, step)) if name.startswith("optim.")}
 
-    one = plan(dp=dp, checkpoint={"every": 1, "keep": 9, "asynchronous": dp == 1})
+    one = plan(dp=dp, checkpoint={"every": 1, "keep": 9})
     losses = train(one, 5, tmp_path, step=forgetful)
     assert [optimized(step) == {"embed", "layers", "head"} for step in range(1, 6)] == [False, True, True, False, True]
     for step in (1, 2, 3, 4):
@@ -426,13 +426,12 @@ def refusing_disk(monkeypatch):
     return full_after
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_full_disk_ends_in_a_message_and_the_checkpoint_before_is_intact(beside, refusing_disk, tmp_path):
+def test_a_full_disk_ends_in_a_message_and_the_checkpoint_before_is_intact(refusing_disk, tmp_path):
     train(plan(), 2, tmp_path)
     before = tensors(at(tmp_path, 2))
     refusing_disk(1)
     with refused("E611", "step-00000004", match="No space left on device") as caught:
-        train(plan(checkpoint={"every": 2, "asynchronous": beside}), 6, tmp_path, at(tmp_path, 2))
+        train(plan(checkpoint={"every": 2}), 6, tmp_path, at(tmp_path, 2))
     assert caught.value.details[0] == f"the newest complete checkpoint is {at(tmp_path, 2)}"
     assert list(disk.complete(tmp_path)) == [2]
     after = tensors(at(tmp_path, 2))
@@ -453,7 +452,7 @@ def test_what_a_broken_attempt_left_is_replaced(refusing_disk, monkeypatch, tmp_
 @pytest.mark.parametrize("where", few(["weight", "exp_avg"], ("exp_avg",)))
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
 def test_copies_that_differ_are_no_checkpoint(name, where, tmp_path):
-    one = plan(name, 2, dp=2 if name == "1f1b" else 1, checkpoint={"every": 3, "asynchronous": False})
+    one = plan(name, 2, dp=2 if name == "1f1b" else 1, checkpoint={"every": 3})
 
     def spoil(worker, op):
         if (worker.step, worker.rank, op) == (2, one.manifest.topology.world - 1, worker.script[-1][1]):
@@ -481,7 +480,7 @@ def test_the_message_names_the_ranks_of_each_copy():
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
-    train(plan(checkpoint={"every": 1, "asynchronous": False}), 2, folder)
+    train(plan(checkpoint={"every": 1}), 2, folder)
     return folder
 
 

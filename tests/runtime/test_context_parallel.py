@@ -214,7 +214,7 @@ def test_a_block_gathers_once_in_f_sums_once_in_b_and_does_nothing_in_w(way, tmp
 def test_a_run_goes_on_with_another_cp(first, second, tmp_path):
     alike = {"train": {"steps": 4}, "optimizer": {"kind": "adamw", "lr": 1e-3}}
     alike |= {"model": "llama", "model_more": EXPERTS} if "ep" in first else {}
-    options = {"checkpoint": {"every": 2, "asynchronous": False}, "m": 4 // first.get("dp", 1), **alike}
+    options = {"checkpoint": {"every": 2}, "m": 4 // first.get("dp", 1), **alike}
     before = plan_of(tmp_path / "a", "zb-h1", pp=2, more=first, **options)
     after = plan_of(tmp_path / "b", "1f1b", pp=1, more=second, **options)
     run_threads(before, 2, folder=tmp_path / "before")

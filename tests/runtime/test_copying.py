@@ -9,6 +9,7 @@ import torch
 
 from tests.composed import beside, trained
 from tests.refusals import refused
+from zbc.job.sections import Hardware
 from zbc.runtime.cuda import StreamCopier
 from zbc.runtime.features.offload import copying
 from zbc.runtime.features.offload.copying import Piece, ThreadCopier
@@ -162,5 +163,5 @@ def test_a_run_that_copies_in_both_directions_at_once_trains_to_the_bit_as_one_w
         ThreadCopier, "__init__", lambda one, *, duplex: begun(one, duplex=made.append(duplex) or duplex)
     )
     both, plain = beside("offload", parallel__pp=2, model__layers=4, schedule__microbatches=4)
-    both["hardware"]["host_duplex"] = True
+    monkeypatch.setattr(Hardware, "duplex", True)
     assert trained(both, steps=2) == trained(plain, steps=2) and made and all(made)

@@ -67,8 +67,8 @@ def test_too_little_data_for_one_step_is_refused():
             True,
             "data.path = a, in samples of 4 tokens, of which data.validation = 0.5 keeps",
         ),
-        ({"path": "a", "validation_path": "b"}, True, "data.validation_path = b, in samples of 4 tokens"),
-        ({"path": "a", "validation_path": "b"}, False, "data.path = a, in samples of 4 tokens"),
+        ({"path": "a", "validation": "b"}, True, "data.validation = b, in samples of 4 tokens"),
+        ({"path": "a", "validation": "b"}, False, "data.path = a, in samples of 4 tokens"),
     ],
 )
 def test_the_place_of_data_is_what_the_job_calls_them(data, kept, where):

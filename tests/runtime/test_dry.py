@@ -136,7 +136,7 @@ def test_the_bytes_are_those_of_layers_that_compute(name):
 
 SHARED = {
     "one sum": {},
-    "two sums": {"parallel": {"vocabulary_sums": 2}},
+    "two sums": {"parallel": {"vocabulary": "shared-2"}},
     "bfloat16": {"model": {**GPT, "tie_embeddings": True, "dtype": "bfloat16"}},
     "frozen": {"adapter": {"rank": 4}},
     "tp": {"model": LLAMA, "parallel": {"tp": 2, "tp_sequence": True}},

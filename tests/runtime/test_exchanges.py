@@ -20,7 +20,7 @@ from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.training.models.experts import Experts
 
 FAST, SLOW = 8.0, 0.01  # Gbit/s inside a node and between nodes
-HARDWARE = {"ranks_per_node": 2, "link_gbps": FAST, "link_us": 0.0, "inter_node_gbps": SLOW, "inter_node_us": 0.0}
+HARDWARE = {"ranks_per_node": 2, "link_gbps": FAST, "link_us": 0.0, "inter_node_gbps": SLOW}
 MODEL = {"experts": 8, "top_k": 3}
 
 

@@ -219,7 +219,7 @@ def test_a_bias_chooses_experts_and_weighs_none():
 
 
 def test_a_run_with_biases_goes_on_from_its_checkpoint(tmp_path):
-    keeps = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 3, "seed": 3}}
+    keeps = {"checkpoint": {"every": 2}, "train": {"steps": 3, "seed": 3}}
     whole = run(tables(BIASED | SHARED_OUT | keeps), folder=tmp_path / "run")
     after = run(tables(BIASED | keeps), folder=tmp_path / "after", resume=at(tmp_path / "run", 2))
     assert after[-1].results[0].routed == whole[-1].results[2].routed
@@ -229,7 +229,7 @@ def test_a_run_with_biases_goes_on_from_its_checkpoint(tmp_path):
 def test_uneven_loads_cost_the_rank_with_most_rows():
     def costs(**model):
         more = {"parallel": {"pp": 2, "dp": 2, "ep": 2}, "hardware": {"tflops": 1e-3, "memory_gbps": 1e6}}
-        more["hardware"] |= {"kernel_us": 0.0, "link_gbps": 1e6}
+        more["hardware"] |= {"link_gbps": 1e6}
         return compile_job(job(model=MODEL | model, **more), budget=0.0, suggest=False).costs
 
     even, uneven = costs(), costs(imbalance=2.0)

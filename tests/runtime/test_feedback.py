@@ -77,7 +77,7 @@ def test_however_the_optimizer_is_cut_up_it_trains_alike(traits):
 
 def test_a_run_goes_on_with_the_same_bits(tmp_path):
     one = tables("sharded optimizer", kind="muon", lr=0.01)
-    one["checkpoint"] = {"every": 3, "asynchronous": False, "keep": 9}
+    one["checkpoint"] = {"every": 3, "keep": 9}
     plan = planned(tmp_path, one)
     whole = run_threads(plan, 6, folder=tmp_path / "a")
     rest = run_threads(plan, 6, folder=tmp_path / "b", resume=at(tmp_path / "a", 3))

@@ -105,7 +105,7 @@ def test_an_evaluation_changes_nothing():
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_run_that_goes_on_has_the_same_bits(tmp_path, name):
-    checkpoint = {"every": 3, "asynchronous": False, "keep": 9}
+    checkpoint = {"every": 3, "keep": 9}
     options = {"optimizer": OPTIMIZERS[name], "model": SMALL}
     whole = run_threads(
         plan_of("1f1b", 3, 4, checkpoint={**checkpoint, "every": 9}, **options), 9, folder=tmp_path / "a"
@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path, name):
 
 def test_other_ways_to_step_go_on_from_its_checkpoints(tmp_path):
     """And vice versa: from a checkpoint with one version the first step has no delay."""
-    checkpoint = {"every": 2, "asynchronous": False}
+    checkpoint = {"every": 2}
     mine = plan_of(model=SMALL, checkpoint=checkpoint)
     other = make_plan(make_program("1f1b", 2, 3), model=SMALL, checkpoint=checkpoint, optimizer=ADAMW)
     run_threads(mine, 2, folder=tmp_path / "a")

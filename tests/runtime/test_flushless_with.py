@@ -53,7 +53,7 @@ def test_experts_of_several_replicas_step_with_their_stage(dp, ep, more):
 
 def test_experts_go_on_with_both_versions_and_on_other_ranks(tmp_path):
     tables = mixture(dp=2, ep=2)
-    tables["checkpoint"] = {"every": 3, "asynchronous": False, "keep": 9}
+    tables["checkpoint"] = {"every": 3, "keep": 9}
     plan = planned(tmp_path, tables)
     whole = losses_of(run_threads(plan, 6, folder=tmp_path / "a"))[3:]
     assert losses_of(run_threads(plan, 6, folder=tmp_path / "b", resume=at(tmp_path / "a", 3))) == whole
@@ -120,7 +120,7 @@ def test_a_growing_batch_drains_where_it_grows(tmp_path):
 def test_a_run_in_shares_goes_on_with_the_same_bits(tmp_path):
     """The older weights, written in parts by ranks, are whole again on all ranks."""
     tables = settings("two versions", "sharded optimizer", "slices")
-    tables["parallel"]["pp"], tables["checkpoint"] = 2, {"every": 3, "asynchronous": False, "keep": 9}
+    tables["parallel"]["pp"], tables["checkpoint"] = 2, {"every": 3, "keep": 9}
     plan = planned(tmp_path, tables)
     whole = run_threads(plan, 6, folder=tmp_path / "a")
     rest = run_threads(plan, 6, folder=tmp_path / "b", resume=at(tmp_path / "a", 3))

@@ -206,7 +206,7 @@ def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resid
 )
 def test_a_training_goes_on_with_its_weights_shared_out_or_not(tmp_path, schedule, first, second):
     """With two pipes shares of gradients are summed in a different order."""
-    every = {"checkpoint": {"every": 2, "asynchronous": False}}
+    every = {"checkpoint": {"every": 2}}
     before, after = (plan_of(schedule, 2, 4, room, **every) for room in (first, second))
     straight = run_threads(before, STEPS, folder=tmp_path / "whole")
     run_threads(before, 2, folder=tmp_path / "run")

@@ -209,7 +209,7 @@ def test_every_layer_has_its_turn(frozen, replicas):
 
 
 def test_a_training_goes_on_where_a_checkpoint_was_written(tmp_path):
-    options = {"checkpoint": {"every": 2, "keep": 9, "asynchronous": False}}
+    options = {"checkpoint": {"every": 2, "keep": 9}}
     plan = frozen_plan("zb-h1", **options)
     whole = run_threads(plan, 4, folder=tmp_path / "a")
     rest = run_threads(plan, 4, folder=tmp_path / "b", resume=next((tmp_path / "a").glob("*2")))

@@ -98,7 +98,7 @@ def test_a_vocabulary_that_ranks_share_ignores_padding_too(sums):
 
 
 def test_steps_of_an_epoch_come_in_another_order_and_a_training_goes_on_with_them(tmp_path):
-    every = {"checkpoint": {"every": 3, "asynchronous": False}, "optimizer": {"kind": "sgd", "lr": 0.1}}
+    every = {"checkpoint": {"every": 3}, "optimizer": {"kind": "sgd", "lr": 0.1}}
     plan = plan_of("zb-h1", **every)
     whole = run_of(plan, 9, tmp_path / "whole")
     begun = run_of(plan, 6, tmp_path / "begun")

@@ -250,7 +250,7 @@ def test_the_longest_samples_of_a_step_are_in_its_longest_microbatches_and_train
 
 
 def test_a_training_of_dealt_samples_goes_on_where_it_was(tmp_path):
-    plan = dealt("zb-h1", checkpoint={"every": 2, "asynchronous": False})
+    plan = dealt("zb-h1", checkpoint={"every": 2})
     straight = run_threads(plan, 4)
     run_threads(plan, 2, folder=tmp_path / "run")
     again = run_threads(plan, 4, resume=next(tmp_path.glob("**/step-*")))

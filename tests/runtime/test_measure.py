@@ -165,7 +165,7 @@ TWO_SUMS = [{"tp": 2, "tp_sequence": True}, {"cp": 2}, {"cp": 2, "tp": 2, "tp_se
 @pytest.mark.parametrize("parallel", few(TWO_SUMS, 1), ids=str)
 def test_the_norm_before_shared_words_is_of_a_ranks_own_tokens(tmp_path, parallel):
     model = {**LLAMA, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 256, "seq_len": 64, **MASTERS}
-    where = {"pp": 2, "vocabulary": "shared", "vocabulary_sums": 2, **parallel}
+    where = {"pp": 2, "vocabulary": "shared-2", **parallel}
     for predicted, measured in both(tmp_path, kind="1f1b", m=4, layers=4, model=model, parallel=where):
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.025)
 

@@ -21,7 +21,7 @@ from zbc.runtime.core.muon import is_matrix, orthogonal
 from zbc.runtime.core.optimizer import torch_optimizer
 from zbc.runtime.features.shards.sharded import Sharded
 
-MUON = {"kind": "muon", "lr": 0.01, "adamw_lr": 0.003}
+MUON = {"kind": "muon", "lr": [0.01, 0.003]}
 ROUNDED = 5e-4  # sums in another order, rounded to bfloat16 by Newton-Schulz
 
 
@@ -71,7 +71,7 @@ def test_any_schedule_has_the_bits_of_one_process(schedule, p, m, v, sync):
 def test_vectors_have_a_rate_of_their_own_beside_matrices_that_stay(kind):
     """As plain AdamW with the same schedule steps them, of the same gradients in the first step."""
     program, schedule = make_program("1f1b", 2, 4), {"kind": kind}
-    still = {"kind": "muon", "lr": 0.0, "adamw_lr": 0.01, "schedule": schedule}
+    still = {"kind": "muon", "lr": [0.0, 0.01], "schedule": schedule}
     plan = make_plan(program, model=LLAMA, optimizer=still)
     plain = make_plan(program, model=LLAMA, optimizer={"kind": "adamw", "lr": 0.01, "schedule": schedule})
     start, ended, other = (parameters(run_threads(*how)) for how in ((plan, 0), (plan, 1), (plain, 1)))
@@ -182,9 +182,9 @@ def test_a_group_has_a_rate_and_a_decay_of_its_own():
 def test_groups_train_alike_in_shares(tmp_path):
     groups = [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}, {"names": ["layers.0.*"], "rate": 0.25}]
     plain = tables(optimizer__kind="adamw", optimizer__groups=groups, schedule__microbatches=8)
-    del plain["optimizer"]["adamw_lr"]
+    plain["optimizer"]["lr"] = 0.01
     cut = tables("sharded all", "tp", optimizer__kind="adamw", optimizer__groups=groups)
-    del cut["optimizer"]["adamw_lr"]
+    cut["optimizer"]["lr"] = 0.01
     other = {**plain, "optimizer": {k: v for k, v in plain["optimizer"].items() if k != "groups"}}
     assert apart(trained(cut), trained(plain)) <= 2e-5
     assert apart(trained(other), trained(plain)) > 1e-4
@@ -198,4 +198,4 @@ def test_a_group_of_nothing_is_refused(tmp_path):
 
 def test_what_is_for_muon_alone_is_refused():
     with refused("E110"):
-        job(optimizer={"adamw_lr": 0.1})
+        job(optimizer={"lr": [0.1, 0.2]})

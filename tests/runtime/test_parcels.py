@@ -281,7 +281,7 @@ def test_what_changes_after_it_was_saved_is_named():
 
 def test_a_run_goes_on_from_a_checkpoint_with_copies(tmp_path):
     program = make_program("zb-h1", 2, 3)
-    options = {"checkpoint": {"every": 2, "asynchronous": False}}
+    options = {"checkpoint": {"every": 2}}
     whole = run_threads(make_plan(program, **options), 4)
     run_threads(make_plan(moved(program), **options), 2, folder=tmp_path)
     rest = run_threads(make_plan(moved(program), **options), 4, resume=next(tmp_path.glob("step*")))
@@ -305,7 +305,7 @@ def test_processes_over_gloo(tmp_path, schedule):
     write(tmp_path / "moved", *assemble(there, **how))
     found = []
     for name in ("plain", "moved"):
-        zbc(tmp_path, "run", name, "--local", "2", "--out", f"{name}-run", "--trace", "2-3")
+        zbc(tmp_path, "run", name, "--local", "2", "-o", f"{name}-run", "--trace", "2-3")
         lines = map(json.loads, (tmp_path / f"{name}-run/metrics.jsonl").read_text().splitlines())
         found.append([(line["loss"], line.get("grad_norm")) for line in lines if "loss" in line])
     assert found[0] == found[1] and len(found[0]) == 4

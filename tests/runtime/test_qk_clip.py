@@ -300,7 +300,7 @@ def test_masters_are_scaled_and_the_average_is_of_what_was(tmp_path):
 
 
 def test_an_average_is_of_scaled_weights(tmp_path):
-    keeps = {"checkpoint": {"every": 1, "asynchronous": False, "keep": 9}}
+    keeps = {"checkpoint": {"every": 1, "keep": 9}}
     plan = planned(tmp_path / "plan", optimizer={"kind": "adamw", "ema": 0.5}, **LLAMA, **keeps)
     run_threads(plan, 3, folder=tmp_path / "run")
     first, second, third = (tensors(at(tmp_path / "run", step)) for step in (1, 2, 3))
@@ -313,7 +313,7 @@ def test_an_average_is_of_scaled_weights(tmp_path):
 
 @pytest.mark.parametrize("more", few([{}, {"tp": 2, "dp": 2, "shard": "optimizer"}], 1), ids=str)
 def test_a_run_goes_on_with_the_same_bits(more, tmp_path):
-    keeps = {"checkpoint": {"every": 1, "asynchronous": False, "keep": 9}, "train": {"steps": 3}}
+    keeps = {"checkpoint": {"every": 1, "keep": 9}, "train": {"steps": 3}}
     plan = planned(tmp_path / "plan", pp=1, more=more, **LLAMA, **keeps)
     whole = run_threads(plan, 3, folder=tmp_path / "a")
     rest = run_threads(plan, 3, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))

@@ -205,7 +205,7 @@ RESUMED = [["tp", "sharded optimizer"], ["sharded optimizer", "post-validate"], 
 @pytest.mark.parametrize(("kind", "state"), [("adamw", "bfloat16"), ("muon", "bfloat16"), ("adamw", "float32")])
 def test_a_run_goes_on_with_the_same_bits(traits, choice, kind, state, tmp_path):
     one = tables(*traits, choice=choice, kind=kind, state=state)
-    one["checkpoint"] = {"every": 2, "asynchronous": False, "keep": 9}
+    one["checkpoint"] = {"every": 2, "keep": 9}
     plan = planned(tmp_path, one)
     whole = run_threads(plan, 4, folder=tmp_path / "a")
     rest = run_threads(plan, 4, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))

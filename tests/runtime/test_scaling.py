@@ -121,7 +121,7 @@ def test_losses_that_layers_add_are_scaled_and_told_as_they_are(how):
 
 def test_a_resumed_training_goes_on_with_the_scale_bit_by_bit(tmp_path):
     """Saved after three steps, between two that double the scale, and gone on by another plan."""
-    every = {"checkpoint": {"every": 3, "asynchronous": False, "keep": 9}}
+    every = {"checkpoint": {"every": 3, "keep": 9}}
     whole = run_of(plan_of("1f1b", **every), 6, tmp_path / "whole")
     begun = run_of(plan_of("zb-v", **every), 3, tmp_path / "begun")
     went = run_of(plan_of("zb-h1", **every), 6, tmp_path / "went", at(tmp_path / "begun", 3))

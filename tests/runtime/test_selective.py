@@ -38,7 +38,7 @@ def test_a_stage_that_recomputes_selectively_trains_to_the_bit_as_one_that_keeps
     jobs[0]["memory"] = {"activations": "offload" if trait == "offload" else "keep"}
     jobs[1]["memory"] = {"activations": "selective" + "+offload" * (trait == "offload"), "attention": attention}
     for one in jobs:  # what is frozen follows the bubbles of a plan: without the time of messages, and little of it
-        one["hardware"] = {**one.get("hardware", {}), **FREE}
+        one["costs"] = {**one.get("costs", {}), **FREE}
         one |= {"freeze": {"most": 0.25}} if trait == "freeze" else {}
     plain = trained(jobs[0])
     assert not made

@@ -226,7 +226,7 @@ def test_evaluation_is_that_of_one_process():
 # ---- checkpoints ---------------------------------------------------------------------------------------------
 
 ZERO1 = {"lr": 1e-2, "zero1": True}
-OPTIONS = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2, "asynchronous": False}}
+OPTIONS = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
 PLANS = {
     "ends": lambda model: make_plan(make_program("1f1b", 2, 3, tied=model is TIED), model=model, **OPTIONS),
     "two ranks": lambda model: plan_of("zb-h1", 2, 3, 1, model=model, **OPTIONS),

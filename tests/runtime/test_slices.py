@@ -283,7 +283,7 @@ def test_sequences_of_another_length_are_refused_with_both():
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
 def test_a_run_goes_on_with_another_number_of_slices(tmp_path, before, after):
-    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2, "asynchronous": False}}
+    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
     first, second = plan_of("1f1b", 2, 3, before, **options), plan_of("zb-v", 2, 3, after, **options)
     run_threads(first, 2, folder=tmp_path)
     workers = run_threads(second, 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")

@@ -265,7 +265,7 @@ def test_what_else_a_run_may_do(how, tmp_path):
 def test_a_run_goes_on_with_another_tp(first, second, tmp_path):
     """Checkpoints hold whole tensors, with the optimizer's numbers for them."""
     adam = {"kind": "adamw", "lr": 1e-3}
-    options = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 4}, "optimizer": adam}
+    options = {"checkpoint": {"every": 2}, "train": {"steps": 4}, "optimizer": adam}
     before = plan_of(tmp_path / "a", "zb-h1", pp=first[0], tp=first[1], **options)
     after = plan_of(tmp_path / "b", "1f1b", pp=second[0], tp=second[1], **options)
     run_threads(before, 2, folder=tmp_path / "before")
@@ -288,7 +288,7 @@ SHARDED = [
 @pytest.mark.parametrize(("kind", "shard", "model", "more"), few(SHARDED, lambda way: way[2] == "tied"))
 def test_replicas_share_out_the_parts_that_ranks_have(kind, shard, model, more, tmp_path):
     """2 replicas of 2 ranks of the pipeline, each of 2 that share its layers; one process resumes their checkpoint."""
-    options = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 4}, **more}
+    options = {"checkpoint": {"every": 2}, "train": {"steps": 4}, **more}
     options["optimizer"] = {"kind": "adamw", "lr": 1e-3, **more.get("optimizer", {})}
     found = plan_of(tmp_path / "a", kind, pp=2, tp=2, dp=2, model=model, more={"shard": shard}, **options)
     whole = plan_of(tmp_path / "b", kind, pp=2, tp=2, dp=2, model=model, **options)

@@ -89,7 +89,7 @@ def test_all_copies_of_a_weight_stay_one(schedule, p, how):
 
 
 def test_a_run_goes_on_from_its_checkpoint_under_another_plan(tmp_path):
-    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2, "asynchronous": False}}
+    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
     first, second = plan_of("1f1b", 4, **options), plan_of("zb-v", 2, **options)
     run_threads(first, 2, folder=tmp_path / "before")
     workers = run_threads(second, 4, folder=tmp_path / "after", resume=at(tmp_path / "before", 2))

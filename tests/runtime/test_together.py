@@ -68,7 +68,7 @@ WEIGHED = [("slices x offload", kind, {}) for kind in ("1f1b", "zb-v", "interlea
 WEIGHED += [("slices x offload", "1f1b", {"memory__activations": "selective+offload"})]
 WEIGHED += [("slices x offload", "1f1b", {"model__family": "llama"})]
 OPEN = [
-    {"parallel__vocabulary_sums": 2},
+    {"parallel__vocabulary": "shared-2"},
     {"model__dtype": "bfloat16", "model__seq_len": 512},
     {"model__family": "llama"},
 ]
@@ -81,7 +81,7 @@ WEIGHED += [(f"{words} x tp", "1f1b", {"model__hidden": 256}) for words in WITH_
 ADAPTED = [
     ("1f1b", {}),
     ("zb-v", {}),
-    ("zb-h1", {"parallel__vocabulary_sums": 2}),
+    ("zb-h1", {"parallel__vocabulary": "shared-2"}),
     ("1f1b", {"model__family": "llama"}),
 ]
 WEIGHED += [("shared vocabulary", kind, {"adapter__rank": 4, **how}) for kind, how in ADAPTED]
@@ -157,7 +157,7 @@ def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path
     assert apart(trained(both), trained(settings())) <= NEAR
 
 
-PACKED = [("1f1b", {}), ("zb-v", {"shard": "optimizer"}), ("interleaved-1f1b", {"vocabulary_sums": 2})]
+PACKED = [("1f1b", {}), ("zb-v", {"shard": "optimizer"}), ("interleaved-1f1b", {"vocabulary": "shared-2"})]
 
 
 @pytest.mark.parametrize(("kind", "parallel"), few(PACKED, 1))

@@ -107,8 +107,8 @@ def test_the_last_part_is_kept_for_evaluation(tmp_path):
     assert train.targets([6]).tolist() == [[25, 26, 27, 28]] and rest.targets([2]).tolist() == [[37, 38, 39, 40]]
     assert samples(path=path, build=build_validation) is None
     other = write(tmp_path / "b.bin", range(9))
-    assert len(samples(path=path, validation_path=other, build=build_validation)) == 2
-    assert len(samples(path=path, validation_path=other)) == 10
+    assert len(samples(path=path, validation=other, build=build_validation)) == 2
+    assert len(samples(path=path, validation=other)) == 10
 
 
 def test_files_that_are_not_there_or_damaged(tmp_path):

@@ -341,7 +341,7 @@ def test_ranks_that_know_other_lengths_do_not_begin(monkeypatch):
 
 @pytest.mark.parametrize("zero1", [False, True])
 def test_a_training_of_unequal_work_goes_on_where_it_was(tmp_path, zero1):
-    plan = unequal(zero1=zero1, checkpoint={"every": 2, "asynchronous": False})
+    plan = unequal(zero1=zero1, checkpoint={"every": 2})
     straight = run_threads(plan, 4)
     run_threads(plan, 2, folder=tmp_path / "run")
     again = run_threads(plan, 4, resume=next(tmp_path.glob("**/step-*")))

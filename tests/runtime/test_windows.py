@@ -139,7 +139,7 @@ def test_memory_is_predicted(tmp_path, resident, kind, dtype):
 
 @pytest.mark.parametrize("back", [False, True])
 def test_a_training_goes_on_with_windows_or_without(tmp_path, back):
-    every = {"checkpoint": {"every": 2, "asynchronous": False}}
+    every = {"checkpoint": {"every": 2}}
     plan = plan_of("interleaved-1f1b", 2, 4, 1, **every)
     before, after = (one_sided(plan), plan) if back else (plan, one_sided(plan))
     run_threads(before, 2, folder=tmp_path / "run")

@@ -314,7 +314,6 @@ def job_text(found: Advice, number: int, source: Path) -> str:
     lines = [
         f"# Made by zbc advise from {source}, row {number}: {row.shape}.",
         f"# Predicted: {took}, {gib:.1f} GiB on the fullest GPU.",
-        "zbc = 1",
     ]
     values = row.document.values
     for name in (*_ORDER, *(name for name in values if name not in (*_ORDER, "zbc"))):

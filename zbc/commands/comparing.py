@@ -139,7 +139,6 @@ def compare(
     schedules: Annotated[
         str,
         typer.Option(
-            "--schedules",
             "--schedule",
             metavar="all|A,B,C",
             help="Schedules, CSV files or plugins to compare.",
@@ -200,7 +199,7 @@ def compare(
         refuse_unwritable(output)
     named = [name.strip() for name in schedules.split(",") if name.strip()]
     if not named:
-        raise typer.BadParameter("--schedules names none; write them as zb-h1,zb-v, or all")
+        raise typer.BadParameter("--schedule names none; write them as zb-h1,zb-v, or all")
     names = [schedule for name in named for schedule in (SCHEDULES if name == "all" else [name])]
     noise = Noise(jitter, trials=_TRIALS) if jitter else None
     asked = Asked(target, tuple(settings or ()), profile, 0.0 if budget is None else budget, noise)

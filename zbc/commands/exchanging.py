@@ -37,7 +37,7 @@ class Dialect(StrEnum):
 
 def export(
     target: PlanJobOrCsv,
-    to: Annotated[Target, typer.Option("--to", help="The format to write.")],
+    to: Annotated[Target, typer.Option("--format", help="The format to write.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a file instead of printing.")
     ] = None,

@@ -249,12 +249,11 @@ def _origin(job: Job, section: str, key: str) -> str:
 def listing(job: Job) -> Iterator[str]:
     """Lines of TOML; keys that are not set are comments, since TOML has no null."""
     from zbc.job.model_section import foreign
-    from zbc.job.spec import SECTIONS, VERSION
+    from zbc.job.spec import SECTIONS
 
     unused = {"model": foreign(job.model)}
-    yield f"zbc = {VERSION}"
-    for name, section in SECTIONS.items():
-        yield f"\n[{name}]"
+    for i, (name, section) in enumerate(SECTIONS.items()):
+        yield f"{chr(10) * (i > 0)}[{name}]"
         values = getattr(job, name).model_dump(mode="json")
         for key in section.model_fields:
             written = job.document.has((name, key))

@@ -32,7 +32,6 @@ def job_text(folder: Path) -> str:
     lines = [
         f"# Made from {folder / hfconfig.CONFIG}; weights are read when the plan runs.",
         "#   zbc plan zbc.toml  &&  zbc run plan --local 2 --save-hf trained",
-        "zbc = 1                       # version of this file",
         "",
         "[model]                       # what is split into stages",
         *_model_lines(hfmodel.written(values), longest),

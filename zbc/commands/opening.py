@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,6 +40,11 @@ class Changes(NamedTuple):
 
 def is_job(path: Path) -> bool:
     return path.suffix == ".toml"
+
+
+def is_planned(path: Path) -> bool:
+    """Whether a path is of a plan, a job or an order."""
+    return path.suffix in (".toml", ".csv") or path.name == "plan.json" or isfile(path / "plan.json")
 
 
 def say_if_compiling(job: Job | None, *, quiet: bool) -> None:

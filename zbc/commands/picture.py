@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,6 @@ _NEVER = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".eps", ".ps", ".tif", ".tif
 _DRAWN = (Form.SVG, Form.PNG, Form.PDF)
 _TAKEN_BY = {
     "--by slot": (Form.TERM,),
-    "--width": (Form.TERM,),
     "--zoom": (Form.TERM, *_DRAWN),
 }
 _PNG_SCALE = 2.0
@@ -60,8 +60,8 @@ def refuse_unused(form: Form, asked: Mapping[str, bool]) -> None:
     """Refuses given options that a picture of this format would ignore; `asked`: option -> whether it was given."""
     for option, given in asked.items():
         if given and form not in _TAKEN_BY[option]:
-            forms = " and ".join(f"--as {taker.value}" for taker in _TAKEN_BY[option])
-            raise typer.BadParameter(f"works with {forms}, not with --as {form.value}", param_hint=option)
+            forms = " and ".join(taker.value for taker in _TAKEN_BY[option])
+            raise typer.BadParameter(f"works with {forms}, not with {form.value}", param_hint=option)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,6 @@ class Wanted:
     form: Form
     ranks: tuple[int, ...] | None
     zoom: tuple[float, float] | None
-    width: int | None
     by_slot: bool
     bubbles: bool
     to_file: bool
@@ -113,13 +112,17 @@ class Wanted:
     def _view(self) -> View:
         from zbc.viz.terminal import View
 
-        columns = self.width or (WIDTH if self.to_file else columns_here())
+        columns = columns_here(to_file=self.to_file)
         unicode = self.to_file or "utf" in (sys.stdout.encoding or "").lower()
         return View(columns, "slot" if self.by_slot else "time", self.ranks, self.zoom, unicode, self.bubbles)
 
 
-def columns_here() -> int:
-    return max(NARROWEST, shutil.get_terminal_size((WIDTH, 24)).columns) if sys.stdout.isatty() else WIDTH
+def columns_here(*, to_file: bool = False) -> int:
+    """Those that the environment names as COLUMNS; else of the terminal, and WIDTH off it."""
+    if (named := os.environ.get("COLUMNS", "")).isdecimal():
+        return max(NARROWEST, int(named))
+    here = not to_file and sys.stdout.isatty()
+    return max(NARROWEST, shutil.get_terminal_size((WIDTH, 24)).columns) if here else WIDTH
 
 
 def _rendered(sheet: str, form: Form, path: Path) -> bytes:

@@ -1,6 +1,6 @@
 """`zbc run JOB.toml`: the plan directory of a job, made just before it runs.
 
-It is below log.dir, named after the job file and the plan id: `runs/plans/zbc-691945da`. Under torchrun the first rank
+It is below `runs`, named after the job file and the plan id: `runs/plans/zbc-691945da`. Under torchrun the first rank
 of each machine plans, and the others wait for a file next to the plans that names the directory. Each machine plans for
 itself; the run checks that their plans are the same.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from zbc.commands.opening import Changes, say_if_compiling
 from zbc.errors import ZbcError
+from zbc.host.folders import RUNS
 
 if TYPE_CHECKING:
     from zbc.compiler.compile import Compiled
@@ -39,7 +40,7 @@ def planned(path: Path, changes: Changes) -> Planned:
     env = os.environ
     waits = "RANK" in env and env.get("LOCAL_RANK", env["RANK"]) != "0"
     job = changes.job(path, sketch=waits)
-    place = Path(job.log.dir) / "plans"
+    place = RUNS / "plans"
     if "RANK" not in env:
         return _made(path, job, changes, place)
     word = place / f".{path.stem}-{_launch()}"

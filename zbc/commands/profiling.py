@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.commands.console import indented, labelled, progress, refuse_unwritable, show, show_json, table, write_text
+from zbc.commands.opening import is_planned
 from zbc.commands.options import AsJson, Device, Quiet, ScheduleName, Settings, Verbose
 from zbc.commands.summary import not_to_be_trusted
 from zbc.errors import ZbcError
@@ -28,29 +29,16 @@ _ANY = 1e5  # GB/s; faster than any link
 
 
 def profile(
-    job: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="The job description.")] = None,
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="JOB.toml|RUN", help="The job to measure, or a recorded run (RUN/trace/m4: a phase)."),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile.")] = Path("profile.json"),
     device: Annotated[Device | None, typer.Option(help="Where to measure; default: hardware.device.")] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Threads per rank; default: as in `zbc run --local`.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, metavar="N", help="Repetitions; more make the medians steadier.")] = 20,
-    from_trace: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Derive the profile from a recorded run instead.")
-    ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --from-trace: the profile for all that a run does not tell; default: the plan's own.",
-        ),
-    ] = None,
-    phase: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="With --from-trace: the recorded phase of a ramp, such as m4; default: the last."
-        ),
-    ] = None,
     links: Annotated[
         bool, typer.Option("--links", help="Under torchrun: measure the links between all ranks, into links.toml.")
     ] = False,
@@ -59,6 +47,10 @@ def profile(
     ] = False,
     schedule: ScheduleName = None,
     settings: Settings = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of a run: the costs that it does not tell; default: those of its plan."),
+    ] = None,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -66,30 +58,34 @@ def profile(
     """Measure the costs of a job's layers on this machine.
 
     One layer of each kind runs as in training; times, memory and transfers are measured. `zbc plan JOB.toml --profile
-    FILE` plans with the result. With --from-trace nothing runs: the costs of layers come from a recorded run. --dry
+    FILE` plans with the result. Of a recorded run nothing is measured: the costs of layers come from its steps. --dry
     computes nothing: layers run on tensors without numbers, for their bytes.
     """
-    if links:
-        if job is not None or from_trace or threads or settings or schedule or dry:
-            raise typer.BadParameter("--links measures between ranks, whatever the job: leave out all but --device, -o")
+    how = "links" if links else "run" if target is not None and not is_planned(target) else "dry" if dry else "job"
+    for option, given, read in (
+        ("JOB.toml", target is not None, how != "links"),
+        ("--device", device, how in ("job", "links")),
+        ("--threads", threads, how == "job"),
+        ("--dry", dry, how == "dry"),
+        ("--schedule", schedule, how in ("job", "dry")),
+        ("--set", settings, how in ("job", "dry")),
+        ("--profile", profile, how == "run"),
+    ):
+        if given and not read:
+            of = {"links": "--links", "run": f"the run {target}", "dry": "--dry", "job": "a job"}[how]
+            raise typer.BadParameter(f"{of} goes without it", param_hint=option)
+    if how == "links":
         _links(output, device, rounds, as_json=json, quiet=quiet)
         return
-    if from_trace is not None:
-        if job is not None or device or threads or settings or schedule or dry:
-            raise typer.BadParameter("--from-trace measures nothing: leave out JOB.toml and how to measure")
-        _derive(from_trace, phase, base, output, as_json=json, quiet=quiet)
+    if target is None:
+        raise typer.BadParameter("give JOB.toml to measure, or a recorded run")
+    if how == "run":
+        _derive(target, profile, output, as_json=json, quiet=quiet)
         return
-    if dry and (device or threads):
-        raise typer.BadParameter("--dry measures nothing: leave out --device and --threads")
-    if job is None:
-        raise typer.BadParameter("give JOB.toml to measure, or --from-trace RUN to derive")
-    for option, value in (("--base", base), ("--phase", phase)):
-        if value is not None:
-            raise typer.BadParameter(f"{option} goes with --from-trace")
     from zbc.compiler.compile import load_job
 
-    loaded = load_job(job, [*(settings or ()), 'costs.profile=""'], schedule)
-    made_of = [str(job), *(f"--set={setting}" for setting in settings or ())]
+    loaded = load_job(target, settings or (), schedule)
+    made_of = [str(target), *(f"--set={setting}" for setting in settings or ())]
     if dry:
         refuse_unwritable(output)
         _write(_dry(loaded), made_of, output, as_json=json, quiet=quiet)
@@ -100,9 +96,9 @@ def profile(
     from zbc.training.profiling.session import effort, measure
 
     refuse_unwritable(output)
-    how = effort(loaded, device=device, threads=threads, rounds=rounds)
+    effort_of = effort(loaded, device=device, threads=threads, rounds=rounds)
     with progress("profiling", rounds + 1, quiet=quiet) as done:
-        measured = measure(loaded, how, done)
+        measured = measure(loaded, effort_of, done)
     _write(measured, made_of, output, as_json=json, quiet=quiet)
 
 
@@ -140,13 +136,14 @@ def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, q
         show(labelled("links", str(output)), labelled("next", f'[hardware] links = "{output}"'))
 
 
-def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
+def _derive(target: Path, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
     """Writes the profile of a recorded run. Raises E43x (the trace), E142 (the base)."""
     from zbc.compiler.recorded.derive import derive
     from zbc.compiler.recorded.replan import refuse_misfit
     from zbc.job import profile as profiles
     from zbc.trace import recording as trace
 
+    run, phase = trace.located(target)
     recorded = trace.read(run, phase)
     prior = None if base is None else profiles.read(base)
     if prior is not None:

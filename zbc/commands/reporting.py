@@ -12,7 +12,7 @@ import typer
 
 from zbc.commands import foreign, predicting
 from zbc.commands.console import indented, labelled, show, show_json, table
-from zbc.commands.opening import Changes
+from zbc.commands.opening import Changes, is_planned
 from zbc.commands.options import (
     AsJson,
     Budget,
@@ -47,7 +47,8 @@ def report(
         Path,
         typer.Argument(
             metavar="PLAN|JOB.toml|FILE.csv|RUN|LOG",
-            help="A plan, a job, a torch CSV, a run directory, or a log of Megatron-LM or torchtitan.",
+            help="A plan, a job, a torch CSV, a run directory (RUN/trace/m4: a phase), or a log of Megatron-LM or "
+            "torchtitan.",
         ),
     ],
     jitter: Annotated[
@@ -62,9 +63,6 @@ def report(
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="PLAN|JOB.toml", help="Of a log: what the same job was planned to do.")
-    ] = None,
-    phase: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The recorded phase of a ramp, such as m4; default: the last.")
     ] = None,
     schedule: ScheduleName = None,
     settings: Settings = None,
@@ -82,35 +80,30 @@ def report(
     """
     changes = Changes(settings, schedule, profile, budget)
     for option, given, of, kind in (
-        ("--plan", plan, isfile(target) and not _planned(target), "a log, as a run knows its plan"),
-        ("--phase", phase, not isfile(target) and not _planned(target), "a run directory, not with a log"),
-        ("--jitter", jitter, _planned(target), "a plan, a job or a CSV"),
-        ("--straggler", straggler, _planned(target), "a plan, a job or a CSV"),
+        ("--plan", plan, isfile(target) and not is_planned(target), "a log, as a run knows its plan"),
+        ("--jitter", jitter, is_planned(target), "a plan, a job or a CSV"),
+        ("--straggler", straggler, is_planned(target), "a plan, a job or a CSV"),
     ):
         if given is not None and not of:
             raise typer.BadParameter(f"works with {kind}; {target} is none", param_hint=option)
-    if _planned(target):
+    if is_planned(target):
         predicting.report(target, changes, jitter, straggler, json=json, quiet=quiet, verbose=verbose)
         return
     changes.refuse(target)
     if isfile(target):  # not target.is_file(), which raises for what cannot be looked at
         foreign.report(target, plan, json=json, quiet=quiet)
     else:
-        _of_run(target, phase, json=json, quiet=quiet, verbose=verbose)
+        _of_run(target, json=json, quiet=quiet, verbose=verbose)
 
 
-def _planned(target: Path) -> bool:
-    """Whether a path is of a plan, a job or an order."""
-    return target.suffix in (".toml", ".csv") or target.name == "plan.json" or isfile(target / "plan.json")
-
-
-def _of_run(run: Path, phase: str | None, *, json: bool, quiet: bool, verbose: bool) -> None:
-    """Prints the report of a run directory. Raises E430 if it is none, or a file is damaged."""
+def _of_run(target: Path, *, json: bool, quiet: bool, verbose: bool) -> None:
+    """Prints the report of a run directory, or of a phase in it. Raises E430 if it is none, or a file is damaged."""
     from zbc.api import Run
     from zbc.compiler.recorded import log
     from zbc.compiler.recorded.report import FORMAT, VERSION, build
     from zbc.trace import recording as trace
 
+    run, phase = trace.located(target)
     if not trace.has_trace(run):
         run_log = log.read(run)
         if json:
@@ -143,10 +136,10 @@ def _of_run(run: Path, phase: str | None, *, json: bool, quiet: bool, verbose: b
 def replan_command(run: Path, phase: str = "", *, lengths: bool = False) -> str:
     """The command that plans the job of a recorded run with the measured times of these steps; `lengths`: and with the
     lengths of its microbatches."""
-    folder, plan = shlex.quote(str(run)), shlex.quote(str(run / "trace" / "plan"))
-    which = f" --phase {phase}" if phase else ""
+    steps = run / "trace" / phase if phase else run
+    folder, plan = (shlex.quote(str(path)) for path in (steps, run / "trace" / "plan"))
     return (
-        f"zbc profile --from-trace {folder}{which} -o profile.json && "
+        f"zbc profile {folder} -o profile.json && "
         f"zbc plan {plan} --profile profile.json{' --set schedule.tokens=recorded' * lengths} -o plan-measured"
     )
 
@@ -221,7 +214,7 @@ def _summary(
             "those that compute at once take turns, of which estimates",
             "know nothing: zbc profile measures with as many at work",
         )
-    rest = [f"--phase {name}" if name else "the steps after the ramp" for name in phases if name != made.phase]
+    rest = [str(run / "trace" / name) if name else "the steps after the ramp" for name in phases if name != made.phase]
     if made.phase or rest:
         where = f"the steps of {made.phase} of a ramp" if made.phase else "the steps after a ramp"
         yield labelled(

@@ -36,9 +36,36 @@ OPTIONS = {
     "--nodes-of": (("advise",), "--set hardware.ranks_per_node=N"),
     "--trials": (("report",), "--jitter alone: a spread is always of 200 steps"),
     "--seed": (("report",), "--jitter alone: it draws the same times each time"),
+    "--width": (("visualize",), "COLUMNS=N before the command"),
+    "--from": (("visualize",), "--steps A-B"),
+    "--out": (("tune",), "-o DIR alone: what it tried is below runs"),
+    "--base": (("profile",), "--profile FILE"),
+    "--phase": (("profile", "report"), "RUN/trace/NAME in place of RUN"),
     "--together": (("profile",), "--threads N: as many ranks compute at once as fit on the cores"),
     "--all": (("compare",), "zbc visualize A B, which shows transfers too"),
 }
+# Old spelling of an option -> the commands that have it, and the option of today; "" for an argument.
+READ = {
+    "--as": (("visualize",), "--format"),
+    "--to": (("export",), "--format"),
+    "--schedules": (("compare",), "--schedule"),
+    "--out": (("run",), "--output"),
+    "--from-trace": (("profile",), ""),
+}
+
+
+def read(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line with the options of today, and a line for each old spelling."""
+    found, lines = list[str](), list[str]()
+    for argument in arguments:
+        old, equals, value = argument.partition("=")
+        commands, new = READ.get(old, ((), ""))
+        if arguments[0] not in commands:
+            found.append(argument)
+            continue
+        found += [new + equals + value] if new else [value] * bool(equals)
+        lines.append(f"`{old}` of `zbc {arguments[0]}` is an old spelling; type: {new or 'its argument alone'}")
+    return found, lines
 
 
 def now(arguments: Sequence[str]) -> str | None:

@@ -37,7 +37,7 @@ def run(
     threads: Annotated[
         bool, typer.Option("--threads", help="With --local: ranks are threads of one process, on one device.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run directory.")] = None,
+    out: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="The run directory.")] = None,
     save_hf: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final weights as a Hugging Face folder.")
     ] = None,

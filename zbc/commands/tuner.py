@@ -157,7 +157,7 @@ class Tuner:
         self.say(f"running {self.steps} steps of {one.compiled.schedule}, {one.source}")
         traced = f"{SETTLING + 1}-{max(SETTLING + 1, self.steps - 2)}"
         try:
-            self._launch(one, ["--steps", str(self.steps), "--trace", traced, "--out", str(out)])
+            self._launch(one, ["--steps", str(self.steps), "--trace", traced, "-o", str(out)])
         except ZbcError as error:
             one.error = error.message
             return
@@ -198,6 +198,6 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _bare(job: Job) -> Job:
-    """The job without checkpoints, wandb and tensorboard, for a trial."""
+    """The job without checkpoints and other logs than its own, for a trial."""
     checkpoint = job.checkpoint.model_copy(update={"every": 0})
-    return replace(job, checkpoint=checkpoint, log=job.log.model_copy(update={"wandb": None, "tensorboard": False}))
+    return replace(job, checkpoint=checkpoint, log=job.log.model_copy(update={"to": []}))

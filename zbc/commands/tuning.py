@@ -18,6 +18,7 @@ from zbc.commands.planning import run_command
 from zbc.commands.summary import throughput_lines
 from zbc.commands.tuner import Tried, Tuner
 from zbc.errors import EXIT_INTERRUPTED, ZbcError
+from zbc.host.folders import RUNS
 from zbc.text import aligned, short
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ def tune(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The fastest plan.")] = Path(
         "plan-tuned"
     ),
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Plans, profile and runs; default: in log.dir.")
-    ] = None,
     steps: Annotated[int, typer.Option(min=4, metavar="N", help="Steps of each plan.")] = 8,
     best: Annotated[int, typer.Option(min=1, metavar="N", help="Schedules to run beside the job's own.")] = 2,
     schedule: ScheduleName = None,
@@ -45,7 +43,7 @@ def tune(
     """Find the fastest plan of a job by running the best few.
 
     Profiles the layers, plans, runs some steps of each plan, plans again with the measured times, and keeps the plan
-    with the fastest steps. Ctrl-C keeps the best so far.
+    with the fastest steps. Ctrl-C keeps the best so far. What it tried stays in runs/tune-JOB-N.
     """
     from zbc.plan.directory import refuse_unwritable
 
@@ -55,7 +53,7 @@ def tune(
     if "RANK" in os.environ:
         hint = "start it once, as `zbc tune JOB.toml`, on the machine with the devices"
         raise ZbcError("E604", "tune: inside of torchrun, which it starts itself", hint=hint)
-    place = out or _free(Path(loaded.log.dir), f"tune-{job.stem}")
+    place = _free(RUNS, f"tune-{job.stem}")
     tuner = Tuner(job, changes, place, steps, best, _silent if quiet or json else tell)
     tuner.run()
     fastest = tuner.fastest

@@ -99,7 +99,7 @@ class Compiled:
         """Throughput of steps of `ms`."""
         job = self.job
         world = job.parallel.ranks
-        peak, frozen = job.log.peak_tflops, bool(job.adapter.rank)
+        peak, frozen = gpu.peak_tflops(job.hardware), bool(job.adapter.rank)
         tokens = job.parallel.dp * job.schedule.microbatch_size * sum(job.tokens) if job.model.seq_len else 0
         return throughput(job.model, self.sequences, ms, world, peak, tokens or None, frozen=frozen)
 
@@ -151,7 +151,7 @@ def load_job(
 
     With parallel.world, pp and dp are chosen: by the time per sample of the fast search, or not at all as a `sketch`.
 
-    `profile` is the file of measured costs to plan with, instead of costs.profile, of the job's costs in numbers, and
+    `profile` is the file of measured costs to plan with, instead of the job's costs in numbers, and
     of the costs that a plan was made with.
     """
     again = plans.is_plan(path)
@@ -408,7 +408,7 @@ def _with_count(compiled: Compiled, count: int) -> Job:
         job,
         schedule=job.schedule.model_copy(update=chosen),
         partition=job.partition.model_copy(update={"layers_per_stage": blocks}),
-        parallel=job.parallel.model_copy(update={"node": compiled.costs.node}),
+        node=compiled.costs.node,
         memory=as_ordered(job, compiled.found).memory,
     )
     return asked_again(made)

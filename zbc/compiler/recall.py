@@ -60,7 +60,7 @@ def document_of(folder: Path) -> toml.Document:
     values.pop("profile", None)
     values.pop("links", None)
     values["model"] = {**values["model"], "pretrained": pretrained}
-    return toml.Document(str(folder / MANIFEST), {"zbc": 1, **_set(values)})
+    return toml.Document(str(folder / MANIFEST), _set(values))
 
 
 def _set(values: dict[str, Any]) -> dict[str, Any]:

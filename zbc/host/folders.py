@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+RUNS = Path("runs")  # of run directories, and of the plans of jobs that `zbc run` plans
+
 
 @contextmanager
 def folders_for(path: Path, *, keep: bool = True) -> Iterator[None]:

@@ -15,7 +15,7 @@ class Refused:
     def add(self, reason: str) -> None:
         self.reasons.append(reason)
 
-    def raise_any(self, hint: str = "`--to json` keeps everything") -> None:
+    def raise_any(self, hint: str = "`--format json` keeps everything") -> None:
         if self.reasons:
             text = f"export: {self.tool} cannot express this plan ({self.target})"
             raise ZbcError("E413", text, details=self.reasons, hint=hint)

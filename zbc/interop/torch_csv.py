@@ -75,7 +75,7 @@ def read(path: Path) -> Sheet:
     try:
         text = contents(path, pipe=True).decode("utf-8-sig")
     except OSError as error:
-        hint = "`zbc export PLAN --to torch-csv -o FILE.csv` writes one"
+        hint = "`zbc export PLAN --format torch-csv -o FILE.csv` writes one"
         raise ZbcError("E411", f"csv: cannot read {path}: {error.strerror}", hint=hint) from None
     except UnicodeDecodeError as error:
         text = f"csv: {path} is not UTF-8 text (byte {error.start})"

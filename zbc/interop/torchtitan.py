@@ -60,7 +60,7 @@ def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> 
         refused.add("it deals stages round and round the ranks, or in one V; the plan places them otherwise")
     if manifest.ramp:
         refused.add("all of its batches are of one size; the training begins with smaller ones (schedule.ramp)")
-    refused.raise_any("`--to torch-csv` writes the order alone, for torch's runtime with stages of your own")
+    refused.raise_any("`--format torch-csv` writes the order alone, for torch's runtime with stages of your own")
     form = DIALECTS[dialect]
     names = {"embed": ["tok_embeddings"], "head": ["norm", form.head]}
     settings = {

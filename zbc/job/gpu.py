@@ -78,7 +78,6 @@ def values(gpu: Gpu) -> dict[tuple[str, str], float | str]:
         ("hardware", "memory_gbps"): round(BYTES * gpu.memory_gbps, 1),
         ("hardware", "link_gbps"): round(BYTES * gpu.link_gbps, 1),
         ("hardware", "inter_node_gbps"): round(BYTES * gpu.network_gbps, 1),
-        ("log", "peak_tflops"): float(gpu.tflops),
     }
 
 
@@ -110,6 +109,12 @@ def measured(hardware: Hardware) -> Hardware:
     if sheet is None or hardware.link_gbps != values(sheet)["hardware", "link_gbps"]:
         return hardware
     return hardware.model_copy(update={"link_gbps": None})
+
+
+def peak_tflops(hardware: Hardware) -> float | None:
+    """What MFU is a share of: the peak of `hardware.gpu`; None without one."""
+    sheet = None if hardware.gpu is None else find(hardware.gpu)
+    return None if sheet is None else sheet.tflops
 
 
 def forgotten(hardware: Hardware) -> str | None:

@@ -33,6 +33,7 @@ from zbc.job.sections import (
 )
 from zbc.job.world import Weighed
 from zbc.text import GIB
+from zbc.topology import Topology
 
 RESERVE = 0.06  # share of a GPU's memory to keep free, unless the job or a profile says otherwise
 
@@ -57,10 +58,11 @@ class Job:
     checkpoint: Checkpoint
     log: Log
     filler: Filler
-    profile: Profile | None = None  # the file of costs.profile, or the card of a factory's layers
+    profile: Profile | None = None  # the file of --profile, or the card of a factory's layers
     carded: bool = False  # it is the card
     links: LinkTable | None = None  # the file of hardware.links
     uncounted: ZbcError | None = None  # why nothing is known of what its layers cost
+    node: tuple[int, int] | None = None  # neighbours of a pipeline on a node, and replicas of each; None: open
     near: int = 0  # ranks on a node, once exchanges of experts' rows between nodes are planned in two steps
     weighed: tuple[Weighed, ...] = ()  # the candidates for pp and dp, if the job left them open
 
@@ -106,6 +108,11 @@ class Job:
         return self.flushless or (self.optimizer.sync != "before-step" and self.schedule.objective is None)
 
     @property
+    def topology(self) -> Topology:
+        """The axes of a run of one pipe, with its ranks assigned to nodes."""
+        return replace(self.parallel.topology, node=self.node)
+
+    @property
     def slices(self) -> int:
         """Slices of a microbatch; 1 while their number is open."""
         asked = self.schedule.slices
@@ -131,7 +138,7 @@ class Job:
         and collectives are of as many tokens."""
         model = self.model if self.model.seq_len is None else self.model.model_copy(update={"seq_len": tokens})
         part, given = tokens / self.row_tokens, self.costs
-        times = {name: getattr(given, name) for name in ("comm", "occupies", "tp", "cp", "ep")}
+        times = {name: getattr(given, name) for name in ("comm", "tp", "cp", "ep")}
         costs = given.model_copy(update={name: part * ms for name, ms in times.items() if ms is not None})
         return replace(self.with_tokens(()), model=model, costs=costs)
 
@@ -151,7 +158,7 @@ class Job:
     @property
     def vocabulary(self) -> int:
         """Sums over all ranks per unit of a shared vocabulary; 0 if it is not shared, or that is still open."""
-        return self.parallel.vocabulary_sums if self.parallel.vocabulary == "shared" else 0
+        return {"shared": 1, "shared-2": 2}.get(self.parallel.vocabulary, 0)
 
     @property
     def ties_words(self) -> bool:
@@ -195,13 +202,13 @@ class Job:
     def memory_for(self, held: float) -> float:
         """The least hardware.memory_gib with which a rank can hold `held` bytes."""
         gib = held / GIB
-        if self.hardware.reserve_gib is not None or self.hardware.device == "cpu":
-            return gib + self._reserve(gib)
+        if self.hardware.device == "cpu":
+            return gib
         return max(gib / (1 - RESERVE), gib + self._measured_reserve)
 
     def _reserve(self, memory_gib: float) -> float:
-        if self.hardware.reserve_gib is not None or self.hardware.device == "cpu":
-            return self.hardware.reserve_gib or 0.0
+        if self.hardware.device == "cpu":
+            return 0.0
         return max(RESERVE * memory_gib, self._measured_reserve)
 
     @property
@@ -216,7 +223,7 @@ class Job:
         """
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
         del data["model"]["pretrained"], data["parallel"]["world"], data["schedule"]["batch"]
-        data["costs"]["profile"] = data["hardware"]["links"] = None
+        data["hardware"]["links"] = None
         others = {name: {key: getattr(getattr(self, name), key) for key in keys} for name, keys in PLANNED.items()}
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
         links = {} if self.links is None else {"links": self.links.plain()}

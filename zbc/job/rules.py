@@ -27,6 +27,7 @@ from zbc.job.sections import (
     Filler,
     GivenCosts,
     Hardware,
+    Log,
     Memory,
     Optimizer,
     Parallel,
@@ -86,15 +87,16 @@ def _data_rules(draft: Draft, where: Where, data: Data, model: Model | None = No
 
 @given
 def _evaluation_rules(where: Where, train: Train, data: Data, checkpoint: Checkpoint | None = None) -> Found:
-    if train.eval_every and not data.validation and data.validation_path is None:
+    if train.eval_every and not data.validation:
         text = "config: train.eval_every evaluates on data that are kept for it, and [data] keeps none"
-        hint = "set data.validation = 0.01, or data.validation_path"
+        hint = 'set data.validation = 0.01, or = "FILE"'
         yield ZbcError("E110", text, where=where(("train", "eval_every")), hint=hint)
     if "eval_every" in train.model_fields_set and train.eval_every:
         return
     reads: list[tuple[Any, str, str]] = [(train, "train", "patience"), (checkpoint, "checkpoint", "keep_best")]
     if "eval_every" not in train.model_fields_set:
-        reads += [(train, "train", "eval_batches"), (data, "data", "validation_path")]
+        reads += [(train, "train", "eval_batches")]
+        reads += [(data, "data", "validation")] if data.others is not None else []
     for section, name, key in reads:
         if section is not None and asks(section, key):
             text = f"config: train.eval_every is missing, without which nothing is evaluated and {name}.{key} not read"
@@ -104,17 +106,20 @@ def _evaluation_rules(where: Where, train: Train, data: Data, checkpoint: Checkp
 
 
 @given
-def _writing_rules(draft: Draft, where: Where, checkpoint: Checkpoint | None = None) -> Found:
+def _writing_rules(where: Where, checkpoint: Checkpoint | None = None, log: Log | None = None) -> Found:
     """Settings of output that would silently write nothing, or into the current directory."""
     if checkpoint is not None and checkpoint.model_fields_set and "every" not in checkpoint.model_fields_set:
         text = "config: checkpoint.every is missing, without which there are no checkpoints"
         hint = "add every = 500 (steps between two), or every = 0 for none"
         yield ZbcError("E105", text, where=where(("checkpoint",), key=True), hint=hint)
-    for section, key in (("checkpoint", "dir"), ("log", "dir"), ("log", "wandb")):
-        settings = draft.sections.get(section)
-        if settings is not None and getattr(settings, key) == "":
-            text = f"config: {section}.{key} is empty"
-            yield ZbcError("E103", text, where=where((section, key)), hint="give it a name, or leave it out")
+    if checkpoint is not None and checkpoint.dir == "":
+        hint = "give it a name, or leave it out"
+        yield ZbcError("E103", "config: checkpoint.dir is empty", where=where(("checkpoint", "dir")), hint=hint)
+    for i, name in enumerate(log.to if log is not None else ()):
+        if name != "tensorboard" and not re.fullmatch("wandb:.+", name):
+            text = f"config: log.to: {name!r} is neither tensorboard nor wandb:PROJECT"
+            hint = 'write to = ["tensorboard", "wandb:my-project"], or one of them'
+            yield ZbcError("E103", text, where=where(("log", "to", i)), hint=hint)
 
 
 def _path_rules(data: Data, document: toml.Document) -> Found:
@@ -126,10 +131,10 @@ def _path_rules(data: Data, document: toml.Document) -> Found:
     if data.dtype is not None and data.kind != "tokens":
         text = f'config: data.dtype is for kind = "tokens", kind is "{data.kind}"'
         yield ZbcError("E150", text, where=document.where(("data", "dtype")), hint="drop it")
-    if data.validation_path is not None and (data.kind not in KINDS_OF_FILES or data.validation > 0):
-        text = "config: data.validation_path names files of text, tokens or chat, instead of data.validation"
-        hint = "drop one of them" if data.validation > 0 else "use data.validation"
-        yield ZbcError("E150", text, where=document.where(("data", "validation_path")), hint=hint)
+    if data.others is not None and data.kind not in KINDS_OF_FILES:
+        text = f"config: data.validation names files of text, tokens or chat, data.kind is {data.kind!r}"
+        hint = "write the share of the samples that is kept, such as 0.01"
+        yield ZbcError("E150", text, where=document.where(("data", "validation")), hint=hint)
 
 
 @given
@@ -139,9 +144,9 @@ def _cost_rules(draft: Draft, where: Where, costs: GivenCosts, model: Model | No
         missing = ", ".join(key for key in ("f", "b", "w") if key not in given)
         text = f"config: costs give {', '.join(given)} but not {missing}"
         yield ZbcError("E141", text, where=where(("costs", given[0])), hint="give all of f, b and w, or none")
-    if given and costs.profile:
-        text = f"config: costs.profile and costs.{given[0]} are two answers to one question"
-        yield ZbcError("E141", text, where=where(("costs", "profile")), hint=f"drop {', '.join(given)}, or the profile")
+    if given and draft.document.profile is not None:
+        text = f"config: --profile and costs.{given[0]} are two answers to one question"
+        yield ZbcError("E141", text, where=where(("costs", given[0])), hint=f"drop {', '.join(given)}, or the profile")
     if costs.act_w is not None and costs.act_b is None:
         text = "config: costs.act_w is a part of costs.act_b, which is not given"
         yield ZbcError("E141", text, where=where(("costs", "act_w")), hint="give act_b too")
@@ -202,19 +207,6 @@ def _partition_rules(draft: Draft, partition: Partition, model: Model | None = N
     if model is not None and not model.builtin:
         text = "config: a layout names the parts of a built-in model, model.family is another"
         yield ZbcError("E110", text, where=where, hint="list the layers of each stage")
-
-
-@given
-def _node_rule(draft: Draft, parallel: Parallel, hardware: Hardware | None = None) -> Found:
-    if parallel.node is None:
-        return
-    where, (parts, copies) = draft.document.where(("parallel", "node")), parallel.node
-    if parallel.pp % parts or parallel.dp % copies:
-        text = f"config: parallel.node = [{parts}, {copies}] does not divide pp = {parallel.pp} and dp = {parallel.dp}"
-        yield ZbcError("E110", text, where=where, hint="leave it out, and the least traffic between nodes decides")
-    elif hardware is not None and (seats := parts * copies * parallel.width) != hardware.ranks_per_node:
-        text = f"config: parallel.node has {seats} ranks, hardware.ranks_per_node is {hardware.ranks_per_node}"
-        yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {seats}")
 
 
 @given
@@ -280,7 +272,7 @@ def _sequence_rules(draft: Draft, parallel: Parallel, model: Model | None = None
 @given
 def _vocabulary_rules(draft: Draft, parallel: Parallel) -> Found:
     """E110 for a vocabulary that ranks cannot share; "auto" leaves it at the ends then."""
-    if parallel.vocabulary != "shared":
+    if parallel.vocabulary in ("ends", "auto"):
         return
     where = draft.document.where(("parallel", "vocabulary"))
     for text, hint in unshareable(draft.sections):
@@ -331,9 +323,6 @@ def _filler_rule(draft: Draft, filler: Filler) -> Found:
         text = f"config: filler.task {filler.task!r} does not name a function"
         where = draft.document.where(("filler", "task"))
         yield ZbcError("E103", text, where=where, hint='write task = "package.module:make"')
-    if filler.task is None and filler.args:
-        where = draft.document.where(("filler", "args"))
-        yield ZbcError("E105", "config: filler.task is missing", where=where, hint='add task = "package.module:make"')
 
 
 @given
@@ -387,16 +376,6 @@ def _gpu_rules(where: Where, hardware: Hardware) -> Found:
 
 
 @given
-def _reserve_rule(where: Where, hardware: Hardware) -> Found:
-    if (least := hardware.least_gib) is None or hardware.reserve_gib is None:
-        return
-    if hardware.reserve_gib >= least:
-        text = f"config: hardware.reserve_gib = {hardware.reserve_gib:g} leaves nothing of memory_gib"
-        hint = f"memory_gib is {least:g}; keep less of it free"
-        yield ZbcError("E110", text, where=where(("hardware", "reserve_gib")), hint=hint)
-
-
-@given
 def _rank_rules(draft: Draft, hardware: Hardware, parallel: Parallel) -> Found:
     """E110 for lists of [hardware] without exactly one entry per rank of the pipeline."""
     for key in (*BY_RANK, "slow"):
@@ -431,7 +410,7 @@ def _rate_rules(
     if schedule is not None and schedule.ramp and parallel is not None and optimizer.schedule.by == "samples":
         per = schedule.microbatch_size * parallel.dp
         steps = ramp.full_steps(schedule.ramp, schedule.microbatches, per, train.steps)
-    yield from learning_rate.problems(optimizer.lr, optimizer.schedule, steps, draft.document)
+    yield from learning_rate.problems(optimizer.peak_lr, optimizer.schedule, steps, draft.document)
 
 
 @given
@@ -515,7 +494,6 @@ RULES = (
     _copies_rule,
     _rate_rules,
     _ramp_rules,
-    _node_rule,
     _tensor_parallel_rules,
     _context_rules,
     _sequence_rules,
@@ -527,7 +505,6 @@ RULES = (
     _excluded,
     flushless.problems,
     _gpu_rules,
-    _reserve_rule,
     _rank_rules,
     _evaluation_rules,
     _sharding_rules,

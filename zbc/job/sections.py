@@ -19,6 +19,7 @@ from zbc.topology import Topology, inner_of, row_unit
 
 ACTIVATIONS = ("keep", "selective", "recompute", "offload", "selective+offload", "recompute+offload", "auto")
 
+LearningRate = Annotated[NotNegative, Field(le=1e3)]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving mean: the share that is kept
 PerPart = Ms | list[Ms]  # one number for all ranks, stages or layers, or one each
 AmountPerPart = Amount | list[Amount]
@@ -77,11 +78,6 @@ class Parallel(Section):
     world: Count | Literal["auto"] | None = Field(
         None, description='ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'
     )
-    node: tuple[Count, Count] | None = Field(
-        None,
-        strict=False,
-        description="neighbours of a pipeline, and replicas of each, on a node; default: the fewest bytes between",
-    )
     shard: Literal["none", "optimizer", "gradients", "weights", "all"] = Field(
         "none",
         description="what replicas of a stage share out: the optimizer's state and work; gradients too, after each run "
@@ -98,13 +94,11 @@ class Parallel(Section):
     replicas: list[Count] | Literal["auto"] | None = Field(
         None, description='replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'
     )
-    vocabulary: Literal["ends", "shared", "auto"] = Field(
+    vocabulary: Literal["ends", "shared", "shared-2", "auto"] = Field(
         "ends",
-        description="where embedding and output layer are: on the first and the last stage; or their words shared out "
-        "over all ranks of the pipeline; auto: as a step is faster",
-    )
-    vocabulary_sums: Annotated[int, Field(ge=1, le=2)] = Field(
-        1, description="shared: how often all ranks meet before a last backward; 2 holds one microbatch more"
+        description="where embedding and output layer are: ends: on the first and the last stage; shared: vocabulary "
+        "parallel over all ranks of the pipeline, with one all-reduce before a last backward; shared-2: with two, and "
+        "one microbatch more is held; auto: ends or shared, as a step is faster",
     )
     order: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,
@@ -136,7 +130,7 @@ class Parallel(Section):
     def topology(self) -> Topology:
         """The axes of a run of one pipe."""
         order, inner = tuple(self.order or ()), inner_of(self)
-        return Topology(self.pp, self.dp, node=self.node, inner=inner, order=order, ep=self.ep, folded=self.folded)
+        return Topology(self.pp, self.dp, inner=inner, order=order, ep=self.ep, folded=self.folded)
 
     @property
     def of_experts(self) -> int:
@@ -197,7 +191,7 @@ class Schedule(Section):
     tokens: list[Count] | Literal["recorded"] | None = Field(
         None,
         description="of each microbatch the tokens of its rows, where they are unequal; default model.seq_len. "
-        "recorded: those of the run that costs.profile was derived from",
+        "recorded: those of the run that --profile was derived from",
     )
     renumber: bool = Field(
         True, description="tokens: microbatches may be put in another order, in which a step is shorter"
@@ -272,16 +266,14 @@ class Hardware(Section):
     gpu: str | None = Field(
         None,
         description="a GPU by name, such as h100-sxm: its data sheet stands for device, memory_gib, tflops, "
-        "memory_gbps, link_gbps, inter_node_gbps and log.peak_tflops where these are not given",
+        "memory_gbps, link_gbps and inter_node_gbps where these are not given; MFU is a share of its peak",
     )
     device: Literal["cuda", "cpu"] = "cpu"
     memory_gib: Gib | list[Gib] | None = Field(
-        None, description="memory per rank, or of each rank of the pipeline; a plan that needs more is refused"
-    )
-    reserve_gib: NotNegative | None = Field(
         None,
-        description="of memory_gib, kept free on each rank for what no plan predicts: the context of CUDA, workspaces, "
-        "communicators; default 6% on cuda, or what the profile found if that is more; 0 on cpu",
+        description="memory per rank, or of each rank of the pipeline; a plan that needs more is refused. On cuda 6% "
+        "of it stay free for what no plan predicts (context, workspaces, communicators), or what the profile found if "
+        "that is more",
     )
     tflops: Rate | list[Rate] | None = Field(
         None, description="sustained per rank, or of each rank of the pipeline; default 230 on cuda, 0.1 on cpu"
@@ -292,39 +284,22 @@ class Hardware(Section):
     slow: list[Annotated[float, Field(ge=0.01, le=100)]] | None = Field(
         None, description="times as long as predicted that ops take, of each rank of the pipeline; see zbc report"
     )
-    kernel_us: Us | None = Field(None, description="least time of a kernel; default 3, on cpu 5")
     link_gbps: Rate | None = Field(
         None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
     )
     link_us: Us | None = Field(None, description="latency of a transfer; default 10 on cuda, 700 on cpu")
-    transfer: Literal["rendezvous", "eager"] | None = Field(
-        None,
-        description="whether a message waits for its receiver to post a buffer, as on NCCL and gloo; "
-        "default rendezvous, eager where [costs] gives times",
+    ranks_per_node: Count = Field(
+        8, description="ranks of the run that share a node; which ones: so that the fewest bytes go between nodes"
     )
-    message_us: Us | None = Field(
-        None,
-        description="what any message between two ranks keeps each of them from computing; default: what the profile "
-        "measured, else 15, 0 where [costs] gives times",
-    )
-    message_share: NotNegative | None = Field(
-        None,
-        description="of the time in which a message keeps its link busy, the share in which each of its ranks does not "
-        "compute either; "
-        "default: what the profile measured, else 0.06 on cuda, 0.7 on cpu, 0 where [costs] gives times",
-    )
-    ranks_per_node: Count = Field(8, description="ranks of the run that share a node; see parallel.node")
     inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
-    inter_node_us: Us | None = Field(None, description="latency between two nodes; default link_us")
     links: str | None = Field(None, description="a links.toml: GB/s and us between all ranks, or all nodes")
     host_gbps: Rate | None = Field(
-        None, description="GB/s of copies between a rank and its host, each way; default: what the profile measured"
+        None,
+        description="GB/s of copies between a rank and its host, each way (on cuda at once); default: what the profile "
+        "measured",
     )
     host_shared: Count = Field(
         1, description="neighbouring ranks of a pipeline that share one link to the host, such as a PCIe switch"
-    )
-    host_duplex: bool | None = Field(
-        None, description="whether a rank copies to its host and back at once, at host_gbps each; default: on cuda"
     )
     host_gib: Gib | None = Field(
         None, description="pinned memory of the host per rank; a plan that needs more is refused"
@@ -338,7 +313,7 @@ class Hardware(Section):
     @property
     def duplex(self) -> bool:
         """Whether a rank copies to its host and back at once."""
-        return self.device == "cuda" if self.host_duplex is None else self.host_duplex
+        return self.device == "cuda"
 
     @property
     def unequal(self) -> bool:
@@ -374,10 +349,9 @@ class GivenCosts(Section):
     comm: Ms | None = Field(None, description="one boundary transfer between two ranks")
     message: Ms | None = Field(
         None,
-        description="what a message between two ranks keeps each of them from computing; default: by "
-        "hardware.message_us and message_share",
+        description="ms for which a message between two ranks keeps each of them from computing; default: what the "
+        "profile measured, else of the runtime; 0 where f is given",
     )
-    occupies: Ms = Field(0.0, description="of comm, the time in which a message keeps its link to itself")
     reduce: Ms | None = Field(
         None, description="one all-reduce of a stage's gradients; default: from the link, where sizes are known"
     )
@@ -401,7 +375,6 @@ class GivenCosts(Section):
     )
     act_b: AmountPerPart | None = Field(None, description="memory F keeps until B, any unit")
     act_w: AmountPerPart | None = Field(None, description="the part of act_b that B keeps until W; default act_b")
-    profile: str | None = Field(None, description='a profile.json, as `zbc profile` writes it; "" for none')
 
     @classmethod
     def replaced(cls, given: Mapping[str, Any]) -> set[str]:
@@ -411,7 +384,7 @@ class GivenCosts(Section):
         given alone goes with a profile.
         """
         timed = any(given.get(key) is not None for key in ("f", "b", "w"))
-        return cls.model_fields.keys() - {"offload", "overlap", "profile"} if timed else set()
+        return cls.model_fields.keys() - {"offload", "overlap"} if timed else set()
 
 
 LAYERS_AGAIN = re.compile(r"recompute ([1-9]\d{0,6}|auto)")  # layers of a stage: a choice of memory.activations
@@ -513,9 +486,8 @@ class Optimizer(Section):
     kind: Literal["adamw", "adam", "sgd", "muon"] = Field(
         "adamw", description="muon: for the matrices of blocks; adamw for vectors, embedding and head"
     )
-    lr: Annotated[NotNegative, Field(le=1e3)] = 3e-4
-    adamw_lr: Annotated[NotNegative, Field(le=1e3)] | None = Field(
-        None, description="muon: of what adamw steps; default: lr"
+    lr: LearningRate | Annotated[tuple[LearningRate, LearningRate], Field(strict=False)] = Field(
+        3e-4, description="muon: one for all, or two: of its matrices, and of what adamw steps"
     )
     scale: Literal["rms", "original"] = Field(
         "rms", description="muon: of a step, by shape. rms: as large as adamw's; original: sqrt(max(1, rows / columns))"
@@ -567,9 +539,19 @@ class Optimizer(Section):
         return kind if self.state == "float32" else f"{kind}, {self.state}"
 
     @property
+    def rates(self) -> tuple[float, float]:
+        """The learning rates of muon's matrices, and of what adamw steps; one and the same for other kinds."""
+        return self.lr if isinstance(self.lr, tuple) else (self.lr, self.lr)
+
+    @property
+    def split(self) -> bool:
+        """Whether there are two rates where no other kind of matrix is stepped."""
+        return self.kind != "muon" and isinstance(self.lr, tuple)
+
+    @property
     def peak_lr(self) -> float:
-        """The rate that the schedule scales: `lr`, or that of muon's vectors alone if `lr` is 0."""
-        return self.lr or (self.adamw_lr or 0.0 if self.kind == "muon" else 0.0)
+        """The rate that the schedule scales: that of muon's vectors if the matrices' is 0."""
+        return self.rates[0] or self.rates[1]
 
 
 class Train(Section):
@@ -615,10 +597,9 @@ class Data(Section):
     dtype: Literal["uint16", "uint32"] | None = Field(
         None, description="type of the numbers in token files without a JSON file"
     )
-    validation: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="share of the samples, at the end of the data, that is kept for evaluation"
+    validation: Annotated[float, Field(ge=0, lt=1)] | str | list[str] = Field(
+        0.0, description="share of the samples, at the end of the data, that is kept for evaluation; or other files"
     )
-    validation_path: str | list[str] | None = Field(None, description="other files for evaluation")
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory; chat: of the template")
     items: Literal["samples", "steps"] = Field(
         "samples", description="of your dataset; steps: each is a list of microbatches (input, target, weight)"
@@ -628,6 +609,16 @@ class Data(Section):
         description="length: samples are of unequal length; packed, and dealt to replicas so that all take as long. "
         "tokens: one to a row, the longest in the longest microbatches of schedule.tokens",
     )
+
+    @property
+    def kept(self) -> float:
+        """The share of the samples that is kept for evaluation."""
+        return self.validation if isinstance(self.validation, float | int) else 0.0
+
+    @property
+    def others(self) -> str | list[str] | None:
+        """The files for evaluation."""
+        return None if isinstance(self.validation, float | int) else self.validation
 
 
 class Checkpoint(Section):
@@ -643,7 +634,6 @@ class Checkpoint(Section):
     dir: str | None = Field(
         None, description="folder of the checkpoints, which all ranks see; default: in the run directory"
     )
-    asynchronous: bool = Field(True, description="write while the next steps run; false: steps wait for the disk")
 
     @property
     def metric(self) -> str | None:
@@ -654,8 +644,7 @@ class Checkpoint(Section):
 class Filler(Section):
     """`[filler]`: user work while a rank waits."""
 
-    task: str | None = Field(None, description='"package.module:make": makes an object with step()')
-    args: dict[str, Any] = Field({}, description="keyword arguments of make, beside rank and ranks")
+    task: str | None = Field(None, description='"package.module:make" of rank and ranks: makes an object with step()')
 
 
 class Freeze(Section):
@@ -671,13 +660,10 @@ class Log(Section):
     """`[log]`."""
 
     every: Count = Field(10, description="steps between console lines")
-    dir: str = Field("runs", description="folder of the run directories")
-    peak_tflops: Positive | None = Field(
-        None, description="what MFU is a share of, such as 989 for bfloat16 on an H100; without it no MFU"
-    )
-    tensorboard: bool = Field(False, description="also event files; pip install 'zbc[tensorboard]'")
-    wandb: str | None = Field(
-        None, description="a Weights & Biases project to log to as well; pip install 'zbc[wandb]'"
+    to: list[str] = Field(
+        [],
+        description='beside metrics.jsonl: "tensorboard" (event files) and "wandb:PROJECT" (Weights & Biases); pip '
+        "install 'zbc[tensorboard]' or 'zbc[wandb]'",
     )
 
 

@@ -38,8 +38,6 @@ from zbc.job.tokens import recorded
 from zbc.job.wording import convert, unknown
 from zbc.topology import inner_of
 
-VERSION = 1
-
 
 def draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
     """Reads a job file with `overrides` (see `gathered`); collects its problems."""
@@ -64,20 +62,15 @@ def gathered(
     if schedule is not None:
         document = _choose(document, schedule)
     if profile is not None:
-        document = _without_given(document)
-        place: dict[toml.KeyPath, str] = {("costs", "profile"): f"--profile {profile}"}
-        named = {"costs": {"profile": str(profile)}}
-        document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
+        document = replace(_without_given(document), profile=profile)
     return spellings.renamed(hfmodel.filled(gpu.filled(document)))
 
 
 def drafted(document: toml.Document) -> Draft:
     """The sections of a job, and all their problems."""
     result = Draft(document, {}, [])
-    _check_version(result)
-    names = [*SECTIONS, "zbc"]
-    for name in (name for name in document.values if name not in names):
-        result.problems.append(unknown((name,), document, names))
+    for name in (name for name in document.values if name not in SECTIONS):
+        result.problems.append(unknown((name,), document, [*SECTIONS]))
     for name, section in SECTIONS.items():
         _read_section(result, name, section)
     _read_profile(result)
@@ -99,13 +92,13 @@ def _without_given(document: toml.Document) -> toml.Document:
 
 
 def _read_profile(result: Draft) -> None:
-    """Reads the file of costs.profile; a relative path starts at the folder of the job file that names it."""
-    costs: GivenCosts | None = result.sections.get("costs")
+    """Reads the file of --profile."""
+    path = result.document.profile
     needed = [result.sections.get(name) for name in ("model", "hardware", "schedule", "parallel", "adapter")]
-    if costs is None or not costs.profile or any(section is None for section in needed):
+    if path is None or any(section is None for section in needed):
         return
     model, hardware, schedule, parallel, adapter = cast("list[Any]", needed)
-    where, path = _named(result.document, ("costs", "profile"), costs.profile)
+    where = f"--profile {path}"
     try:
         profile = profiles.read(path, where)
     except ZbcError as error:
@@ -121,18 +114,13 @@ def _read_profile(result: Draft) -> None:
     result.profile = profile
 
 
-def _named(document: toml.Document, key: toml.KeyPath, name: str) -> tuple[str, Path]:
-    """The place that names a file, and its path: a relative one starts at the folder of the file that names it."""
-    where = document.where(key)
-    return where, Path(name) if where.startswith("--") else Path(where.rsplit(":", 2)[0]).parent / name
-
-
 def _read_links(result: Draft) -> None:
     """Reads the table of hardware.links, which must have as many ranks or nodes as the run."""
     hardware, parallel, costs = (result.sections.get(name) for name in ("hardware", "parallel", "costs"))
     if hardware is None or hardware.links is None or parallel is None:
         return
-    where, path = _named(result.document, ("hardware", "links"), hardware.links)
+    where = result.document.where(("hardware", "links"))  # a relative path starts at the folder of the file
+    path = Path(hardware.links) if where.startswith("--") else Path(where.rsplit(":", 2)[0]).parent / hardware.links
     try:
         result.links = links.read(path, where)
     except ZbcError as error:
@@ -179,12 +167,6 @@ def _choose(document: toml.Document, schedule: str) -> toml.Document:
     return toml.merge(document, toml.Document(document.source, {"schedule": {"kind": schedule}}, place, {**place}))
 
 
-def _check_version(result: Draft) -> None:
-    version = result.document.values.get("zbc", VERSION)
-    if version != VERSION or isinstance(version, bool):
-        result.add("E103", f"config: file version is {version!r}, this zbc reads {VERSION}", "zbc", hint="zbc = 1")
-
-
 def _read_section(result: Draft, name: str, section: type[Section]) -> None:
     raw = result.document.values.get(name, {})
     if not isinstance(raw, Mapping):
@@ -212,9 +194,7 @@ def _read_section(result: Draft, name: str, section: type[Section]) -> None:
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a job file, for editors."""
     definitions: dict[str, Any] = {}
-    properties: dict[str, Any] = {
-        "zbc": {"const": VERSION, "description": "version of this file"},
-    }
+    properties: dict[str, Any] = {}
     required = []
     for name, section in SECTIONS.items():
         schema = section.model_json_schema(ref_template="#/$defs/{model}")

@@ -39,8 +39,8 @@ def recorded(draft: Draft) -> None:
     if found:
         draft.sections["schedule"] = planned.model_copy(update={"tokens": found})
     else:
-        what = "costs.profile is not set" if draft.profile is None else "costs.profile has no lengths"
-        hint = "record a run with microbatches of unequal length, and zbc profile --from-trace RUN"
+        what = "there is no --profile" if draft.profile is None else "the profile has no lengths"
+        hint = "record a run with microbatches of unequal length, and zbc profile RUN"
         draft.add("E110", f'config: schedule.tokens is "recorded", and {what}', "schedule", "tokens", hint=hint)
 
 

@@ -30,6 +30,7 @@ class Document:
     values: dict[str, Any]
     keys: dict[KeyPath, str] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
+    profile: Path | None = None  # of --profile
 
     def where(self, path: KeyPath, *, key: bool = False) -> str:
         """`file:line:column` of the value at `path` (of its key with `key`), or of the nearest table around it.
@@ -144,7 +145,7 @@ def _too_large(where: str) -> ZbcError:
 def merge(base: Document, over: Document) -> Document:
     """`over` on top of `base`, places included."""
     values = _merge_values(base.values, over.values)
-    return Document(over.source, values, {**base.keys, **over.keys}, {**base.places, **over.places})
+    return Document(over.source, values, {**base.keys, **over.keys}, {**base.places, **over.places}, base.profile)
 
 
 def _merge_values(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

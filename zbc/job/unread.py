@@ -47,10 +47,18 @@ def _only(key: str, keys: str, *values: str, hint: str = "drop it", code: str = 
 IDLE = (
     _only("optimizer.kind", "betas eps", "adam", "adamw", "muon"),
     _only("optimizer.kind", "momentum", "sgd", "muon", hint="drop it (betas are what adam has instead)"),
-    _only("optimizer.kind", "adamw_lr scale", "muon"),
+    _only("optimizer.kind", "scale", "muon"),
     _only("model.parameters", "master", "bfloat16"),
     _only("model.dtype", "loss_scale loss_scale_steps", "float16"),
     _only("data.kind", "tokenizer", "chat", code="E150"),
+    Unread(
+        "optimizer",
+        ("lr",),
+        "split",
+        bool,
+        "is two rates, of matrices and of the rest, which are for muon, optimizer.kind is another",
+        'write one, or use kind = "muon"',
+    ),
     Unread(
         "optimizer",
         ("state",),
@@ -103,7 +111,7 @@ IDLE = (
     ),
     Unread(
         "data",
-        ("validation", "validation_path"),
+        ("validation",),
         "items",
         lambda items: items == "steps",
         "keeps samples, and with data.items = {!r} there are none",

@@ -169,7 +169,7 @@ class Writer:
 
 def _unwritable(path: Path, error: OSError) -> ZbcError:
     text = f"run: cannot write the trace {path}: {error.strerror or error}"
-    return ZbcError("E608", text, hint="make room there, or choose another run directory with --out DIR")
+    return ZbcError("E608", text, hint="make room there, or choose another run directory with -o DIR")
 
 
 def _kept(path: Path, behind: int) -> list[dict[str, Any]]:
@@ -315,6 +315,11 @@ def has_trace(run: Path, phase: str | None = None) -> bool:
         return False
 
 
+def located(path: Path) -> tuple[Path, str | None]:
+    """The run directory and the phase of its ramp that a path names: `RUN/trace/m4`; of other paths itself and None."""
+    return (path.parent.parent, path.name) if path.parent.name == FOLDER else (path, None)
+
+
 def phases(run: Path) -> list[str]:
     """The recorded phases of a training, in order; the last phase, after the ramp, is named ""."""
     names = [*(part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp), ""]
@@ -380,12 +385,12 @@ def _unrecorded(run: Path, phase: str, recorded: Sequence[str]) -> ZbcError:
     """E430 for a phase that was not recorded: the run had no ramp, or other phases of it were recorded."""
     ramps = [part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp]
     if not ramps:
-        return ZbcError("E430", f"trace: {run} had no ramp, and so no phase {phase}", hint="leave out --phase")
+        return ZbcError("E430", f"trace: {run} had no ramp, and so no phase {phase}", hint=f"of all of it: {run}")
     what = f"the phase {phase}" if phase else "the steps after the ramp"
     text = f"trace: {run} has no trace of {what}" + (f", its ramp has {', '.join(ramps)}" * (phase not in ["", *ramps]))
     names = [name for name in recorded if name]
     hint = f"recorded phases: {', '.join(names) or 'none'}"
-    return ZbcError("E430", text, hint=hint + "; and the steps after the ramp, without --phase" * ("" in recorded))
+    return ZbcError("E430", text, hint=hint + f"; and the steps after the ramp: {run}" * ("" in recorded))
 
 
 def _read_rank(path: Path, rank: int, plan: str, ops: tuple[Op, ...]) -> RankTrace:

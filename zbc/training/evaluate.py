@@ -97,7 +97,7 @@ def build_evaluation(site: Site, layout: VectorLayout, counts: Callable[[Tensor]
     if kept is not None:
         if len(kept) < per_step * size:
             text = f"data: {len(kept)} samples are kept for evaluation, which takes {per_step * size} at once"
-            hint = "set data.validation higher, or validation_path to a larger file"
+            hint = "set data.validation higher, or to a larger file"
             raise ZbcError("E504", text, where=place(settings.data, settings.model, kept=True), hint=hint)
         # A seed of its own, so that few batches are a random sample of all, the same one every time.
         seed = seed_of(train.seed, "evaluation")

@@ -286,7 +286,7 @@ def _unseen(grids: Sequence[CellGrid], view: View) -> list[str]:
     if counts:
         cell = short((grids[0].edges[-1] - grids[0].edges[0]) / grids[0].columns, 3)
         words += [f"too short for a cell of {cell} ms: {counts[0]}", *counts[1:]]
-    return wrap([*words, "see --zoom A-B and --width N"], view.width, between=", ") if words else []
+    return wrap([*words, "see --zoom A-B and COLUMNS=N"], view.width, between=", ") if words else []
 
 
 def _of_slots(view: View) -> list[str]:

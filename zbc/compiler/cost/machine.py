@@ -1,6 +1,6 @@
 """`[hardware]` with its defaults filled in: times of arithmetic, memory traffic and messages.
 
-A kernel takes `kernel_us` to start, then the larger of its arithmetic at `tflops` and its memory traffic at
+A kernel takes some us to start, then the larger of its arithmetic at `tflops` and its memory traffic at
 `memory_gbps` (the roofline of Williams et al., 2009). Kernels run one after another, so their times add up: a matrix
 product does not hide the norm before it. A message takes a latency and its bytes over the bandwidth of its link.
 `ranks_per_node` ranks share a node, chosen by nodes.py, and links between nodes have their own speed.
@@ -57,18 +57,16 @@ class Link(NamedTuple):
 def message_of(job: Job) -> tuple[float, float]:
     """What a message keeps each of its two ranks from computing: ms, and a share of its transfer.
 
-    From `costs.message`, else `[hardware]`, else the profile; else the runtime's own where op times are estimated, and
+    From `costs.message`, else the profile; else the runtime's own where op times are estimated, and
     none where they are given or assumed.
     """
     if job.costs.message is not None:
         return job.costs.message, 0.0
     if job.timed is not None:
-        us, share = job.timed.host.transfer_us, job.timed.host.transfer_share
-    else:
-        estimated = job.costs.f is None and job.counted
-        us, share = _MESSAGE[job.hardware.device] if estimated else (0.0, 0.0)
-    given = job.hardware.message_us, job.hardware.message_share
-    return (us if given[0] is None else given[0]) / 1e3, share if given[1] is None else given[1]
+        return job.timed.host.transfer_us / 1e3, job.timed.host.transfer_share
+    estimated = job.costs.f is None and job.counted
+    us, share = _MESSAGE[job.hardware.device] if estimated else (0.0, 0.0)
+    return us / 1e3, share
 
 
 def assumed_link(job: Job) -> str | None:
@@ -107,18 +105,15 @@ class Machine:
         if job.profile is not None and job.profile.link is not None:
             link, latency = 8 * job.profile.link.gbps, job.profile.link.latency_us
         near = Link((latency if given.link_us is None else given.link_us) / 1e3, (given.link_gbps or link) * 1e6 / 8)
-        far = Link(
-            near.latency if given.inter_node_us is None else given.inter_node_us / 1e3,
-            near.speed if given.inter_node_gbps is None else given.inter_node_gbps * 1e6 / 8,
-        )
+        far = near if given.inter_node_gbps is None else near._replace(speed=given.inter_node_gbps * 1e6 / 8)
         return cls(
             _rate(given.tflops, tflops) * 1e9,
             _rate(given.memory_gbps, memory) * 1e6,
-            (kernel if given.kernel_us is None else given.kernel_us) / 1e3,
+            kernel / 1e3,
             near,
             far,
             given.ranks_per_node,
-            job.parallel.topology,
+            job.topology,
             job.links,
         )
 

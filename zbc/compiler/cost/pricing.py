@@ -202,11 +202,11 @@ def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tabl
     """The costs of whole microbatches."""
     costs = _of_ops(job, placement, stages, table, stage_bytes.of_stages(job, placement, stages, table))
     costs = replace(costs, paces=estimate.paces_of(job, placement))
-    costs = costs.over(job.hardware.transfer or ("eager" if job.costs.f is not None else "rendezvous"))
+    costs = costs.over("eager" if job.costs.f is not None else "rendezvous")
     if job.timed is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.timed.host, job.parallel.copies * placement.ranks),))
     costs = _with_optimizer(costs, job, placement, stages, table)
-    return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node, near=job.near)
+    return replace(_with_sums(costs, job, placement, stages, table), node=job.node, near=job.near)
 
 
 def _of_ops(
@@ -245,11 +245,9 @@ def _with_copies(costs: Costs, job: Job) -> Costs:
 
 def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:
     """The job with its ranks assigned to nodes."""
-    parallel = job.parallel
-    if parallel.node is None:
-        node = _node(job, placement, stages, table)
-        job = replace(job, parallel=parallel.model_copy(update={"node": node}))
-    return replace(job, near=_near(job, table)) if parallel.ep > 1 else job
+    if job.node is None:
+        job = replace(job, node=_node(job, placement, stages, table))
+    return replace(job, near=_near(job, table)) if job.parallel.ep > 1 else job
 
 
 def _node(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[int, int]:
@@ -653,9 +651,8 @@ def _transfers(
     If costs are given without `comm`, transfers take no time.
     """
     if job.costs.comm is not None or (job.costs.f is not None and job.links is None):
-        ms, busy = job.costs.comm or 0.0, job.costs.occupies
-        occupied = links_of(placement, lambda stage, edge: busy) if busy else ()
-        return links_of(placement, lambda stage, edge: ms), occupied
+        ms = job.costs.comm or 0.0
+        return links_of(placement, lambda stage, edge: ms), ()
     sizes, machine = boundaries(job, stages, table), Machine.of(job)
     return (
         links_of(placement, lambda stage, edge: machine.link(edge).ms(sizes[stage])),

@@ -196,7 +196,7 @@ def _objects(path: Path, *, whole: bool) -> list[dict[str, Any]]:
         text = contents(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        hint = "name a run directory, as `zbc run` makes them below log.dir"
+        hint = "name a run directory, as `zbc run` makes them below runs"
         raise ZbcError("E430", f"run: cannot read {path}: {reason}", hint=hint) from None
     rows = []
     for number, line in enumerate([text] if whole else text.split("\n")[:-1], start=1):

@@ -1,6 +1,6 @@
 """Plans the job of a plan again, with the profile derived from its recorded run (derive.py).
 
-The result is the plan that `zbc profile --from-trace` and `zbc plan --profile` make of a run.
+The result is the plan that `zbc profile RUN` and `zbc plan --profile` make of a run.
 """
 
 from __future__ import annotations
@@ -92,4 +92,4 @@ def refuse_misfit(manifest: Manifest, profile: Profile, name: str) -> None:
     wrong = misfits(profile, job.model, job.adapter, device=job.hardware.device, microbatch_size=size, inner=inner)
     if wrong:
         text = f"profile: {name} was made for something else than the run"
-        raise ZbcError("E142", text, hint="leave --base out, or name a profile of this job", details=wrong)
+        raise ZbcError("E142", text, hint="leave --profile out, or name a profile of this job", details=wrong)

@@ -134,10 +134,9 @@ def muon(
     peak = options.peak_lr or 1.0
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(Muon(grouped(options, matrices, times=options.lr / peak), options, of))
+        made.append(Muon(grouped(options, matrices, times=options.rates[0] / peak), options, of))
     if rest:
-        own = options.lr if options.adamw_lr is None else options.adamw_lr
-        made.append(adamw(grouped(options, rest, times=own / peak)))
+        made.append(adamw(grouped(options, rest, times=options.rates[1] / peak)))
     return made[0] if len(made) == 1 else Together(made)
 
 

@@ -337,7 +337,7 @@ def torch_optimizer(
     decay = options.weight_decay
     groups = grouped(options, trained)
     if options.kind == "sgd":
-        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, weight_decay=decay, fused=fused)
+        return torch.optim.SGD(groups, lr=options.rates[1], momentum=options.momentum, weight_decay=decay, fused=fused)
     kind = torch.optim.Adam if options.kind == "adam" else torch.optim.AdamW
-    made = partial(kind, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=decay, fused=fused)
+    made = partial(kind, lr=options.rates[1], betas=options.betas, eps=options.eps, weight_decay=decay, fused=fused)
     return muon(options, trained, made, wholes) if options.kind == "muon" else made(groups)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zbc.errors import ZbcError
+from zbc.host.folders import RUNS
 from zbc.plan.directory import Manifest
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.together import owned, together
@@ -64,7 +65,7 @@ def choose(options: RunOptions, manifest: Manifest) -> Start:
     """The start by `--resume`.
 
         none   begin at step 0
-        auto   the newest complete checkpoint: of checkpoint.dir, of --out, or of this plan's runs in log.dir; without
+        auto   the newest complete checkpoint: of checkpoint.dir, of -o, or of this plan's runs in runs; without
                one begin at step 0
         PATH   that checkpoint, or the newest of that run directory or folder of checkpoints
 
@@ -104,9 +105,8 @@ def _options(manifest: Manifest) -> Mapping[str, Any]:
 
 def _runs(manifest: Manifest, plan: Path) -> list[Path]:
     """The run directories of a plan, the newest first."""
-    parent = Path(manifest.training.get("log", {}).get("dir", "runs"))
     name = re.compile(re.escape(plan.resolve().name) + r"-(\d+)")
-    entries = parent.iterdir() if os.path.isdir(parent) else ()
+    entries = RUNS.iterdir() if os.path.isdir(RUNS) else ()
     runs = {int(match[1]): entry for entry in entries if (match := name.fullmatch(entry.name))}
     return [runs[number] for number in sorted(runs, reverse=True)]
 
@@ -160,7 +160,7 @@ def _refuse(folder: Path | None, step: int) -> None:
     later = [] if folder is None else [path for number, path in disk.complete(folder).items() if number > step]
     if later:
         text = f"run: {folder} holds checkpoints of another run, up to {later[-1].name}"
-        hint = "go on from there with --resume auto, or give this run another --out or checkpoint.dir, or remove them"
+        hint = "go on from there with --resume auto, or give this run another -o or checkpoint.dir, or remove them"
         raise ZbcError("E614", text, hint=hint)
 
 

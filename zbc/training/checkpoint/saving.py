@@ -146,12 +146,9 @@ class Checkpoints(Guest):
         progress = self.worker.progress
         progress.index, progress.op = 0, f"writing the checkpoint of step {step + 1}"
         held = entries(self.worker)
-        if self.options.asynchronous:
-            staged, copied = self._stage(held)
-            work = partial(self._save_copied, held, staged, copied, step + 1)
-            self._running = Background("zbc-checkpoint").start(work)  # in a thread of its own
-        else:
-            self._tell(self._save(held, step + 1))
+        staged, copied = self._stage(held)
+        work = partial(self._save_copied, held, staged, copied, step + 1)
+        self._running = Background("zbc-checkpoint").start(work)  # in a thread of its own
 
     def wait(self) -> None:
         running, progress = self._running, self.worker.progress

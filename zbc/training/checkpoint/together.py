@@ -146,7 +146,7 @@ def _lock(folder: Path, who: str, launch: str) -> int | None:
         if time.monotonic() - began > (_LEASE_S if launch and theirs == launch else _PATIENCE_S):
             os.close(file)
             text = f"run: another run writes its checkpoints into {folder} now"
-            hint = "wait for it to end, or give this run another --out or checkpoint.dir"
+            hint = "wait for it to end, or give this run another -o or checkpoint.dir"
             raise ZbcError("E614", text, hint=hint, details=[owner] if owner else [])
         time.sleep(_TICK_S)
     os.ftruncate(file, 0)

@@ -419,9 +419,9 @@ def build_validation(
     """The validation samples, which are never trained on, of `every` one, by default `all_samples`; None if the job has
     none. Raises as `build_samples`."""
     every = every or all_samples
-    if data.validation_path is not None:
-        return every(data.model_copy(update={"path": data.validation_path}), model, seed)
-    if not data.validation:
+    if data.others is not None:
+        return every(data.model_copy(update={"path": data.others, "validation": 0.0}), model, seed)
+    if not data.kept:
         return None
     samples = every(data, model, seed)
     return SampleRange(samples, len(samples) - kept_of(data, samples), len(samples))
@@ -430,20 +430,20 @@ def build_validation(
 def place(data: spec.Data, model: spec.Model, *, kept: bool = False) -> str:
     """The source of the training samples, or of those `kept` for evaluation, by the job's keys."""
     key, path = ("path", data.path)
-    if kept and data.validation_path is not None:
-        key, path = ("validation_path", data.validation_path)
+    if kept and data.others is not None:
+        key, path = ("validation", data.others)
     listed = path if path is None or isinstance(path, str) else ", ".join(path[:3]) + ", ..." * (len(path) > 3)
     named = f"data.kind = {data.kind}" if path is None else f"data.{key} = {listed}"
     if data.kind in KINDS:
         named += f", in samples of {model.seq_len} tokens"
-    if data.validation:
-        named += f", {'of which' if kept else 'less what'} data.validation = {data.validation:g} keeps"
+    if data.kept:
+        named += f", {'of which' if kept else 'less what'} data.validation = {data.kept:g} keeps"
     return named
 
 
 def kept_of(data: spec.Data, samples: Sized) -> int:
     """The number of samples kept for validation: the last ones."""
-    return math.ceil(data.validation * len(samples))
+    return math.ceil(data.kept * len(samples))
 
 
 def build_dataset(data: spec.Data, model: spec.Model, seed: int) -> Any:

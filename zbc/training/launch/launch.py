@@ -156,7 +156,7 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
 def check_forward(options: RunOptions, manifest: Manifest, *, begun: bool = False) -> None:
     """Raises E604 for options incompatible with --forward, and if no weights are given; `begun`: no checkpoint was
     found. Layers of a factory may have their own weights."""
-    asked = {"--trace": options.trace or None, "--save-hf": options.save_hf, "--out": options.out}
+    asked = {"--trace": options.trace or None, "--save-hf": options.save_hf, "-o": options.out}
     asked["--save-adapter"] = options.save_adapter
     if given := [name for name, value in asked.items() if value is not None]:
         text = (

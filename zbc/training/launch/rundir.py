@@ -90,7 +90,7 @@ def _claimed(folder: Path) -> LineFile:
         return LineFile(folder / METRICS, "x")
     except FileExistsError:
         text = f"run: {folder} holds the metrics of another run"
-        hint = "go on with it by --resume auto, choose another directory with --out, or remove this one"
+        hint = "go on with it by --resume auto, choose another directory with -o, or remove this one"
         raise ZbcError("E614", text, hint=hint) from None
 
 

@@ -3,7 +3,7 @@
     runs/plan-1/
       run.json         the run: plan, schedule, ranks, settings, prediction
       metrics.jsonl    one line per step, complete at any moment
-      tensorboard/     the same, if log.tensorboard asks for it
+      tensorboard/     the same, if log.to asks for it
 
 Rank 0 writes; every number of a step is the same on all ranks, so it has the loss wherever the last stage is.
 """
@@ -26,10 +26,11 @@ import torch
 
 import zbc
 from zbc.errors import ZbcError, unwritten
+from zbc.host.folders import RUNS
 from zbc.job.spec import Model, Optimizer
 from zbc.job.throughput import balance, idle_rate, throughput
 from zbc.plan.directory import Manifest
-from zbc.plan.headline import headline
+from zbc.plan.headline import headline, peak_tflops
 from zbc.plan.phases import Phases
 from zbc.runtime.core.progress import EvaluationResult, StepResult
 from zbc.text import counted, percent, short, size, wrap
@@ -59,10 +60,10 @@ class RunRecord:
     """The run directory during the run, as a context manager."""
 
     def __init__(self, manifest: Manifest, settings: RunSettings) -> None:
-        """Makes the directory: `--out`, or the first free `<log.dir>/<plan name>-<n>`; or reuses the resumed run's.
+        """Makes the directory: `-o`, or the first free `runs/<plan name>-<n>`; or reuses the resumed run's.
 
         There the metrics of steps after the first `settings.first` are dropped: they are trained again.
-        Raises E608 if it cannot be written, E614 if `--out` holds a run already.
+        Raises E608 if it cannot be written, E614 if `-o` holds a run already.
         """
         self._manifest, self._settings, self._steps = manifest, settings, settings.steps
         self._options, self._first = settings.options, settings.first
@@ -70,15 +71,15 @@ class RunRecord:
         optimizer = Optimizer.model_validate(manifest.training["optimizer"], strict=False)
         planned = manifest.training["train"]["steps"]
         self._phases = settings.phases
-        self._rate = functools.partial(settings.phases.rate, optimizer.lr, optimizer.schedule, planned)
+        self._rate = functools.partial(settings.phases.rate, optimizer.rates[0], optimizer.schedule, planned)
         self._model = Model.model_validate(manifest.planning["model"], strict=False)
         self._unit = "samples" if self._model.seq_len is None else "tokens"
         try:
             self._open(settings.start.run)
         except OSError as error:
-            place = Path(error.filename or self._options.out or self._log["dir"])
+            place = Path(error.filename or self._options.out or RUNS)
             text = f"run: cannot write the run directory {place}: {unwritten(place, error)}"
-            raise ZbcError("E608", text, hint="make room there, or choose another one with --out DIR") from None
+            raise ZbcError("E608", text, hint="make room there, or choose another one with -o DIR") from None
 
     def _open(self, go_on: Path | None) -> None:
         about, told = self._about(), {} if go_on is None else rundir.told(go_on)
@@ -88,8 +89,10 @@ class RunRecord:
             self.folder, self._file = go_on, rundir.gone_on(go_on, self._first, about)
             self._sinks = sinks.open_sinks(self._log, go_on, about, self._first)
             return
-        parent, name = Path(self._log["dir"]), self._options.plan.resolve().name
-        with rundir.begun(parent, name, self._options.out, about) as (self.folder, self._file):
+        with rundir.begun(RUNS, self._options.plan.resolve().name, self._options.out, about) as (
+            self.folder,
+            self._file,
+        ):
             self._sinks = sinks.open_sinks(self._log, self.folder, about)
 
     def __enter__(self) -> RunRecord:
@@ -150,14 +153,14 @@ class RunRecord:
                 sink.write(numbers["step"], numbers)
         except OSError as error:
             what = f"step {numbers['step']}: cannot write {error.filename or self.folder}: {error.strerror or error}"
-            hint = "make room there, or choose another run directory with --out DIR"
+            hint = "make room there, or choose another run directory with -o DIR"
             if self._manifest.training.get("checkpoint", {}).get("every"):
                 hint += "; --resume auto goes on from the newest checkpoint"
             raise ZbcError("E608", f"run: {what}", hint=hint) from None
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
         samples = self._phases.samples(result.step)
-        world, peak = self._manifest.topology.world, self._log.get("peak_tflops")
+        world, peak = self._manifest.topology.world, peak_tflops(self._manifest)
         tokens = self._settings.tokens(result.step)
         frozen, ms = self._manifest.adapted, 1e3 * result.seconds
         rates = throughput(self._model, samples, ms, world, peak, tokens, frozen=frozen)

@@ -25,17 +25,22 @@ class Sink(Protocol):
 
 def check(log: Mapping[str, Any]) -> None:
     """Raises E602 if `[log]` needs a package that is not installed; does not import it."""
-    for package, wanted in (("tensorboard", log.get("tensorboard")), ("wandb", log.get("wandb"))):
-        spec = importlib.util.find_spec(package) if wanted else None
-        if wanted and (spec is None or spec.origin is None):  # without origin: a folder of that name, no package
-            hint = f"pip install 'zbc[{package}]', or drop log.{package}; metrics.jsonl is always written"
+    for package in (name.partition(":")[0] for name in log.get("to", ())):
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # without origin: a folder of that name, no package
+            hint = f"pip install 'zbc[{package}]', or drop it from log.to; metrics.jsonl is always written"
             raise ZbcError("E602", f"run: {package} is not installed", hint=hint)
 
 
 def names(log: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
     """Entries of `run.json` that identify the run at its sinks when it resumes; `before` is the previous run.json."""
     kept = before.get(_WANDB)
-    return {_WANDB: kept if isinstance(kept, str) and kept else uuid.uuid4().hex} if log.get("wandb") else {}
+    return {_WANDB: kept if isinstance(kept, str) and kept else uuid.uuid4().hex} if _projects(log) else {}
+
+
+def _projects(log: Mapping[str, Any]) -> list[str]:
+    """The Weights & Biases projects that `log.to` names."""
+    return [name.removeprefix("wandb:") for name in log.get("to", ()) if name.startswith("wandb:")]
 
 
 def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int | None = None) -> list[Sink]:
@@ -44,11 +49,9 @@ def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], f
     `first`: the number of steps after which the run resumes; metrics of later steps are dropped.
     """
     sinks: list[Sink] = []
-    if log.get("tensorboard"):
+    if "tensorboard" in log.get("to", ()):
         sinks.append(TensorBoard(folder, first))
-    if log.get("wandb"):
-        sinks.append(WeightsAndBiases(str(log["wandb"]), folder, about))
-    return sinks
+    return [*sinks, *(WeightsAndBiases(project, folder, about) for project in _projects(log))]
 
 
 class TensorBoard:
@@ -69,7 +72,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of project `log.wandb`, its files in `wandb/` of the run directory. WANDB_MODE=offline keeps it there.
+    """A run of a project of `log.to`, its files in `wandb/` of the run directory. WANDB_MODE=offline keeps it there.
 
     A resumed run is resumed there, too. W&B ignores steps that it has already; they are the same.
     """
@@ -83,7 +86,7 @@ class WeightsAndBiases:
             )
         except Exception as error:
             said = (str(error).strip() or type(error).__name__).splitlines()
-            hint = "`wandb login`, or set WANDB_MODE=offline to keep the run on this machine, or drop log.wandb"
+            hint = "`wandb login`, or set WANDB_MODE=offline to keep the run on this machine, or drop it from log.to"
             text = f"run: Weights & Biases does not start: {said[0]}"
             raise ZbcError("E602", text, hint=hint, details=said[1:4]) from error
 
