@@ -71,7 +71,7 @@ def test_a_line_is_broken_between_its_numbers_where_a_terminal_is_narrow(columns
 def toy(monkeypatch):
     """A GPU of 0.001 TFLOPS, by name."""
     monkeypatch.setitem(gpu.GPUS, "toy", gpu.GPUS["l40s"]._replace(tflops=0.001))
-    return {"gpu": "toy", "device": "cpu"}
+    return {"gpu": "toy", "device": "cpu", "tflops": 1.0}
 
 
 def test_what_a_run_gets_done_is_what_its_plan_would_at_the_same_time_of_a_step(open_log, tmp_path, toy):

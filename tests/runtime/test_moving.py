@@ -31,7 +31,7 @@ def ran(place, asked, **options):
 
 def test_a_training_stays_what_it_is_and_evaluations_use_the_average(tmp_path):
     """By hand: the weights of an evaluation are those of a run that loads the average."""
-    checkpoint = {"checkpoint__every": 2, "checkpoint__asynchronous": False, "checkpoint__keep": 9}
+    checkpoint = {"checkpoint__every": 2, "checkpoint__keep": 9}
     losses, found, _ = ran(tmp_path / "mean", tables(**checkpoint), folder=tmp_path / "a")
     plain, own, _ = ran(tmp_path / "plain", tables(ema=None, **checkpoint), folder=tmp_path / "b")
     assert losses == plain
@@ -85,7 +85,7 @@ def test_without_a_flush_both_versions_come_back_after_an_evaluation(tmp_path):
 
 @pytest.mark.parametrize("traits", [["tp", "sharded optimizer"], ["two versions", "tp", "sharded optimizer"]], ids=str)
 def test_a_run_goes_on_with_the_same_bits(tmp_path, traits):
-    asked = tables(*traits, checkpoint__every=2, checkpoint__asynchronous=False, checkpoint__keep=9)
+    asked = tables(*traits, checkpoint__every=2, checkpoint__keep=9)
     losses, found, _ = ran(tmp_path / "one", asked, folder=tmp_path / "a")
     rest, again, _ = ran(tmp_path / "one", asked, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))
     assert (rest, again) == (losses[2:], found[1:])

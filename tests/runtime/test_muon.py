@@ -132,7 +132,7 @@ def test_each_matrix_is_stepped_by_one_replica(tmp_path):
 
 
 def test_it_goes_on_from_its_checkpoints_in_another_shape(tmp_path):
-    checkpoint = {"checkpoint__every": 2, "checkpoint__asynchronous": False, "checkpoint__keep": 9}
+    checkpoint = {"checkpoint__every": 2, "checkpoint__keep": 9}
     (tmp_path / "one").mkdir()
     whole = run_threads(planned(tmp_path, tables("sharded optimizer", "tp", **checkpoint)), 4, folder=tmp_path / "a")
     other = planned(tmp_path / "one", tables(schedule__microbatches=8, schedule__kind="zb-v", **checkpoint))

@@ -19,7 +19,7 @@ from zbc.errors import ZbcError
 from zbc.job import hfmodel, hfnames
 from zbc.job.extent import LAYERS
 from zbc.job.model_section import Model
-from zbc.job.section import Positive, Section
+from zbc.job.section import Positive, Section, key
 
 if TYPE_CHECKING:
     from zbc.job.job import Draft
@@ -33,21 +33,20 @@ RANK_STABLE = r"^rslora [0-9]+(\.[0-9]+)?$"  # a value of alpha
 class Adapter(Section):
     """`[adapter]`: low-rank matrices that train in place of the weights of a model."""
 
-    rank: Annotated[int, Field(ge=0, le=65_536)] = Field(
-        0, description="of what is added to the matrices of linear layers (LoRA); 0: the weights themselves train"
+    rank: Annotated[int, Field(ge=0, le=65_536)] = key(
+        0, "of what is added to the matrices of linear layers (LoRA); 0: the weights themselves train"
     )
-    alpha: Positive | Annotated[str, Field(pattern=RANK_STABLE)] | None = Field(
-        None,
-        description='what is added counts alpha / rank times, with "rslora 16" 16 / sqrt(rank) times; default: rank',
+    alpha: Positive | Annotated[str, Field(pattern=RANK_STABLE)] | None = key(
+        None, 'what is added counts alpha / rank times, with "rslora 16" 16 / sqrt(rank) times; default: rank'
     )
-    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
-        0.0, description="share of the inputs of each adapter that are 0, others anew for each microbatch"
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
+        0.0, "share of the inputs of each adapter that are 0, others anew for each microbatch"
     )
-    targets: list[str] = Field(
+    targets: list[str] = key(
         ["*"],
-        min_length=1,
-        description="linear layers, as the model or its Hugging Face folder calls them or ends their names, with *: "
+        "linear layers, as the model or its Hugging Face folder calls them or ends their names, with *: "
         '"q_proj", "mlp.*", "layers.3.qkv"; those of blocks in a built-in model; "whole lm_head": trains itself',
+        min_length=1,
     )
 
     @property

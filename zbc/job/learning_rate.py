@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zbc.errors import ZbcError
-from zbc.job.section import Count, NotNegative, Section
+from zbc.job.section import Count, NotNegative, Section, key
 from zbc.job.toml import Document
 
 
@@ -25,14 +25,12 @@ class RateSchedule(Section):
     """`[optimizer.schedule]`."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    by: Literal["steps", "samples"] = Field(
-        default="steps", description="samples: a step of half the microbatches counts as half a step"
+    by: Literal["steps", "samples"] = key("steps", "samples: a step of half the microbatches counts as half a step")
+    warmup_steps: Annotated[int, Field(ge=0)] = key(0, "steps of the linear warm-up to lr")
+    decay_steps: Count | None = key(
+        None, "steps of the decay; default all after the warm-up, wsd a tenth of train.steps"
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of the linear warm-up to lr")
-    decay_steps: Count | None = Field(
-        default=None, description="steps of the decay; default all after the warm-up, wsd a tenth of train.steps"
-    )
-    min_lr: NotNegative = Field(default=0.0, description="rate at the end of the decay")
+    min_lr: NotNegative = key(0.0, "rate at the end of the decay")
 
 
 def decay_steps(schedule: RateSchedule, steps: float) -> float:

@@ -21,7 +21,7 @@ from zbc.errors import ZbcError
 from zbc.host.contents import contents
 from zbc.job.adapter import Adapter
 from zbc.job.model_section import Model
-from zbc.job.section import Count, Ms, NotNegative, Rate, Section, Us
+from zbc.job.section import Count, Ms, NotNegative, Rate, Section, Us, key
 from zbc.job.wording import sentence
 from zbc.topology import INNER, At
 
@@ -50,8 +50,8 @@ class Measured(Section):
 class SliceTime(Section):
     """ms of a slice of a sequence, attending to the keys and values of the tokens before it."""
 
-    rows: Count = Field(description="tokens of the slice")
-    past: Annotated[int, Field(ge=0)] = Field(description="tokens of the sequence before them")
+    rows: Count = key(..., "tokens of the slice")
+    past: Annotated[int, Field(ge=0)] = key(..., "tokens of the sequence before them")
     f: Ms
     b: Ms
     w: Ms
@@ -77,42 +77,36 @@ class LayerBytes(Section):
     kept_w: Bytes
     keeps_input: bool
     keeps_output: bool
-    keeps_given: bool = Field(False, description="W needs the gradient of its output as it came")
-    kept_again: Bytes = Field(0, description="with recompute, what stays from F to B beside the input")
-    kv: Bytes = Field(
-        default=0, description="of a slice, its keys and values; those of all slices are in buffers of their own"
-    )
+    keeps_given: bool = key(False, "W needs the gradient of its output as it came")
+    kept_again: Bytes = key(0, "with recompute, what stays from F to B beside the input")
+    kv: Bytes = key(0, "of a slice, its keys and values; those of all slices are in buffers of their own")
     more_f: Bytes = 0
     more_alone: Bytes = 0
     more_b: Bytes = 0
     more_w: Bytes = 0
     more_bw: Bytes = 0
-    first_b: Bytes | None = Field(None, description="as more_b in the first backward of a step; None: the same")
+    first_b: Bytes | None = key(None, "as more_b in the first backward of a step; None: the same")
     first_w: Bytes | None = None
     first_bw: Bytes | None = None
-    rise_b: Bytes | None = Field(None, description="None, in older files: as if all gradients were there before")
+    rise_b: Bytes | None = key(None, "None, in older files: as if all gradients were there before")
     rise_w: Bytes | None = None
     rise_bw: Bytes | None = None
-    late: dict[str, int] = Field(
-        default_factory=dict,
-        description="of b, bw, first_b, first_bw, rise_b, rise_bw the part after the last kernel that reads the "
+    late: dict[str, int] = key(
+        {},
+        "of b, bw, first_b, first_bw, rise_b, rise_bw the part after the last kernel that reads the "
         "gradient that came from the next layer; the others are until then",
     )
-    whole: list[Bytes] = Field(
-        default_factory=list,
-        max_length=3,
-        description="more_bw, first_bw and rise_bw in plans that split no backward, if they differ",
+    whole: list[Bytes] = key(
+        [], "more_bw, first_bw and rise_bw in plans that split no backward, if they differ", max_length=3
     )
-    whole_late: dict[str, int] = Field(default_factory=dict, description="of these, as late")
-    until_bw: Bytes | None = Field(
-        None, description="as rise_bw of a later one, until it meets other ranks, if it does"
-    )
+    whole_late: dict[str, int] = key({}, "of these, as late")
+    until_bw: Bytes | None = key(None, "as rise_bw of a later one, until it meets other ranks, if it does")
     weights: Bytes
-    casts: Bytes = Field(0, description="of weights, in copies in the type that layers compute in")
-    buffers: Bytes = Field(0, description="of weights, in tensors that are no parameters")
-    tensors: list[Bytes] | None = Field(None, description="of kept_b, each of no whole numbers; None: not known")
+    casts: Bytes = key(0, "of weights, in copies in the type that layers compute in")
+    buffers: Bytes = key(0, "of weights, in tensors that are no parameters")
+    tensors: list[Bytes] | None = key(None, "of kept_b, each of no whole numbers; None: not known")
     gradients: Bytes
-    gradients_b: Bytes | None = Field(None, description="of them, what B makes where W is an op of its own; None: all")
+    gradients_b: Bytes | None = key(None, "of them, what B makes where W is an op of its own; None: all")
     masters: Bytes
     optimizer: Bytes
     largest: Bytes
@@ -135,22 +129,22 @@ class LayerProfile(Section):
     """
 
     f: Measured
-    b: Measured = Field(description="the gradient of the input, where W is an op of its own")
-    w: Measured = Field(description="the gradient of the weights; with b more than bw, since b leaves work for it")
-    bw: Measured | None = Field(None, description="both in one; None: b + w")
-    again: Measured | None = Field(None, description="what recompute adds to a backward; None: f")
-    step: Measured | None = Field(None, description="the optimizer's step")
-    norm: Measured | None = Field(None, description="the sum of squares of the gradients")
-    tentative: Measured | None = Field(None, description="a tentative step, without the barrier")
-    parameters: int = Field(0, ge=0, description="how many numbers")
-    parts: list[Bytes] = Field(default_factory=list, description="how many numbers in each parameter; [] if not known")
-    apart: list[Bytes] = Field(default_factory=list, description="of parts, those of experts that ranks share out")
-    matrices: list[Shape] = Field(default_factory=list, description="of those that Muon steps")
-    experts: int = Field(default=0, ge=0, description="matrices in the largest stack of these")
+    b: Measured = key(..., "the gradient of the input, where W is an op of its own")
+    w: Measured = key(..., "the gradient of the weights; with b more than bw, since b leaves work for it")
+    bw: Measured | None = key(None, "both in one; None: b + w")
+    again: Measured | None = key(None, "what recompute adds to a backward; None: f")
+    step: Measured | None = key(None, "the optimizer's step")
+    norm: Measured | None = key(None, "the sum of squares of the gradients")
+    tentative: Measured | None = key(None, "a tentative step, without the barrier")
+    parameters: int = key(0, "how many numbers", ge=0)
+    parts: list[Bytes] = key([], "how many numbers in each parameter; [] if not known")
+    apart: list[Bytes] = key([], "of parts, those of experts that ranks share out")
+    matrices: list[Shape] = key([], "of those that Muon steps")
+    experts: int = key(0, "matrices in the largest stack of these", ge=0)
     bytes: LayerBytes | None = None
-    kernels: dict[str, list[Kernel]] = Field(default_factory=dict, description="of a dry run")
-    collectives: dict[str, list[Collective]] = Field(default_factory=dict, description="of a dry run, inside of ops")
-    slices: list[SliceTime] = Field(default_factory=list, description="of a block: times of slices of a microbatch")
+    kernels: dict[str, list[Kernel]] = key({}, "of a dry run")
+    collectives: dict[str, list[Collective]] = key({}, "of a dry run, inside of ops")
+    slices: list[SliceTime] = key([], "of a block: times of slices of a microbatch")
 
     def times(self) -> Iterator[tuple[str, Measured]]:
         for name in ("f", "b", "w", "bw", "again", "step", "norm", "tentative"):
@@ -226,11 +220,11 @@ class Copy(Section):
 class WordTimes(Section):
     """ms of a rank's share of a shared vocabulary, for one microbatch and `rows` rows of its tables."""
 
-    rows: Count = Field(description="words of the rank")
-    s: list[Ms] = Field(min_length=2, max_length=2, description="logits of its words, with 1 and with 2 sums")
-    t: list[Ms] = Field(min_length=2, max_length=2, description="the gradient of its rows, with 1 and with 2 sums")
-    i: Ms = Field(description="look-up of its words")
-    e: Ms = Field(description="the gradient of what was looked up")
+    rows: Count = key(..., "words of the rank")
+    s: list[Ms] = key(..., "logits of its words, with 1 and with 2 sums", min_length=2, max_length=2)
+    t: list[Ms] = key(..., "the gradient of its rows, with 1 and with 2 sums", min_length=2, max_length=2)
+    i: Ms = key(..., "look-up of its words")
+    e: Ms = key(..., "the gradient of what was looked up")
 
     def whole(self, vocab: int) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
         """ms of F, B and W of the embedding and of the output layer, with all words at the ends of a pipeline."""
@@ -242,13 +236,13 @@ class WordBytes(Section):
     """A rank's share of a shared vocabulary, for one microbatch, by a dry run: what its ops I, S, T and E need, and the
     values between them (zbc/ops.py)."""
 
-    rows: Count = Field(description="words of the rank with most")
-    parts: list[Bytes] = Field(description="how many numbers in its rows of each table")
-    weights: Bytes = Field(description="of these tables, and of copies in the type that the output layer computes in")
-    told: Bytes = Field(description="that it tells the other ranks of its logits")
+    rows: Count = key(..., "words of the rank with most")
+    parts: list[Bytes] = key(..., "how many numbers in its rows of each table")
+    weights: Bytes = key(..., "of these tables, and of copies in the type that the output layer computes in")
+    told: Bytes = key(..., "that it tells the other ranks of its logits")
     values: dict[str, Bytes]
-    needs: dict[str, Bytes] = Field(description="of an op, by its column: its peak beyond the bytes held before")
-    kernels: dict[str, list[Kernel]] = Field(description="of an op, by its column")
+    needs: dict[str, Bytes] = key(..., "of an op, by its column: its peak beyond the bytes held before")
+    kernels: dict[str, list[Kernel]] = key(..., "of an op, by its column")
 
 
 class Origin(Section):
@@ -257,10 +251,10 @@ class Origin(Section):
 
     source: Literal["measured", "trace", "dry"] = "measured"
     device: Literal["cpu", "cuda"]
-    name: str = Field("", description="of the processor or GPU")
-    threads: Count = Field(1, description="per rank")
-    together: Count = Field(1, description="ranks that computed at the same time")
-    rounds: Count = Field(1, description="repetitions behind each median")
+    name: str = key("", "of the processor or GPU")
+    threads: Count = key(1, "per rank")
+    together: Count = key(1, "ranks that computed at the same time")
+    rounds: Count = key(1, "repetitions behind each median")
     torch: str = ""
 
 
@@ -271,25 +265,23 @@ class Profile(Section):
     version: Literal[1] = 1
     on: Origin
     model: dict[str, Any]
-    adapter: dict[str, Any] = Field({}, description="rank and targets of what trains in place of all weights")
+    adapter: dict[str, Any] = key({}, "rank and targets of what trains in place of all weights")
     microbatch_size: Count
-    cp: Count = Field(1, description="ranks that share the tokens; times and bytes are of those that one has")
-    tp: Count = Field(1, description="ranks that share each layer; times and bytes are of the part that one has")
-    optimizer: str = Field("", description="the kind of the optimizer that `step` and bytes are of")
+    cp: Count = key(1, "ranks that share the tokens; times and bytes are of those that one has")
+    tp: Count = key(1, "ranks that share each layer; times and bytes are of the part that one has")
+    optimizer: str = key("", "the kind of the optimizer that `step` and bytes are of")
     layers: dict[str, LayerProfile]
     order: list[str]
     link: LinkProfile | None = None
-    sums: LinkProfile | None = Field(None, description="a sum over the ranks that share a layer, instead of a transfer")
-    copies: Copy | None = Field(None, description="between host and device; on cuda")
-    words: WordTimes | None = Field(None, description="of jobs whose ranks may share the vocabulary")
-    shared: WordBytes | None = Field(default=None, description="where ranks share the vocabulary, by a dry run")
-    reserve_bytes: Bytes | None = Field(
-        None, description="of a GPU, in use beside torch's own memory: context, workspaces, communicators"
+    sums: LinkProfile | None = key(None, "a sum over the ranks that share a layer, instead of a transfer")
+    copies: Copy | None = key(None, "between host and device; on cuda")
+    words: WordTimes | None = key(None, "of jobs whose ranks may share the vocabulary")
+    shared: WordBytes | None = key(None, "where ranks share the vocabulary, by a dry run")
+    reserve_bytes: Bytes | None = key(
+        None, "of a GPU, in use beside torch's own memory: context, workspaces, communicators"
     )
     host: Host = Host()
-    tokens: list[Count] = Field(
-        default_factory=list, description="of the rows of each microbatch of the recorded steps, if unequal"
-    )
+    tokens: list[Count] = key([], "of the rows of each microbatch of the recorded steps, if unequal")
 
     @property
     def timed(self) -> bool:

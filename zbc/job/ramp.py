@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pydantic import Field
-
 from zbc.errors import ZbcError
-from zbc.job.section import Count, Section
+from zbc.job.section import Count, Section, key
 from zbc.job.toml import Document
 
 
 class Phase(Section):
     """One entry of `schedule.ramp`."""
 
-    microbatches: Count = Field(description="per step and pipeline, more than in the entry before")
-    steps: Count | None = Field(default=None, description="how long; or samples")
-    samples: Count | None = Field(default=None, description="how long, rounded up to whole steps; or steps")
+    microbatches: Count = key(..., "per step and pipeline, more than in the entry before")
+    steps: Count | None = key(None, "how long; or samples")
+    samples: Count | None = key(None, "how long, rounded up to whole steps; or steps")
 
     def length(self, per_microbatch: int) -> int:
         """The number of its steps; `per_microbatch` counts the samples of a microbatch in all replicas."""

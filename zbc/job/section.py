@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,3 +25,8 @@ class Section(BaseModel):
     """A table of a job file. It is frozen; unknown keys and values of another type are problems."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def key(default: Any, about: str, **more: Any) -> Any:
+    """A field with its default (`...`: it has to be given) and its description, which is the reference of the key."""
+    return Field(default, description=about, **more)

@@ -13,7 +13,7 @@ from zbc.job import learning_rate
 from zbc.job.adapter import Adapter
 from zbc.job.model_section import Model
 from zbc.job.ramp import Phase
-from zbc.job.section import Amount, Count, Gib, Ms, NotNegative, Positive, Rate, Section, Us
+from zbc.job.section import Amount, Count, Gib, Ms, NotNegative, Positive, Rate, Section, Us, key
 from zbc.job.unread import reads_attention
 from zbc.topology import Topology, inner_of, row_unit
 
@@ -28,14 +28,11 @@ AmountPerPart = Amount | list[Amount]
 class Average(Section):
     """`parallel.average`: replicas that average their weights instead of summing their gradients."""
 
-    every: Count = Field(1, description="steps from one average to the next")
-    share: Annotated[float, Field(gt=0, le=1)] = Field(0.05, description="of a stage's weights, each time another one")
-    delay: Annotated[int, Field(ge=0, le=1)] = Field(
-        1, description="steps after which an average lands; 0: the step waits for it"
-    )
-    ema: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None,
-        description="of what was added to a weight the last time, the share that is added again; default delay / 2",
+    every: Count = key(1, "steps from one average to the next")
+    share: Annotated[float, Field(gt=0, le=1)] = key(0.05, "of a stage's weights, each time another one")
+    delay: Annotated[int, Field(ge=0, le=1)] = key(1, "steps after which an average lands; 0: the step waits for it")
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = key(
+        None, "of what was added to a weight the last time, the share that is added again; default delay / 2"
     )
 
     @property
@@ -52,57 +49,50 @@ class Average(Section):
 class Parallel(Section):
     """`[parallel]`: the numbers of ranks, and the work that they share out."""
 
-    pp: Count = Field(description="pipeline ranks")
-    dp: Count = Field(1, description="data-parallel replicas of the pipeline")
-    tp: Count = Field(
-        1, description='ranks that share each layer of a built-in model (tensor parallel); with world also "auto"'
-    )
-    cp: Count = Field(
+    pp: Count = key(..., "pipeline ranks")
+    dp: Count = key(1, "data-parallel replicas of the pipeline")
+    tp: Count = key(1, 'ranks that share each layer of a built-in model (tensor parallel); with world also "auto"')
+    cp: Count = key(
         1,
-        description="ranks that share the tokens of each microbatch of a built-in model (context parallel); with world "
-        'also "auto"',
+        'ranks that share the tokens of each microbatch of a built-in model (context parallel); with world also "auto"',
     )
-    ep: Count = Field(
-        1, description='neighbouring ranks that share out the experts of each block; with world also "auto"'
-    )
-    expert_tp: Count | None = Field(
+    ep: Count = key(1, 'neighbouring ranks that share out the experts of each block; with world also "auto"')
+    expert_tp: Count | None = key(
         None,
-        description="ranks that share each expert: 1, and each of the tp ranks routes a part of the tokens to whole "
+        "ranks that share each expert: 1, and each of the tp ranks routes a part of the tokens to whole "
         "experts; or tp; default: 1 with ep, else tp",
     )
-    tp_sequence: bool | Literal["regather"] = Field(
+    tp_sequence: bool | Literal["regather"] = key(
         False,
-        description="these ranks also share the tokens between the layers; regather: and gather them again in the "
+        "these ranks also share the tokens between the layers; regather: and gather them again in the "
         "backward, in place of keeping what was gathered",
     )
-    world: Count | Literal["auto"] | None = Field(
-        None, description='ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'
+    world: Count | Literal["auto"] | None = key(
+        None, 'ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'
     )
-    shard: Literal["none", "optimizer", "gradients", "weights", "all"] = Field(
+    shard: Literal["none", "optimizer", "gradients", "weights", "all"] = key(
         "none",
-        description="what replicas of a stage share out: the optimizer's state and work; gradients too, after each run "
+        "what replicas of a stage share out: the optimizer's state and work; gradients too, after each run "
         "of backwards of a stage; or the weights, which are then gathered when ops need them; or all of that",
     )
-    exchange: Literal["collective", "one-sided"] = Field(
+    exchange: Literal["collective", "one-sided"] = key(
         "collective",
-        description="how shared weights and their gradients travel: all replicas of a rank meet; or, on one host, each "
+        "how shared weights and their gradients travel: all replicas of a rank meet; or, on one host, each "
         "takes from and lays into the memory of the others",
     )
-    average: Average | None = Field(
-        None, description="replicas average a rotating share of their weights, and sum no gradients"
+    average: Average | None = key(None, "replicas average a rotating share of their weights, and sum no gradients")
+    replicas: list[Count] | Literal["auto"] | None = key(
+        None, 'replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'
     )
-    replicas: list[Count] | Literal["auto"] | None = Field(
-        None, description='replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'
-    )
-    vocabulary: Literal["ends", "shared", "shared-2", "auto"] = Field(
+    vocabulary: Literal["ends", "shared", "shared-2", "auto"] = key(
         "ends",
-        description="where embedding and output layer are: ends: on the first and the last stage; shared: vocabulary "
+        "where embedding and output layer are: ends: on the first and the last stage; shared: vocabulary "
         "parallel over all ranks of the pipeline, with one all-reduce before a last backward; shared-2: with two, and "
         "one microbatch more is held; auto: ends or shared, as a step is faster",
     )
-    order: list[Annotated[int, Field(ge=0)]] | None = Field(
+    order: list[Annotated[int, Field(ge=0)]] | None = key(
         None,
-        description="the ranks of the run in the order of the pipeline, or with tp the groups that share layers; "
+        "the ranks of the run in the order of the pipeline, or with tp the groups that share layers; "
         "default: by hardware.links, or as numbered",
     )
 
@@ -176,52 +166,47 @@ class Parallel(Section):
 class Schedule(Section):
     """`[schedule]`: the order of ops."""
 
-    kind: str = Field(
-        description="a name from `zbc explain schedules`, the CSV file of an order as torch has it, or your own "
-        '"package.module:function", Request -> Program'
+    kind: str = key(
+        ...,
+        "a name from `zbc explain schedules`, the CSV file of an order as torch has it, or your own "
+        '"package.module:function", Request -> Program',
     )
-    microbatches: Count = Field(description="microbatches per step and pipeline")
-    batch: Count | None = Field(
-        None, description="samples per step, instead of microbatches; needed with parallel.world"
+    microbatches: Count = key(..., "microbatches per step and pipeline")
+    batch: Count | None = key(None, "samples per step, instead of microbatches; needed with parallel.world")
+    microbatch_size: Count = key(1, "sequences (samples) per microbatch; packed ones: rows of it")
+    max_microbatches: Count | None = key(
+        None, "data.balance: the most that one replica gets in a step; default twice microbatches"
     )
-    microbatch_size: Count = Field(1, description="sequences (samples) per microbatch; packed ones: rows of it")
-    max_microbatches: Count | None = Field(
-        None, description="data.balance: the most that one replica gets in a step; default twice microbatches"
-    )
-    tokens: list[Count] | Literal["recorded"] | None = Field(
+    tokens: list[Count] | Literal["recorded"] | None = key(
         None,
-        description="of each microbatch the tokens of its rows, where they are unequal; default model.seq_len. "
+        "of each microbatch the tokens of its rows, where they are unequal; default model.seq_len. "
         "recorded: those of the run that --profile was derived from",
     )
-    renumber: bool = Field(
-        True, description="tokens: microbatches may be put in another order, in which a step is shorter"
-    )
-    ramp: list[Phase] = Field([], description="smaller batches at the beginning: microbatches, and steps or samples")
-    chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")
-    group: Count | None = Field(
-        None, description="microbatches per round (interleaved-1f1b) or unit (waves); default one per rank"
-    )
-    early: Annotated[int, Field(ge=0, le=2)] | None = Field(
+    renumber: bool = key(True, "tokens: microbatches may be put in another order, in which a step is shorter")
+    ramp: list[Phase] = key([], "smaller batches at the beginning: microbatches, and steps or samples")
+    chunks: Count | None = key(None, "stages per rank, where the schedule leaves it open")
+    group: Count | None = key(None, "microbatches per round (interleaved-1f1b) or unit (waves); default one per rank")
+    early: Annotated[int, Field(ge=0, le=2)] | None = key(
         None,
-        description="waves: forwards of the next unit before the last backwards of this one; interleaved-1f1b: "
+        "waves: forwards of the next unit before the last backwards of this one; interleaved-1f1b: "
         "more forwards in the warm-up",
     )
-    slices: Count | Literal["auto"] = Field(
-        1, description='parts along the sequence that each microbatch is cut into; "auto": the fastest number'
+    slices: Count | Literal["auto"] = key(
+        1, 'parts along the sequence that each microbatch is cut into; "auto": the fastest number'
     )
-    cuts: Literal["balanced", "even"] | list[Count] = Field(
-        "balanced", description='where slices end: "balanced" (equal time), "even" (equal length), or their lengths'
+    cuts: Literal["balanced", "even"] | list[Count] = key(
+        "balanced", 'where slices end: "balanced" (equal time), "even" (equal length), or their lengths'
     )
-    overlap: bool | None = Field(
+    overlap: bool | None = key(
         None,
-        description="dualpipe, and interleaved-1f1b with early: pairs of F and backward are groups; default: if "
+        "dualpipe, and interleaved-1f1b with early: pairs of F and backward are groups; default: if "
         "costs.overlap is not 0",
     )
-    memory_limit: str | None = Field(
-        None, description='activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
+    memory_limit: str | None = key(
+        None, 'activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
     )
-    objective: Literal["makespan", "span", "period"] | None = Field(
-        None, description="default: makespan with the optimizer's barrier, span without"
+    objective: Literal["makespan", "span", "period"] | None = key(
+        None, "default: makespan with the optimizer's barrier, span without"
     )
 
     @property
@@ -243,10 +228,9 @@ class Schedule(Section):
 class Partition(Section):
     """`[partition]`: layers to stages."""
 
-    layers_per_stage: list[Annotated[int, Field(ge=0)]] | str | None = Field(
+    layers_per_stage: list[Annotated[int, Field(ge=0)]] | str | None = key(
         None,
-        description='blocks of each stage, "equal", or Megatron\'s pipeline layout; default: the costs of all layers '
-        "are balanced",
+        'blocks of each stage, "equal", or Megatron\'s pipeline layout; default: the costs of all layers are balanced',
     )
 
     @property
@@ -263,47 +247,42 @@ class Partition(Section):
 class Hardware(Section):
     """`[hardware]`: the device of a rank, and the links between ranks; used to estimate costs and memory."""
 
-    gpu: str | None = Field(
+    gpu: str | None = key(
         None,
-        description="a GPU by name, such as h100-sxm: its data sheet stands for device, memory_gib, tflops, "
+        "a GPU by name, such as h100-sxm: its data sheet stands for device, memory_gib, tflops, "
         "memory_gbps, link_gbps and inter_node_gbps where these are not given; MFU is a share of its peak",
     )
     device: Literal["cuda", "cpu"] = "cpu"
-    memory_gib: Gib | list[Gib] | None = Field(
+    memory_gib: Gib | list[Gib] | None = key(
         None,
-        description="memory per rank, or of each rank of the pipeline; a plan that needs more is refused. On cuda 6% "
+        "memory per rank, or of each rank of the pipeline; a plan that needs more is refused. On cuda 6% "
         "of it stay free for what no plan predicts (context, workspaces, communicators), or what the profile found if "
         "that is more",
     )
-    tflops: Rate | list[Rate] | None = Field(
-        None, description="sustained per rank, or of each rank of the pipeline; default 230 on cuda, 0.1 on cpu"
+    tflops: Rate | list[Rate] | None = key(
+        None, "sustained per rank, or of each rank of the pipeline; default 230 on cuda, 0.1 on cpu"
     )
-    memory_gbps: Rate | list[Rate] | None = Field(
-        None, description="GB/s to memory, or of each rank of the pipeline; default 1750 on cuda, 20 on cpu"
+    memory_gbps: Rate | list[Rate] | None = key(
+        None, "GB/s to memory, or of each rank of the pipeline; default 1750 on cuda, 20 on cpu"
     )
-    slow: list[Annotated[float, Field(ge=0.01, le=100)]] | None = Field(
-        None, description="times as long as predicted that ops take, of each rank of the pipeline; see zbc report"
+    slow: list[Annotated[float, Field(ge=0.01, le=100)]] | None = key(
+        None, "times as long as predicted that ops take, of each rank of the pipeline; see zbc report"
     )
-    link_gbps: Rate | None = Field(
-        None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
+    link_gbps: Rate | None = key(None, "Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu")
+    link_us: Us | None = key(None, "latency of a transfer; default 10 on cuda, 700 on cpu")
+    ranks_per_node: Count = key(
+        8, "ranks of the run that share a node; which ones: so that the fewest bytes go between nodes"
     )
-    link_us: Us | None = Field(None, description="latency of a transfer; default 10 on cuda, 700 on cpu")
-    ranks_per_node: Count = Field(
-        8, description="ranks of the run that share a node; which ones: so that the fewest bytes go between nodes"
-    )
-    inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
-    links: str | None = Field(None, description="a links.toml: GB/s and us between all ranks, or all nodes")
-    host_gbps: Rate | None = Field(
+    inter_node_gbps: Rate | None = key(None, "Gbit/s between two nodes; default link_gbps")
+    links: str | None = key(None, "a links.toml: GB/s and us between all ranks, or all nodes")
+    host_gbps: Rate | None = key(
         None,
-        description="GB/s of copies between a rank and its host, each way (on cuda at once); default: what the profile "
-        "measured",
+        "GB/s of copies between a rank and its host, each way (on cuda at once); default: what the profile measured",
     )
-    host_shared: Count = Field(
-        1, description="neighbouring ranks of a pipeline that share one link to the host, such as a PCIe switch"
+    host_shared: Count = key(
+        1, "neighbouring ranks of a pipeline that share one link to the host, such as a PCIe switch"
     )
-    host_gib: Gib | None = Field(
-        None, description="pinned memory of the host per rank; a plan that needs more is refused"
-    )
+    host_gib: Gib | None = key(None, "pinned memory of the host per rank; a plan that needs more is refused")
 
     def of(self, rank: int) -> Hardware:
         """The hardware of one rank of the pipeline."""
@@ -338,43 +317,40 @@ BY_RANK = ("memory_gib", "tflops", "memory_gbps")  # may be lists
 class GivenCosts(Section):
     """`[costs]`: measured times in ms, instead of estimates."""
 
-    per: Literal["rank", "stage", "layer"] = Field(
+    per: Literal["rank", "stage", "layer"] = key(
         "rank",
-        description="what one number of a list belongs to; layer: a block, with two numbers more the embedding first "
+        "what one number of a list belongs to; layer: a block, with two numbers more the embedding first "
         "and the head last",
     )
-    f: PerPart | None = Field(None, description="forward")
-    b: PerPart | None = Field(None, description="gradient of the input")
-    w: PerPart | None = Field(None, description="gradient of the weights")
-    comm: Ms | None = Field(None, description="one boundary transfer between two ranks")
-    message: Ms | None = Field(
+    f: PerPart | None = key(None, "forward")
+    b: PerPart | None = key(None, "gradient of the input")
+    w: PerPart | None = key(None, "gradient of the weights")
+    comm: Ms | None = key(None, "one boundary transfer between two ranks")
+    message: Ms | None = key(
         None,
-        description="ms for which a message between two ranks keeps each of them from computing; default: what the "
+        "ms for which a message between two ranks keeps each of them from computing; default: what the "
         "profile measured, else of the runtime; 0 where f is given",
     )
-    reduce: Ms | None = Field(
-        None, description="one all-reduce of a stage's gradients; default: from the link, where sizes are known"
+    reduce: Ms | None = key(
+        None, "one all-reduce of a stage's gradients; default: from the link, where sizes are known"
     )
-    tp: Ms | None = Field(None, description="parallel.tp: the sums inside one stage's F; its B has as many")
-    cp: Ms | None = Field(
-        None, description="parallel.cp: the gathers inside one stage's F; the sums of its B take as long"
-    )
-    ep: Ms | None = Field(None, description="parallel.ep: the swaps inside one stage's F; its B has as many")
-    vocabulary: Annotated[list[Ms], Field(min_length=4, max_length=4)] | None = Field(
+    tp: Ms | None = key(None, "parallel.tp: the sums inside one stage's F; its B has as many")
+    cp: Ms | None = key(None, "parallel.cp: the gathers inside one stage's F; the sums of its B take as long")
+    ep: Ms | None = key(None, "parallel.ep: the swaps inside one stage's F; its B has as many")
+    vocabulary: Annotated[list[Ms], Field(min_length=4, max_length=4)] | None = key(
         None,
-        description="parallel.vocabulary: [s, t, i, e], of one rank's words: logits, their gradient, look-up, its "
+        "parallel.vocabulary: [s, t, i, e], of one rank's words: logits, their gradient, look-up, its "
         "gradient; default 0 where f is given",
     )
-    optimizer: PerPart | None = Field(None, description="one optimizer step; default 0 where f, b and w are given")
-    overlap: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="of an F and a backward in one group, the share of the shorter that hides behind the longer"
+    optimizer: PerPart | None = key(None, "one optimizer step; default 0 where f, b and w are given")
+    overlap: Annotated[float, Field(ge=0, le=1)] = key(
+        0.0, "of an F and a backward in one group, the share of the shorter that hides behind the longer"
     )
-    offload: Ms | Annotated[list[Ms], Field(min_length=2, max_length=2)] | None = Field(
-        None,
-        description="a copy of a rank's share of a microbatch to the host, and back; [out, back] where they differ",
+    offload: Ms | Annotated[list[Ms], Field(min_length=2, max_length=2)] | None = key(
+        None, "a copy of a rank's share of a microbatch to the host, and back; [out, back] where they differ"
     )
-    act_b: AmountPerPart | None = Field(None, description="memory F keeps until B, any unit")
-    act_w: AmountPerPart | None = Field(None, description="the part of act_b that B keeps until W; default act_b")
+    act_b: AmountPerPart | None = key(None, "memory F keeps until B, any unit")
+    act_w: AmountPerPart | None = key(None, "the part of act_b that B keeps until W; default act_b")
 
     @classmethod
     def replaced(cls, given: Mapping[str, Any]) -> set[str]:
@@ -400,22 +376,22 @@ def _by_layers(value: object) -> object:
 class Memory(Section):
     """`[memory]`: keep, recompute or offload activations between F and B, and max unsharded stages per rank."""
 
-    activations: Annotated[str | dict[str, str], BeforeValidator(_by_layers)] = Field(
+    activations: Annotated[str | dict[str, str], BeforeValidator(_by_layers)] = key(
         "keep",
-        description='"keep", "selective" (norms, attention and activations of built-in models run again), "recompute" '
+        '"keep", "selective" (norms, attention and activations of built-in models run again), "recompute" '
         '(whole layers), "offload", "selective+offload" or "recompute+offload" where memory forces it; "auto": the '
         'fastest of these; all stages or some: { 0 = "recompute" }; { recompute = 6 } or "recompute 6": the first six '
         'layers of each stage; { recompute = "auto" }: the fewest that fit',
     )
-    attention: Literal["again", "keep"] | None = Field(
+    attention: Literal["again", "keep"] | None = key(
         None,
-        description='with "selective": run attention again (the default), or keep its tensors: less time for more '
+        'with "selective": run attention again (the default), or keep its tensors: less time for more '
         'memory; default with "auto": the faster',
     )
 
-    resident: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    resident: Annotated[int, Field(ge=1)] | Literal["auto"] = key(
         "auto",
-        description='with parallel.shard = "weights": stages whose gathered weights a rank has room for; auto: as many '
+        'with parallel.shard = "weights": stages whose gathered weights a rank has room for; auto: as many '
         "as fit memory_gib, 2 without it",
     )
 
@@ -474,63 +450,58 @@ ROUNDS = 5  # of Newton-Schulz in a step of Muon
 class OptimizerGroup(Section):
     """`[[optimizer.groups]]`: parameters that are stepped in another way."""
 
-    names: list[str] = Field(min_length=1, description="of parameters, with *: layers.0.*, *.bias")
-    rate: NotNegative = Field(1.0, description="times the learning rate")
-    weight_decay: Annotated[NotNegative, Field(le=1e3)] | None = Field(None, description="default: the optimizer's")
-    muon: bool = Field(True, description="kind muon: false has AdamW step their matrices")
+    names: list[str] = key(..., "of parameters, with *: layers.0.*, *.bias", min_length=1)
+    rate: NotNegative = key(1.0, "times the learning rate")
+    weight_decay: Annotated[NotNegative, Field(le=1e3)] | None = key(None, "default: the optimizer's")
+    muon: bool = key(True, "kind muon: false has AdamW step their matrices")
 
 
 class Optimizer(Section):
     """`[optimizer]`."""
 
-    kind: Literal["adamw", "adam", "sgd", "muon"] = Field(
-        "adamw", description="muon: for the matrices of blocks; adamw for vectors, embedding and head"
+    kind: Literal["adamw", "adam", "sgd", "muon"] = key(
+        "adamw", "muon: for the matrices of blocks; adamw for vectors, embedding and head"
     )
-    lr: LearningRate | Annotated[tuple[LearningRate, LearningRate], Field(strict=False)] = Field(
-        3e-4, description="muon: one for all, or two: of its matrices, and of what adamw steps"
+    lr: LearningRate | Annotated[tuple[LearningRate, LearningRate], Field(strict=False)] = key(
+        3e-4, "muon: one for all, or two: of its matrices, and of what adamw steps"
     )
-    scale: Literal["rms", "original"] = Field(
-        "rms", description="muon: of a step, by shape. rms: as large as adamw's; original: sqrt(max(1, rows / columns))"
+    scale: Literal["rms", "original"] = key(
+        "rms", "muon: of a step, by shape. rms: as large as adamw's; original: sqrt(max(1, rows / columns))"
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), strict=False)
     eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8  # of float32, whose least normal number is 1e-38
-    weight_decay: Annotated[NotNegative, Field(le=1e3)] = Field(
-        0.1, description="adamw: decoupled; adam and sgd: added to the gradient"
+    weight_decay: Annotated[NotNegative, Field(le=1e3)] = key(
+        0.1, "adamw: decoupled; adam and sgd: added to the gradient"
     )
     momentum: Decay = Field(
         default_factory=lambda told: 0.95 if told.get("kind") == "muon" else 0.0,
         description="sgd, and muon, whose default is 0.95",
     )
-    clip_grad_norm: Positive | None = Field(
-        None, description="largest norm of all gradients together; without a flush, of those of each stage"
+    clip_grad_norm: Positive | None = key(
+        None, "largest norm of all gradients together; without a flush, of those of each stage"
     )
-    sync: Literal["before-step", "post-validate", "two-versions", "asynchronous"] = Field(
+    sync: Literal["before-step", "post-validate", "two-versions", "asynchronous"] = key(
         "before-step",
-        description="post-validate: no barrier; ranks agree on a step while the next one warms up. two-versions: no "
+        "post-validate: no barrier; ranks agree on a step while the next one warms up. two-versions: no "
         "flush; gradients come a step late, which is another training. asynchronous: nor a second version of the "
         "weights; each stage steps on its own",
     )
-    every: Count = Field(1, description="asynchronous: microbatches from one step of a stage to its next")
-    lookahead: bool = Field(
-        False, description="asynchronous: forwards run on weights as they are expected to be at their backward"
+    every: Count = key(1, "asynchronous: microbatches from one step of a stage to its next")
+    lookahead: bool = key(False, "asynchronous: forwards run on weights as they are expected to be at their backward")
+    feedback: Annotated[float, Field(ge=0, le=1)] = key(
+        0.0, "two-versions: how much of what an update was off by the next one makes good"
     )
-    feedback: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="two-versions: how much of what an update was off by the next one makes good"
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = key(
+        None, "a moving average of the weights, which evaluations use: how much of it stays in each step"
     )
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="a moving average of the weights, which evaluations use: how much of it stays in each step"
+    qk_clip: Positive | None = key(
+        None, "largest score of attention: queries and keys of a head beyond it are scaled down after the step"
     )
-    qk_clip: Positive | None = Field(
-        None,
-        description="largest score of attention: queries and keys of a head beyond it are scaled down after the step",
+    schedule: learning_rate.RateSchedule = key(learning_rate.RateSchedule(), "the learning rate over the steps")
+    state: Literal["float32", "bfloat16"] = key(
+        "float32", "how moments (of sgd and muon: the momentum) are stored; steps compute in float32"
     )
-    schedule: learning_rate.RateSchedule = Field(
-        learning_rate.RateSchedule(), description="the learning rate over the steps"
-    )
-    state: Literal["float32", "bfloat16"] = Field(
-        "float32", description="how moments (of sgd and muon: the momentum) are stored; steps compute in float32"
-    )
-    groups: list[OptimizerGroup] = Field([], description="of parameters that are stepped in another way, by name")
+    groups: list[OptimizerGroup] = key([], "of parameters that are stepped in another way, by name")
 
     @property
     def name(self) -> str:
@@ -559,54 +530,38 @@ class Train(Section):
 
     steps: Count = 100
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
-    eval_every: Annotated[int, Field(ge=0)] = Field(
-        0, description="steps between evaluations, and one in the end; 0: none"
+    eval_every: Annotated[int, Field(ge=0)] = key(0, "steps between evaluations, and one in the end; 0: none")
+    eval_batches: Count | None = key(
+        None, "of as many samples as a step has; default: the whole validation data, but 100 at most"
     )
-    eval_batches: Count | None = Field(
-        None, description="of as many samples as a step has; default: the whole validation data, but 100 at most"
+    patience: Count | None = key(None, "evaluations in a row without a lower loss, after which the run ends")
+    watchdog_s: Positive = key(120.0, "seconds without progress of any op before a run is ended")
+    skip_limit: Count = key(10, "a step whose gradients are not all finite is skipped; so many in a row end the run")
+    fused_gradients: bool = key(
+        False, "linear layers add weight gradients to their sums inside the product; equal to rounding"
     )
-    patience: Count | None = Field(
-        None, description="evaluations in a row without a lower loss, after which the run ends"
-    )
-    watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
-    skip_limit: Count = Field(
-        10,
-        description="a step whose gradients are not all finite is skipped; so many in a row end the run",
-    )
-    fused_gradients: bool = Field(
-        False, description="linear layers add weight gradients to their sums inside the product; equal to rounding"
-    )
-    hook: str | None = Field(
-        None, description='"package.module:function", called by every rank after each step; a true answer ends the run'
+    hook: str | None = key(
+        None, '"package.module:function", called by every rank after each step; a true answer ends the run'
     )
 
 
 class Data(Section):
     """`[data]`."""
 
-    kind: str = Field(
-        "text",
-        description='"text", "tokens", "chat", "synthetic", or "package.module:factory", a map-style dataset',
+    kind: str = key("text", '"text", "tokens", "chat", "synthetic", or "package.module:factory", a map-style dataset')
+    path: str | list[str] | None = key(None, "text files or folders (default: Python's own sources), or token files")
+    tokenizer: str | None = key(None, "chat: folder of the tokenizer and its chat template; default: model.pretrained")
+    dtype: Literal["uint16", "uint32"] | None = key(None, "type of the numbers in token files without a JSON file")
+    validation: Annotated[float, Field(ge=0, lt=1)] | str | list[str] = key(
+        0.0, "share of the samples, at the end of the data, that is kept for evaluation; or other files"
     )
-    path: str | list[str] | None = Field(
-        None, description="text files or folders (default: Python's own sources), or token files"
+    args: dict[str, Any] = key({}, "keyword arguments of the factory; chat: of the template")
+    items: Literal["samples", "steps"] = key(
+        "samples", "of your dataset; steps: each is a list of microbatches (input, target, weight)"
     )
-    tokenizer: str | None = Field(
-        None, description="chat: folder of the tokenizer and its chat template; default: model.pretrained"
-    )
-    dtype: Literal["uint16", "uint32"] | None = Field(
-        None, description="type of the numbers in token files without a JSON file"
-    )
-    validation: Annotated[float, Field(ge=0, lt=1)] | str | list[str] = Field(
-        0.0, description="share of the samples, at the end of the data, that is kept for evaluation; or other files"
-    )
-    args: dict[str, Any] = Field({}, description="keyword arguments of the factory; chat: of the template")
-    items: Literal["samples", "steps"] = Field(
-        "samples", description="of your dataset; steps: each is a list of microbatches (input, target, weight)"
-    )
-    balance: Literal["none", "length", "tokens"] = Field(
+    balance: Literal["none", "length", "tokens"] = key(
         "none",
-        description="length: samples are of unequal length; packed, and dealt to replicas so that all take as long. "
+        "length: samples are of unequal length; packed, and dealt to replicas so that all take as long. "
         "tokens: one to a row, the longest in the longest microbatches of schedule.tokens",
     )
 
@@ -624,16 +579,14 @@ class Data(Section):
 class Checkpoint(Section):
     """`[checkpoint]`."""
 
-    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: none")
-    keep: Count = Field(3, description="complete checkpoints that stay; older ones are deleted")
-    keep_best: bool | str = Field(
+    every: Annotated[int, Field(ge=0)] = key(0, "steps between checkpoints; 0: none")
+    keep: Count = key(3, "complete checkpoints that stay; older ones are deleted")
+    keep_best: bool | str = key(
         False,
-        description="also one after each evaluation with a lower loss than all before; the last of them stays. "
+        "also one after each evaluation with a lower loss than all before; the last of them stays. "
         '"package.module:function" of output and target: by what it returns',
     )
-    dir: str | None = Field(
-        None, description="folder of the checkpoints, which all ranks see; default: in the run directory"
-    )
+    dir: str | None = key(None, "folder of the checkpoints, which all ranks see; default: in the run directory")
 
     @property
     def metric(self) -> str | None:
@@ -644,25 +597,25 @@ class Checkpoint(Section):
 class Filler(Section):
     """`[filler]`: user work while a rank waits."""
 
-    task: str | None = Field(None, description='"package.module:make" of rank and ranks: makes an object with step()')
+    task: str | None = key(None, '"package.module:make" of rank and ranks: makes an object with step()')
 
 
 class Freeze(Section):
     """`[freeze]`: leaves out weight gradients to shorten a step; changes the training."""
 
-    most: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="largest share of a stage's weight gradients that a step leaves out; 0: none"
+    most: Annotated[float, Field(ge=0, le=1)] = key(
+        0.0, "largest share of a stage's weight gradients that a step leaves out; 0: none"
     )
-    after: Annotated[int, Field(ge=0)] = Field(0, description="steps at the beginning that leave out none")
+    after: Annotated[int, Field(ge=0)] = key(0, "steps at the beginning that leave out none")
 
 
 class Log(Section):
     """`[log]`."""
 
-    every: Count = Field(10, description="steps between console lines")
-    to: list[str] = Field(
+    every: Count = key(10, "steps between console lines")
+    to: list[str] = key(
         [],
-        description='beside metrics.jsonl: "tensorboard" (event files) and "wandb:PROJECT" (Weights & Biases); pip '
+        'beside metrics.jsonl: "tensorboard" (event files) and "wandb:PROJECT" (Weights & Biases); pip '
         "install 'zbc[tensorboard]' or 'zbc[wandb]'",
     )
 
