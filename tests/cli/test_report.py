@@ -214,7 +214,7 @@ def test_the_command_for_a_new_plan_survives_a_shell():
     from zbc.commands.reporting import replan_command
 
     words = shlex.split(replan_command(Path("runs/my run")))
-    assert words[:4] == ["zbc", "profile", "runs/my run"]
+    assert words[:3] == ["zbc", "profile", "runs/my run"]
     assert words[words.index("plan") + 1] == "runs/my run/trace/plan"
 
 
