@@ -12,7 +12,7 @@ def test_a_gpu_by_name_fills_what_is_open():
     """The numbers of NVIDIA's data sheets; plans use 70% and 85% of them."""
     found = job(hardware={"gpu": "h100-sxm"})
     hardware = found.hardware
-    assert hardware.device == "cuda" and hardware.memory_gib == 80 and gpu.peak_tflops(hardware) == 989
+    assert hardware.device == "cuda" and hardware.memory_gib == 80 and gpu.peak_tflops(hardware.gpu) == 989
     assert hardware.tflops == pytest.approx(0.7 * 989, abs=0.1) and hardware.memory_gbps == 0.85 * 3350
     assert hardware.link_gbps == 0.85 * 900 / 2 * 8, "NVLink has 900 GB/s both ways together"
     assert hardware.inter_node_gbps == 0.85 * 400
@@ -28,7 +28,7 @@ def test_keys_beside_a_gpu_count_and_those_beside_another_do_not(tmp_path):
 
 
 def test_mfu_is_a_share_of_the_peak_of_every_gpu():
-    peaks = {gpu.peak_tflops(job(hardware={"gpu": name}).hardware) for name in gpu.GPUS}
+    peaks = {gpu.peak_tflops(name) for name in gpu.GPUS}
     assert peaks == {989, 756, 2250, 312, 1307, 362, 165}
     assert {*gpu.SHORT.values()} <= gpu.GPUS.keys() and len(gpu.GPUS) == 9
 

@@ -20,11 +20,18 @@ from zbc.errors import ZbcError
 from zbc.host.linefile import replace_text
 from zbc.plan.directory import read_manifest
 from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint import resume as resuming
 from zbc.training.checkpoint import together
 from zbc.training.checkpoint.files import TensorPart, write_parts
 from zbc.training.checkpoint.resume import Start, begun, choose
 from zbc.training.launch.board import Board
 from zbc.training.launch.options import RunOptions
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resuming, "RUNS", tmp_path / "runs")
 
 
 def plan_of(tmp_path, name="plan", **changes):

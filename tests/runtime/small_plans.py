@@ -273,7 +273,9 @@ def reference(
         if manifest.flushless:  # of each stage
             clip = _clip_stages(clip, manifest.layers, weights)
         for group in [] if optimizer is None else optimizer.param_groups:
-            group["lr"] = phases.rate(settings.optimizer.rates[0], settings.optimizer.schedule, settings.train.steps, step)
+            group["lr"] = phases.rate(
+                settings.optimizer.rates[0], settings.optimizer.schedule, settings.train.steps, step
+            )
         step_it = None if optimizer is None else partial(scaler.step, optimizer)
         _step(step_it, clip, norm, [*zip(weights.values(), masters.values(), strict=True)])
         scaler.update()

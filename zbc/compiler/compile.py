@@ -98,8 +98,7 @@ class Compiled:
     def rates(self, ms: float) -> Throughput:
         """Throughput of steps of `ms`."""
         job = self.job
-        world = job.parallel.ranks
-        peak, frozen = gpu.peak_tflops(job.hardware), bool(job.adapter.rank)
+        world, peak, frozen = job.parallel.ranks, gpu.peak_tflops(job.hardware.gpu), bool(job.adapter.rank)
         tokens = job.parallel.dp * job.schedule.microbatch_size * sum(job.tokens) if job.model.seq_len else 0
         return throughput(job.model, self.sequences, ms, world, peak, tokens or None, frozen=frozen)
 

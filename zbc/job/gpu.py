@@ -111,9 +111,9 @@ def measured(hardware: Hardware) -> Hardware:
     return hardware.model_copy(update={"link_gbps": None})
 
 
-def peak_tflops(hardware: Hardware) -> float | None:
-    """What MFU is a share of: the peak of `hardware.gpu`; None without one."""
-    sheet = None if hardware.gpu is None else find(hardware.gpu)
+def peak_tflops(name: str | None) -> float | None:
+    """The peak of `hardware.gpu`, of which MFU is the share; None without one."""
+    sheet = None if name is None else find(name)
     return None if sheet is None else sheet.tflops
 
 

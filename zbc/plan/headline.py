@@ -9,7 +9,6 @@ from typing import Any
 from zbc.errors import ZbcError
 from zbc.job import gpu
 from zbc.job.model_section import Model
-from zbc.job.sections import Hardware
 from zbc.job.throughput import Throughput, balance, idle_rate, throughput
 from zbc.plan.directory import Manifest
 
@@ -28,12 +27,8 @@ def throughput_of(manifest: Manifest, ms: float) -> Throughput:
     """The throughput of this plan if a step takes `ms`."""
     model = Model.model_validate(manifest.planning["model"], strict=False)
     samples, world = manifest.microbatches * manifest.microbatch_size * manifest.topology.dp, manifest.topology.world
-    return throughput(model, samples, ms, world, peak_tflops(manifest), frozen=manifest.adapted)
-
-
-def peak_tflops(manifest: Manifest) -> float | None:
-    """What the MFU of a plan is a share of."""
-    return gpu.peak_tflops(Hardware.model_validate(manifest.planning.get("hardware", {}), strict=False))
+    peak = gpu.peak_tflops(manifest.planning.get("hardware", {}).get("gpu"))
+    return throughput(model, samples, ms, world, peak, frozen=manifest.adapted)
 
 
 def settled_ms(manifest: Manifest) -> float:

@@ -27,10 +27,11 @@ import torch
 import zbc
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import RUNS
+from zbc.job import gpu
 from zbc.job.spec import Model, Optimizer
 from zbc.job.throughput import balance, idle_rate, throughput
 from zbc.plan.directory import Manifest
-from zbc.plan.headline import headline, peak_tflops
+from zbc.plan.headline import headline
 from zbc.plan.phases import Phases
 from zbc.runtime.core.progress import EvaluationResult, StepResult
 from zbc.text import counted, percent, short, size, wrap
@@ -160,10 +161,10 @@ class RunRecord:
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
         samples = self._phases.samples(result.step)
-        world, peak = self._manifest.topology.world, peak_tflops(self._manifest)
+        hardware, world = self._manifest.planning.get("hardware", {}), self._manifest.topology.world
         tokens = self._settings.tokens(result.step)
         frozen, ms = self._manifest.adapted, 1e3 * result.seconds
-        rates = throughput(self._model, samples, ms, world, peak, tokens, frozen=frozen)
+        rates = throughput(self._model, samples, ms, world, gpu.peak_tflops(hardware.get("gpu")), tokens, frozen=frozen)
         return {
             "step": result.step + 1,
             "loss": result.loss,

@@ -35,12 +35,8 @@ def check(log: Mapping[str, Any]) -> None:
 def names(log: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
     """Entries of `run.json` that identify the run at its sinks when it resumes; `before` is the previous run.json."""
     kept = before.get(_WANDB)
-    return {_WANDB: kept if isinstance(kept, str) and kept else uuid.uuid4().hex} if _projects(log) else {}
-
-
-def _projects(log: Mapping[str, Any]) -> list[str]:
-    """The Weights & Biases projects that `log.to` names."""
-    return [name.removeprefix("wandb:") for name in log.get("to", ()) if name.startswith("wandb:")]
+    wanted = any(name.startswith("wandb:") for name in log.get("to", ()))
+    return {_WANDB: kept if isinstance(kept, str) and kept else uuid.uuid4().hex} if wanted else {}
 
 
 def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int | None = None) -> list[Sink]:
@@ -49,9 +45,10 @@ def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], f
     `first`: the number of steps after which the run resumes; metrics of later steps are dropped.
     """
     sinks: list[Sink] = []
-    if "tensorboard" in log.get("to", ()):
-        sinks.append(TensorBoard(folder, first))
-    return [*sinks, *(WeightsAndBiases(project, folder, about) for project in _projects(log))]
+    for name in log.get("to", ()):
+        board = name == "tensorboard"
+        sinks.append(TensorBoard(folder, first) if board else WeightsAndBiases(name[len("wandb:") :], folder, about))
+    return sinks
 
 
 class TensorBoard:
