@@ -169,7 +169,7 @@ def opened(tables: Mapping[str, Any], places: toml.Document, gpus: int, batch: i
     parallel |= {"ep": "auto"} if model.get("experts") else {}
     parallel |= {"cp": "auto"} if (length or 1) > LONGEST else {}
     schedule = {"batch": batch, "microbatch_size": math.gcd(min(size, max(1, batch // gpus)), batch)}
-    values = {"zbc": 1, **tables, "parallel": parallel, "schedule": schedule, "memory": {"activations": "auto"}}
+    values = {**tables, "parallel": parallel, "schedule": schedule, "memory": {"activations": "auto"}}
     return toml.Document(places.source, values, {}, places.places)
 
 

@@ -129,7 +129,9 @@ def _cost_rules(draft: Draft, costs: GivenCosts, model: Model | None = None) -> 
     if asks(costs, "per") and all(getattr(costs, key) is None for key in numbers):
         text = f'costs.per = "{costs.per}" says what the other numbers are the costs of, and there are none'
         yield "E141", "costs.per", text, "give f, b and w, or drop it"
-    for key in numbers if model is not None and costs.per == "layer" else ():
+    if model is None or costs.per != "layer":
+        return
+    for key in numbers:
         value = getattr(costs, key)
         if isinstance(value, list) and len(value) not in (model.layers, model.layers + 2 * model.builtin):
             text = f"costs.{key} has {len(value)} numbers, model.layers is {model.layers}"
