@@ -11,7 +11,7 @@ from typing import Any
 
 from zbc import excludes
 from zbc.errors import ZbcError, raise_all
-from zbc.job import adapter, balance, cuts, extent, flushless, gpu, learning_rate, model_section, ramp, tokens, toml
+from zbc.job import adapter, cuts, extent, gpu, learning_rate, model_section, ramp, tokens, toml
 from zbc.job import unread as idle
 from zbc.job.hfmodel import check_shared
 from zbc.job.job import Draft, Job
@@ -342,7 +342,20 @@ def _excluded(draft: Draft) -> Iterator[ZbcError]:
     yield from excludes.problems(draft.sections, draft.document.where)
 
 
-RULES += [_excluded, flushless.problems]
+RULES.append(_excluded)
+
+
+@given
+def _sync_rules(optimizer: Optimizer, schedule: Schedule | None = None) -> Found:
+    """E110 for settings of another `optimizer.sync`."""
+    sync, every = optimizer.sync, optimizer.every
+    only = {"every": "asynchronous", "lookahead": "asynchronous", "feedback": "two-versions"}
+    for key in (key for key, of in only.items() if sync != of and asks(optimizer, key)):
+        text = f'optimizer.{key} goes with sync = "{only[key]}", sync is "{sync}"'
+        yield "E110", f"optimizer.{key}", text, "drop it"
+    if sync == "asynchronous" and schedule is not None and schedule.microbatches % every:
+        text = f"optimizer.every = {every} does not divide {schedule.microbatches} microbatches"
+        yield "E110", "optimizer.every", text, "set a number that does"
 
 
 @given
@@ -393,7 +406,28 @@ def _sharding_rules(parallel: Parallel, memory: Memory) -> Found:
         yield "E110", "parallel.exchange", text, fix
 
 
-RULES += [adapter.problems, balance.problems, tokens.problems]
+RULES.append(adapter.problems)
+
+
+@given
+def _balance_rules(data: Data, schedule: Schedule, model: Model | None = None) -> Found:
+    """E103 and E110 for settings that contradict `data.balance`."""
+    most = schedule.max_microbatches
+    if data.balance != "length" and asks(schedule, "max_microbatches"):
+        text = f'schedule.max_microbatches goes with data.balance = "length", balance is "{data.balance}"'
+        yield "E110", "schedule.max_microbatches", text, "drop it, or balance samples"
+    if data.balance != "none" and data.kind == "text":
+        hint = 'make documents of it with `zbc tokenize`, and use kind = "tokens"'
+        yield "E110", "data.balance", "data.balance needs the length of each sample, and text is one long sample", hint
+    if data.balance == "length" and most is not None and most < schedule.microbatches:
+        text = f"schedule.max_microbatches is {most}, less than the mean"
+        yield "E103", "schedule.max_microbatches", text, f"set it to {schedule.microbatches} or more, or drop it"
+    if data.balance == "length" and model is not None and model.seq_len is None:
+        text = "data.balance packs samples into rows of model.seq_len tokens, which is not given"
+        yield "E110", "data.balance", text, "set model.seq_len"
+
+
+RULES.append(tokens.problems)
 
 
 @given
@@ -460,7 +494,7 @@ def _writing_rules(checkpoint: Checkpoint | None = None, log: Log | None = None)
             yield "E103", ("log", "to", i), text, 'write to = ["tensorboard", "wandb:my-project"], or one of them'
 
 
-_OF_COUNTS = (_extent_rule, _replica_rule, _excluded, flushless.problems, balance.problems)
+_OF_COUNTS = (_extent_rule, _replica_rule, _excluded, _sync_rules, _balance_rules)
 
 
 _OF_PLANS = (_extent_rule, _cost_rules, _rank_rules, _average_rules)
