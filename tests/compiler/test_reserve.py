@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.recall import job_of
 from zbc.errors import ZbcError
-from zbc.job import job as job_module
 from zbc.job.job import RESERVE
 from zbc.job.profile import Profile
 from zbc.text import GIB
@@ -57,19 +55,6 @@ def test_what_fits_all_memory_but_not_the_rest_is_refused_and_searches_keep_to_t
     assert max(rank.bytes for rank in found.memory) <= 0.9 * (1 - RESERVE) * most + 1
     assert found.report.limits.device_bytes == pytest.approx(0.9 * (1 - RESERVE) * most)
     assert job_of(found.write(tmp_path / "plan")).room == pytest.approx(found.job.room)
-
-
-@pytest.mark.parametrize("kind", few(["zb-v", "auto"], 1))
-def test_a_plan_with_a_reserve_is_that_of_a_device_smaller_by_it(job, kind):
-    """Partition, search and check count the same."""
-    free = compile_job(job(kind), budget=0.0)
-    tight = 0.8 * max(rank.bytes for rank in free.memory) / GIB
-    with mock.patch.object(job_module, "RESERVE", 0.75):
-        kept = compile_job(job(kind, memory_gib=4 * tight, device="cuda"), budget=0.0)
-    small = compile_job(job(kind, memory_gib=tight / (1 - RESERVE), device="cuda"), budget=0.0)
-    loose = compile_job(job(kind, memory_gib=4 * tight, device="cuda"), budget=0.0)
-    assert kept.program == small.program and kept.report.cut == small.report.cut
-    assert (loose.program, loose.report.cut) != (small.program, small.report.cut)
 
 
 @pytest.mark.parametrize("name", few(["llama-8b", "gpt-1.5b", "moe-16b", "moe-30b"], 1))
