@@ -96,7 +96,7 @@ class Manifest(_Strict):
     boundaries: list[Boundary | None]  # after each stage but the last; None: the runtime derives it
     capabilities: list[str]
     predicted: dict[str, Any]
-    planning: dict[str, Any]
+    planning: dict[str, dict[str, Any]]
     training: dict[str, Any]
     files: dict[str, str]  # name -> sha256
     cuts: list[Index] = []  # starts of the slices in the sequence, and its end; absent for one slice

@@ -103,10 +103,12 @@ def rise(layers: Sequence[Footprint], *, again: int, first: bool) -> Rise:
         return _most(turns)
     b = w = 0.0
     coming = list[_Turn]()
+    kinds = {id(z): z for z in layers}  # alike layers are one object
+    comes = {at: z.coming for at, z in kinds.items()}
     for turn in turns:
         z = turn.layer
         until = turn.until - turn.owed
-        coming.append(replace(turn, layer=z.coming, b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w, until=until))
+        coming.append(replace(turn, layer=comes[id(z)], b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w, until=until))
         b, w = b + z.came_b, w + z.came_w
     return _most(coming)
 

@@ -219,7 +219,7 @@ class Setup:
         """Whether an order keeps to the limit in activation units."""
         if self.limit.units is None:
             return True
-        held = peaks(found.complete.program, replace(self.limit.costs, bytes=None, shares=()))
+        held = peaks(found.judged.program, replace(self.limit.costs, bytes=None, shares=()))
         return all(rank.units <= most + 1e-6 for rank, most in zip(held, self.limit.units, strict=True))
 
     def by_hand(self, some: Callable[[list[int]], list[int]] = list) -> Iterator[Ordered]:

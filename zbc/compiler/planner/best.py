@@ -86,13 +86,20 @@ class Best:
         if quick:
             yield setup.quick(seconds, **compiled)
             return
-        yield planned(setup, seconds, beat=self.step, **compiled)
-        if case.roomy:  # they may use all memory
-            for place, lower in enumerate(setup.lowered()):
-                if place and (case.size > LARGE or self.rules_out(case, lower.least_step)):
-                    return
-                if lower.limit.units != setup.limit.units:
-                    yield lower.make(seconds)
+        if not case.roomy:
+            yield planned(setup, seconds, beat=self.step, **compiled)
+            return
+        # They may use all memory. The budget is for the limit whose order looks best.
+        looks = list[tuple[tuple[float, float], Setup]]()
+        for place, rung in enumerate([setup, *setup.lowered()]):
+            if place > 1 and (case.size > LARGE or self.rules_out(case, rung.least_step)):
+                break
+            if not place or rung.limit.units != setup.limit.units:
+                order = planned(rung, 0.0)
+                looks.append(((over_of(case.job, order), order.step_ms(self.job)), rung))
+                yield order
+        if seconds:
+            yield planned(min(looks, key=lambda look: look[0])[1], seconds)
 
     def _offered(self, case: Case, one: Ordered) -> tuple[float, float]:
         refused, step, over = freezing_refused(self.job, one), one.step_ms(self.job), over_of(case.job, one)

@@ -40,6 +40,7 @@ IMPROVED, SHARES = 2, (0.75, 0.25)  # variants that are moved; shares of the bud
 MOVES, OPS = 400, 2_000_000  # variants for moves at most, and ops in all of them
 SEARCHING, WEAVING, STEPPING = 8, 3, 8  # factors on the ops: of a search, a shared vocabulary, and several steps
 RATE, LOOK, PIPES = 100_000, 100, 5  # ops in a second of the budget, of a look beside, and the factor for two pipes
+LAYER = 10  # ops that the costs of a layer count for
 MOVED, LEAST_SECONDS = 0.25, 0.25  # share of a budget beside searches, and seconds, for the moves of each variant
 LEAST, LEAST_OPS = 400, 200_000  # looks for the least memory, and ops in all of those at orders made by hand
 PATIENCE, FAR = 6, 0.3  # starts without improvement; share of moves that change recompute if both are open
@@ -219,6 +220,7 @@ def _improve(best: Best, case: Case, choice: Choice, seconds: float) -> float:
     the seconds that its looks count for in a budget, at most about `seconds`."""
     price = case.size * (SEARCHING if case.card.searched else 1) * (WEAVING if case.job.vocabulary else 1)
     price *= STEPPING if case.job.steady else 1
+    price += LAYER * len(best.table)
     took = (LOOK + price * (PIPES if case.card.searched and case.two_pipes else 1)) / RATE
     most, before = int(min(max(2, min(MOVES, OPS // price)), seconds / took)), best.looks
     if not most:

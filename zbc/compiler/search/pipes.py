@@ -26,6 +26,7 @@ EPS = 1e-9
 LEAST_TRIED, MOST_OPS = 3, 150_000  # of large programs only orders for a few seconds
 STARTS = 2  # annealed orders
 FAR = 40  # examined ops that amount to no limit
+TIMED = 3e-5  # seconds of a budget that count for an op of a whole plan that is timed
 
 
 class Recipe(NamedTuple):
@@ -113,10 +114,13 @@ def packed(
         # A longer annealing would not pass through the last order of one that ran out of time. If another objective is
         # annealed, that order might beat all of the longer one's, so it does not count.
         exact = objective != "period" and not any(costs.column("reduce"))
+        beside = 0.0 if exact else TIMED * best.program.size
         starts = sorted(found, key=lambda one: one.rank(objective))[:STARTS]
         for start in starts:
             share = seconds / len(starts)
-            for order, ended in annealed(start.program, costs, limits, objective, share, target=target, seed=seed):
+            for order, ended in annealed(
+                start.program, costs, limits, objective, share, target=target, beside=beside, seed=seed
+            ):
                 if ended or exact:
                     best = _best([best, _timed(order, costs, objective)], objective)
             if best.rank(objective)[0] <= target * (1 + EPS):

@@ -29,6 +29,7 @@ def annealed(
     seconds: float,
     *,
     target: float = 0.0,
+    beside: float = 0.0,
     seed: int = 0,
 ) -> Iterator[tuple[Program, bool]]:
     """Yields ever better orders within the limits, reached by shifting single ops of `program`, whose backwards are
@@ -42,7 +43,7 @@ def annealed(
     effort = Effort.seconds(seconds, engine, seed)
     n, best = engine.numbers, numbered.order()
     table, fences = engine.columns(numbered.rows.table()), engine.columns(numbered.rows.fences())
-    moves, turn, spent = FIRST_MOVES, 0, 0
+    moves, turn, spent, more = FIRST_MOVES, 0, 0, Effort.seconds(beside, engine).visits
     unit = sum(table.length) / len(table.length) or 1.0
     while spent < effort.visits:
         order, found = n(best), n([0] * len(best))
@@ -66,6 +67,7 @@ def annealed(
         )
         best = engine.whole(found)
         yield numbered.program(best), spent < effort.visits
+        spent += more
         moves, turn = moves * GROWTH, turn + 1
         if _reached(engine, table, found, objective, target):
             break
