@@ -11,7 +11,7 @@ from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.order import glance, order
-from zbc.compiler.partition.setup import Choice
+from zbc.compiler.partition.setup import Choice, Setup
 from zbc.compiler.planner import planner
 from zbc.compiler.planner.best import Best
 from zbc.compiler.planner.case import Case
@@ -115,17 +115,25 @@ def test_what_is_answered_is_no_worse_than_any_look(kind, monkeypatch):
 
 
 def test_the_budget_goes_to_the_searched_orders_that_look_best_and_no_more_of_it(monkeypatch):
-    seconds = []
-    look = Best.look
+    """However many limits an order is searched under."""
+    looks, searches = [], []
+    look, ordered = Best.look, Setup._ordered
 
     def looked(self, case, choice, spent=0.0, **options):
-        seconds.append(spent)
+        looks.append((spent, case.two_pipes))
         return look(self, case, choice, spent, **options)
 
+    def searched(self, units, budget, *rest):
+        searches.append(budget)
+        return ordered(self, units, budget, *rest)
+
     monkeypatch.setattr(Best, "look", looked)
-    made = job(kind="auto", pp=3, m=5, layers=10)
+    monkeypatch.setattr(Setup, "_ordered", searched)
+    made = job(kind="auto", pp=4, m=5, layers=8)
     order(made, estimate.layers(made), 0.04)
-    assert 0 < sum(seconds) <= 0.04 * (1 + 1e-9) and len([one for one in seconds if one]) <= len(planner.SHARES)
+    assert 0 < sum(searches) <= sum(seconds for seconds, _ in looks) * (1 + 1e-9) <= 0.04 * (1 + 1e-8)
+    two_pipes = [two for seconds, two in looks if seconds]
+    assert len(two_pipes) <= len(planner.SHARES) and any(two_pipes)
 
 
 def test_a_glance_is_what_fits_and_nothing_where_nothing_does():
