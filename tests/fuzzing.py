@@ -15,6 +15,7 @@ import torch
 
 from tests.fuzzing_orders import any_job, move_ops, moved, runs, sign
 from tests.jobs import toml_text
+from tests.profiles import profile_of
 from zbc.api import Plan
 from zbc.commands.checking import check_csv, check_plan
 from zbc.compiler.compile import compile_job, load_job
@@ -96,10 +97,21 @@ def swap_value(rng: random.Random, tree: Any) -> Any:
     if isinstance(tree, list) and tree and rng.random() < 0.8:
         at = rng.randrange(len(tree))
         return [*tree[:at], swap_value(rng, tree[at]), *tree[at + 1 :]]
-    return rng.choice(VALUES)
+    return rng.choice(near(tree) if rng.random() < 0.5 else VALUES)
 
 
-KINDS = ("job", "plan", "csv", "toml", "tokens", "config", "index", "checkpoint")
+def near(value: Any) -> list[Any]:
+    """Values of almost the same form: neighbours and extremes of a number, a list of other length or order."""
+    if isinstance(value, int | float):
+        return [value - 1, value + 1, 2 * value, -value, value / 3, 2**53]
+    if isinstance(value, list):
+        return [value * 2, value[:-1], value[1:], value[1:] + value[:1], [value], {"0": value}]
+    if isinstance(value, dict):
+        return [{**value, "x": value}, {**value, **dict.fromkeys(value, value)}, [value], [*value], [*value.values()]]
+    return [[value], {"x": value}, f"{value}x"]
+
+
+KINDS = ("job", "plan", "csv", "toml", "profile", "tokens", "config", "index", "checkpoint")
 
 
 class Inputs:
@@ -115,6 +127,7 @@ class Inputs:
                 data={"validation": 0.1},
             )
         )
+        (folder / "plain.toml").write_text(toml_text())
         compile_job(load_job(folder / "good.toml")).write(folder / "good-plan")
         self.orders = [
             Plan.read(folder / "good-plan").export("torch-csv")[".csv"],
@@ -135,6 +148,16 @@ class Inputs:
             key = rng.choice(["layers", "hidden", "heads", "kind", "f", "lr", "schedule", "path", "pp", "every", "x"])
             path.write_bytes(raw)
             load_job(path, [f"{section}.{key}={_toml(rng.choice(VALUES))}"])
+
+    def profile(self, rng: random.Random) -> None:
+        """A profile with up to three changes, and a plan by it."""
+        data = profile_of(load_job(self.folder / "plain.toml")).model_dump(mode="json")
+        for _ in range(rng.randint(1, 3)):
+            data = swap_value(rng, data)
+        path = self.folder / "profile.json"
+        path.write_bytes(damage(rng, json.dumps(data).encode()) if rng.random() < 0.2 else json.dumps(data).encode())
+        compiled = compile_job(load_job(self.folder / "plain.toml", profile=path), budget=0.0)
+        runs(compiled.program)
 
     def plan(self, rng: random.Random) -> None:
         folder = self.folder / "plan"

@@ -8,7 +8,8 @@ from tests.fuzzing import Inputs, survives
 from zbc.errors import ZbcError
 from zbc.job import spec
 
-COUNTS = {"job": 12, "plan": 80, "csv": 150, "toml": 80, "tokens": 150, "config": 150, "index": 100, "checkpoint": 100}
+COUNTS = {"job": 12, "plan": 80, "csv": 150, "toml": 80, "profile": 60}
+COUNTS |= {"tokens": 150, "config": 150, "index": 100, "checkpoint": 100}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from zbc.compiler.cost import stepping
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES, Footprint
-from zbc.compiler.cost.turns import NO_MORE, NO_RISE, More, Rise, more, rise
+from zbc.compiler.cost.turns import NO_MORE, NO_RISE, More, Rise, each, more, rise
 from zbc.ir import Placement
 from zbc.job.sections import Parallel
 from zbc.job.spec import Job
@@ -147,7 +147,7 @@ def _needs(job: Job, placement: Placement, s: int, part: Sequence[int], table: S
     def of(sizes: Sequence[Footprint]) -> dict[str, Any]:
         return {
             "more": more(sizes, again=again, first=first),
-            "first": more([z.first for z in sizes], again=again, first=first),
+            "first": more(each(sizes, "first"), again=again, first=first),
             "rise": rise(sizes, again=again, first=False),
             "coming": rise(sizes, again=again, first=True),
         }

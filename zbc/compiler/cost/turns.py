@@ -42,6 +42,12 @@ class _Turn:
     owed: float = 0.0  # these
 
 
+def each(layers: Sequence[Footprint], form: str) -> list[Footprint]:
+    """`first` or `coming` of each layer; alike layers are one object, whose form is made once."""
+    forms = {at: getattr(z, form) for at, z in {id(z): z for z in layers}.items()}
+    return [forms[id(z)] for z in layers]
+
+
 def _turns(layers: Sequence[Footprint], again: int) -> tuple[list[_Turn], float]:
     """The turns of the layers, the last one's first, and the bytes B leaves for W beyond the bytes F kept. The first
     `again` layers run again; those after them have an input of their own, like a stage."""
@@ -103,12 +109,9 @@ def rise(layers: Sequence[Footprint], *, again: int, first: bool) -> Rise:
         return _most(turns)
     b = w = 0.0
     coming = list[_Turn]()
-    kinds = {id(z): z for z in layers}  # alike layers are one object
-    comes = {at: z.coming for at, z in kinds.items()}
-    for turn in turns:
-        z = turn.layer
-        until = turn.until - turn.owed
-        coming.append(replace(turn, layer=comes[id(z)], b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w, until=until))
+    for turn, layer in zip(turns, reversed(each(layers, "coming")), strict=True):
+        z, until = turn.layer, turn.until - turn.owed
+        coming.append(replace(turn, layer=layer, b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w, until=until))
         b, w = b + z.came_b, w + z.came_w
     return _most(coming)
 
