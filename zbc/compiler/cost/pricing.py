@@ -144,7 +144,8 @@ def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
     sends or receives it."""
     (constant, share), busy = message_of(job), costs.occupies or costs.links
     sent = replace(costs, links=busy)
-    ms = profiled.messages(placement, lambda pipe, edge: constant + share * sent.lags(pipe)[edge])
+    lags = [*map(sent.lags, range(len(placement.pipes)))]
+    ms = profiled.messages(placement, lambda pipe, edge: constant + share * lags[pipe][edge])
     if not any(ms):
         return costs
     # The share that both ends spend on a message is a part of its transfer.

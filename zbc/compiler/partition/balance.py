@@ -196,7 +196,7 @@ def _smallest_largest(prefixes: Sequence[list[float]]) -> float:
         prefix = prefixes[part]
         fresh = [float("inf")] * (n + 1)
         start = part
-        for end in range(part + 1, n + 1):
+        for end in range(part + 1, n - (parts - part - 1) + 1):
             # As `end` grows the best start never moves left: row grows with its index, the last stage shrinks.
             start = max(start, part)
             while start < end - 1 and _worse(row, prefix, start, end) >= _worse(row, prefix, start + 1, end):

@@ -258,26 +258,34 @@ def _copies(program: Program, costs: Costs, timeline: Timeline) -> Facts | None:
 def _cut(program: Program, costs: Costs, busy: Sequence[float], chosen: Chosen) -> Facts:
     """Layers to stages, and the cost of their unevenness."""
     busiest = max(range(len(busy)), key=lambda rank: busy[rank])
+    times = {f"{name}_ms": costs.column(name) for name in ("f", "b", "w")}
+    held = {**times, "activation_bytes": tuple(map(round, costs.bytes_of("kept")))}  # from F to B
     return told(
         busiest_rank=busiest,
         busiest_ms=busy[busiest],  # its work in a step
         balanced_ms=sum(busy) / len(busy),  # each rank's work if layers could be split at will
         tried=chosen.tried,
         all_tried=chosen.all_tried,
-        stages=tuple(_stage(program, costs, s, names, chosen.memory) for s, names in enumerate(chosen.layers)),
+        stages=tuple(_stage(program, costs, s, names, chosen.memory, held) for s, names in enumerate(chosen.layers)),
     )
 
 
-def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], memory: Memory) -> Facts:
+def _stage(
+    program: Program,
+    costs: Costs,
+    s: int,
+    layers: tuple[str, ...],
+    memory: Memory,
+    held: Mapping[str, Sequence[float]],
+) -> Facts:
     """One stage: ms and bytes of one microbatch, and its resident bytes; 0 if sizes are not known."""
     state = sum(one.weights + one.gradients + one.masters + one.optimizer for one in costs.bytes_of_stage(s))
     return told(
         stage=s,
         ranks=program.placement.holders(s),
         layers=layers,
-        **{f"{name}_ms": costs.column(name)[s] for name in ("f", "b", "w")},
+        **{name: column[s] for name, column in held.items()},
         state_bytes=round(state),
-        activation_bytes=round(costs.bytes_of("kept")[s]),  # from F to B
         recompute=memory.recomputes(s),
         selective=memory.spares(s) or None,
     )
