@@ -158,6 +158,9 @@ def test_a_run_without_a_trace_is_reported_as_far_as_its_log_goes(unrecorded, zb
     assert zbc("visualize", "run").code == 4
 
 
+STEP = '{"step": 1, "step_ms": 9, "sums_hidden": 0.5, "busy_ms": [1, 1], "peak_bytes": [7, 7]}\n'
+
+
 @pytest.mark.parametrize(
     ("name", "text", "code", "says"),
     [
@@ -166,7 +169,10 @@ def test_a_run_without_a_trace_is_reported_as_far_as_its_log_goes(unrecorded, zb
         pytest.param("run.json", 100_000 * "[", "E430", "not JSON", id="deep"),
         ("run.json", '{"format": "other"}', "E430", "format 'other'"),
         ("metrics.jsonl", '{"step": 1}\nno\n', "E430", "metrics.jsonl:2"),
-        ("metrics.jsonl", '{"step_ms": 1, "sums_hidden": "1e400x"}\n', "E430", "sums_hidden of a step is a text"),
+        ("metrics.jsonl", STEP.replace("0.5", '"1e400x"'), "E430", "sums_hidden of a step: expected a number"),
+        ("metrics.jsonl", STEP.replace("[1, 1]", "-1"), "E430", "busy_ms of a step: expected a list"),
+        ("metrics.jsonl", STEP.replace('ms": 9', 'ms": 0'), "E430", "step_ms of a step: must be more than 0"),
+        ("metrics.jsonl", STEP.replace("[7, 7]", "[7]"), "E430", "other numbers of ranks"),
         ("metrics.jsonl", "", "E430", "holds no step"),
     ],
 )

@@ -7,15 +7,32 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
 from zbc.host.contents import contents
 from zbc.job.throughput import Throughput, balance, idle_rate
+from zbc.job.wording import sentence
 from zbc.topology import INNER, Topology
 
 RUN, METRICS = "run.json", "metrics.jsonl"
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+# What is read of a step.
+_Step = create_model(
+    "_Step",
+    __config__=ConfigDict(strict=True),
+    step=(int, ...),
+    step_ms=(Annotated[Number, Field(gt=0)], ...),
+    busy_ms=(Annotated[list[Number], Field(min_length=1)], ...),
+    peak_bytes=(list[int], ...),
+    expert_rows=(list[list[Number]] | None, None),
+    **dict.fromkeys(("sums_hidden", *Throughput._fields), (Number | None, None)),
+)
 
 
 class Loads(NamedTuple):
@@ -181,9 +198,14 @@ def read(folder: Path) -> RunLog:
     rows = _objects(folder / METRICS, whole=False)
     steps = tuple(row for row in rows if "step_ms" in row)
     for row in steps:
-        for name, value in row.items():
-            if any(isinstance(one, str) for one in (value if isinstance(value, list) else (value,))):
-                raise ZbcError("E430", f"run: damaged: {name} of a step is a text", where=str(folder / METRICS))
+        try:
+            _Step.model_validate(row)
+        except ValidationError as error:
+            first = error.errors()[0]
+            text = f"run: damaged: {'.'.join(map(str, first['loc']))} of a step: {sentence(first)}"
+            raise ZbcError("E430", text, where=str(folder / METRICS)) from None
+        if {len(row["busy_ms"]), len(row["peak_bytes"])} != {len(steps[0]["busy_ms"])}:
+            raise ZbcError("E430", "run: damaged: steps of other numbers of ranks", where=str(folder / METRICS))
     if not steps:
         text = f"run: {folder / METRICS} holds no step"
         raise ZbcError("E430", text, hint="the run ended before its first step; run it again")
