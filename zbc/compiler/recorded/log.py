@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
@@ -21,18 +21,17 @@ from zbc.topology import INNER, Topology
 RUN, METRICS = "run.json", "metrics.jsonl"
 
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-# What is read of a step.
-_Step = create_model(
-    "_Step",
-    __config__=ConfigDict(strict=True),
-    step=(int, ...),
-    step_ms=(Annotated[Number, Field(gt=0)], ...),
-    busy_ms=(Annotated[list[Number], Field(min_length=1)], ...),
-    peak_bytes=(list[int], ...),
-    expert_rows=(list[list[Number]] | None, None),
-    **dict.fromkeys(("sums_hidden", *Throughput._fields), (Number | None, None)),
-)
+class _Step(BaseModel):
+    """What is read of a line of metrics.jsonl."""
+
+    model_config = ConfigDict(strict=True)
+    step: int
+    step_ms: float = Field(gt=0, allow_inf_nan=False)
+    busy_ms: list[float] = Field(min_length=1)
+    peak_bytes: list[int]
+    sums_hidden: float | None = None
+    expert_rows: list[list[float]] | None = None
+    rates: Throughput = Throughput()
 
 
 class Loads(NamedTuple):
@@ -199,7 +198,7 @@ def read(folder: Path) -> RunLog:
     steps = tuple(row for row in rows if "step_ms" in row)
     for row in steps:
         try:
-            _Step.model_validate(row)
+            _Step.model_validate({**row, "rates": [row.get(name) for name in Throughput._fields]})
         except ValidationError as error:
             first = error.errors()[0]
             text = f"run: damaged: {'.'.join(map(str, first['loc']))} of a step: {sentence(first)}"
