@@ -56,7 +56,7 @@ HALVES = 3e-6  # of sums in two terms, which round otherwise
 
 def row(name: str, *, routed: bool = True) -> tuple[str, ...]:
     """Whether it trains, its attention, whether two ranks share its layers, whether replicas share out its experts,
-    whether its routers have a loss, and why not."""
+    whether its routers have a loss, whether ranks share its words, and why not."""
     import torch
     import transformers
 
@@ -75,7 +75,7 @@ def row(name: str, *, routed: bool = True) -> tuple[str, ...]:
         with torch.device("meta"):  # first: some stay as large as they are
             large = transformers.AutoModelForCausalLM.from_config(made)
         if sum(p.numel() for p in large.parameters()) > MOST:
-            return "", "", "", "", "", "the rule gives no tiny configuration"
+            return "", "", "", "", "", "", "the rule gives no tiny configuration"
         theirs, error = None, None
         for attention in ("sdpa", "eager"):
             try:
@@ -92,24 +92,24 @@ def row(name: str, *, routed: bool = True) -> tuple[str, ...]:
     except Exception as error:
         if routed:
             return row(name, routed=False)
-        return "", "", "", "", "", f"the rule gives no configuration that runs: {type(error).__name__}"
+        return "", "", "", "", "", "", f"the rule gives no configuration that runs: {type(error).__name__}"
     try:
         model, parts = apart(config), [build() for build in layers(config)]
     except ZbcError as error:
         if "loss of its routers" in error.message:
             return row(name, routed=False)
         why = error.details[-1].partition("attention: ")[2] if error.details else error.message
-        return "no", "", "", "", "", why.partition("apart: ")[2] or why
+        return "no", "", "", "", "", "", why.partition("apart: ")[2] or why
     try:
         off, y = compared(parts, theirs, ids, wanted)
     except Exception as error:
-        return "no", "", "", "", "", f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        return "no", "", "", "", "", "", f"{type(error).__name__}: {error}".splitlines()[0][:100]
     shared = "yes" if any(isinstance(part, DecoderOfExperts) for part in parts) else ""
     if not off <= TOLERANCE:
-        return "no", "", "", "", "", f"off by {off:.0e}"
+        return "no", "", "", "", "", "", f"off by {off:.0e}"
     told, halves = "yes" if model.balance is not None else "", halved(config, theirs, ids, wanted)
     sliced_too = "yes" if model.attention == "zbc" and sliced(parts, ids, y) else ""
-    return "yes", sliced_too, "yes" if halves is None else "", shared, told, halves or ""
+    return "yes", sliced_too, "yes" if halves is None else "", shared, told, worded(config, parts, ids, y), halves or ""
 
 
 def compared(parts: list[Any], theirs: Any, ids: Any, wanted: Any, group: Any = None) -> tuple[float, Any]:
@@ -201,6 +201,26 @@ def sliced(parts: list[Any], ids: Any, whole: Any) -> bool:
     return False
 
 
+def worded(config: dict[str, Any], parts: list[Any], ids: Any, whole: Any) -> str:
+    """Whether the layers without their words, which they lose, have the logits of whole ones; "" if zbc refuses it."""
+    import torch
+    from torch.nn import functional
+
+    from zbc.training.models.transformers import words_of
+
+    ends = words_of(config)
+    if isinstance(ends, str):
+        return ""
+    tables = [part.without_words()[1] for part in (parts[0], parts[-1])]
+    y = functional.embedding(ids, tables[0])
+    with torch.no_grad(), contextlib.suppress(Exception):
+        for part in parts:
+            y = part(*y) if isinstance(y, tuple) else part(y)
+        off = (ends.shaped.logits(y @ tables[1].mT) - whole).abs().max() / whole.abs().max()
+        return "yes" if off <= TOLERANCE else f"off by {off:.0e}"
+    return "off"
+
+
 def main(names: list[str]) -> None:
     warnings.filterwarnings("ignore")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -213,7 +233,7 @@ def main(names: list[str]) -> None:
             print("|", " | ".join((name, *row(name))), "|", flush=True)
         return
     names, found = names or sorted(known), list[str]()
-    columns = ("model", "trains", "slices, cp", "tp", "ep", "loss of routers", "why not")
+    columns = ("model", "trains", "slices, cp", "tp", "ep", "loss of routers", "words", "why not")
     print("|", " | ".join(columns), "|\n" + "| --- " * len(columns) + "|")
     while names:  # a few in each process: some take long, or end it
         some, names = names[:12], names[12:]
@@ -225,7 +245,7 @@ def main(names: list[str]) -> None:
         rows = [line for line in out.splitlines() if line.startswith("| ")]
         found += rows
         if len(rows) < len(some):
-            found.append(f"| {some[len(rows)]} |  |  |  |  | took too long, or ended its process |")
+            found.append(f"| {some[len(rows)]} |  |  |  |  |  |  | took too long, or ended its process |")
             names = some[len(rows) + 1 :] + names
         print(*found[-len(some) :] if len(rows) >= len(some) else found[-len(rows) - 1 :], sep="\n", flush=True)
     trains = [line for line in found if "| yes |" in line]

@@ -157,7 +157,7 @@ def test_a_tied_table_is_one_share_and_needs_no_sum_of_ends():
 
 REFUSED = {
     "few words": ({"model": {"vocab": 3}}, "E110", "a vocabulary of 3 words leaves some of 4 ranks without any"),
-    "another loss": ({"model": {"loss": "mse"}}, "E110", "only the output layer of a built-in model"),
+    "another loss": ({"model": {"loss": "mse"}}, "E110", "ranks share the output layers of causal models"),
     "no barrier": ({"optimizer": {"sync": "post-validate"}}, "E110", "do not go together yet"),
     "two pipes": ({"kind": "chimera"}, "E110", "and chimera, a schedule with several copies of a stage"),
     "three sums": ({"parallel": {"vocabulary": "shared-3"}}, "E103", "vocabulary"),

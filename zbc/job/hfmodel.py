@@ -21,7 +21,9 @@ from zbc.job.model_section import TRANSFORMERS, Model
 from zbc.job.toml import Document, KeyPath
 
 _FOLLOWS = ("family", "layers", "vocab", "experts", "ties", "args")  # keys that follow from a configuration
-_FACTS, _CALLED, _SHARED = (f"zbc.training.models.transformers:{name}" for name in ("facts", "called", "shared"))
+_FACTS, _CALLED, _SHARED, WORDS = (
+    f"zbc.training.models.transformers:{name}" for name in ("facts", "called", "shared", "words_of")
+)
 
 
 def filled(document: Document) -> Document:
@@ -112,6 +114,14 @@ def outside(model: Model, module: str) -> str:
 def check_shared(config: str, ranks: int) -> None:
     """Raises E119 for a model of transformers, by its config.json, whose layers so many ranks cannot share."""
     userobject.load(_SHARED, "the reader of models")(json.loads(config), ranks)
+
+
+def unshareable_words(model: Model) -> str:
+    """Whose words ranks cannot share, and why, of a model of transformers; "" of others, or if they can."""
+    if model.family != TRANSFORMERS:
+        return ""
+    found = userobject.load(WORDS, "the reader of models")(config := model.args["config"])
+    return f"{config['model_type']}: {found}" if isinstance(found, str) else ""
 
 
 @lru_cache(16)

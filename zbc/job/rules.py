@@ -13,7 +13,7 @@ from zbc import excludes
 from zbc.errors import ZbcError, raise_all
 from zbc.job import adapter, cuts, extent, gpu, learning_rate, model_section, ramp, tokens, toml
 from zbc.job import unread as idle
-from zbc.job.hfmodel import check_shared
+from zbc.job.hfmodel import check_shared, unshareable_words
 from zbc.job.job import Draft, Job
 from zbc.job.model_section import TRANSFORMERS, Model
 from zbc.job.section import FACTORY
@@ -274,10 +274,11 @@ def unshareable(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     parallel: Parallel = sections["parallel"]
     ends = 'vocabulary = "ends"'
     model: Model | None = sections.get("model")
-    if model is not None and (not model.builtin or model.loss != "cross_entropy"):
-        setting = f"model.loss is {model.loss!r}" if model.builtin else f"model.family is {model.family!r}"
-        text = f"only the output layer of a built-in model with cross_entropy can be shared, {setting}"
-        yield text, f"set {ends}"
+    if model is not None and (not model.causal or model.loss != "cross_entropy"):
+        setting = f"model.loss is {model.loss!r}" if model.causal else f"model.family is {model.family!r}"
+        yield f"ranks share the output layers of causal models with cross_entropy, {setting}", f"set {ends}"
+    elif model is not None and (why := unshareable_words(model)):
+        yield f"ranks cannot share the vocabulary of {why}", f"set {ends}"
     elif model is not None and model.vocab is not None and model.vocab < parallel.pp * parallel.tp:
         ranks = parallel.pp * parallel.tp
         text = f"a vocabulary of {model.vocab} words leaves some of {ranks} ranks without any"

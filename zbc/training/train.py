@@ -60,7 +60,6 @@ from zbc.training.launch.peers import SHARED, connected
 from zbc.training.launch.reach import Doorstep, check_reach
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import adapters, pretrained
-from zbc.training.models.model import TIED
 from zbc.training.models.stacks import stacks_of, unstacked
 from zbc.training.probing.shapes import Shapes
 from zbc.training.recording.tracing import Tracers, open_tracers
@@ -500,9 +499,9 @@ def _uncut(worker: Worker) -> dict[str, Tensor]:
     found: dict[str, Tensor] = dict(primary(worker))
     shared = worker.features.find(Vocabulary)
     if shared is not None and worker.copy == 0:
-        for name in sorted(shared.optimizer.parameters):
+        for at, name in enumerate(shared.optimizer.parameters):
             table = shared.whole(name, worker.transport)
-            if worker.rank == (shared.first if name == TIED else shared.last):
+            if worker.rank == (shared.last if at else shared.first):
                 found[name] = nn.Parameter(table)
     layers = worker.features.of(SharedLayers)
     cuts, group = layers.cuts, layers.group

@@ -134,7 +134,7 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement
     The rest of a time is the share of the kernels that don't handle words, or measured in a run that shared them; bytes
     are counted.
     """
-    if not job.model.builtin:
+    if not job.model.causal:
         return list(found)
     both = []
     for one, layer, (f, b, w) in zip((found[0], found[-1]), (table[0], table[-1]), _left(job, found), strict=True):
@@ -161,15 +161,15 @@ def _left(job: Job, found: Sequence[Measurement]) -> list[tuple[float, float, fl
 
 def _ends(job: Job) -> list[tuple[float, float, float]]:
     """ms of F, B and W of the first and the last layer by their card."""
-    card = profiled.timed(cards.of(job)[0], Machine.of(job)).layers
-    return [(one.f.ms, one.b.ms, one.w.ms) for one in (card["embed"], card["head"])]
+    card = profiled.timed(cards.of(job)[0], Machine.of(job))
+    return [(one.f.ms, one.b.ms, one.w.ms) for one in (card.layers[card.order[i]] for i in (0, -1))]
 
 
 def paces_of_ends(job: Job, profile: Profile) -> list[float]:
     """Measured ms of the whole first and last layer, beside those by their card."""
-    each = profiled.measurements(profile, ["embed", "layers.0", "head"], job.optimizer.name)[::2]
+    first, *_, last = profiled.measurements(profile, _names(job.model), job.optimizer.name)
     counted = map(sum, _ends(job.with_vocabulary("ends")))
-    return [(one.f + one.b + one.w) / ms if ms else 0.0 for one, ms in zip(each, counted, strict=True)]
+    return [(one.f + one.b + one.w) / ms if ms else 0.0 for one, ms in zip((first, last), counted, strict=True)]
 
 
 def _shares(parts: Sequence[float], whole: Sequence[float]) -> tuple[float, float, float]:
@@ -261,11 +261,11 @@ def _of_card(job: Job, card: Profile, *, again: bool = False) -> list[Layer]:
         )
         for name, one in zip(_names(job.model), each, strict=True)
     ]
-    if not job.model.builtin:
-        return found
     embed, *inner, head = found
     if job.vocabulary and not again:  # F frees what was looked up
         embed = replace(embed, size=replace(embed.size, loose=0.0))
+    if not job.model.builtin:
+        return [embed, *found[1:]]
     tied = max(embed.parts, default=0) if job.model.tie_embeddings and not job.vocabulary else 0
     return [replace(embed, tied=tied), *inner, replace(head, tied=tied)]
 

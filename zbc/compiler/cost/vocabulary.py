@@ -23,8 +23,8 @@ from zbc.plan import dealing
 
 
 def _card(job: Job) -> WordBytes | None:
-    """What a rank's words take; None for a factory's layers."""
-    return cards.words(job) if job.model.builtin else None
+    """What a rank's words take; None for layers whose words nobody knows."""
+    return cards.words(job) if job.model.causal else None
 
 
 def columns(job: Job, rows: float = 1.0, slow: float = 1.0) -> dict[str, float]:
@@ -61,7 +61,7 @@ def _computed(job: Job, rows: float) -> dict[str, float]:
 
 def _of_end(job: Job, at: int) -> list[float]:
     """f, b and w of the first or last number of lists in `[costs]` that have embedding and head; 0 without."""
-    given, whole = (job.costs.f, job.costs.b, job.costs.w), job.model.layers + 2
+    given, whole = (job.costs.f, job.costs.b, job.costs.w), job.model.layers + 2 * job.model.builtin
     return [float(ms[at]) if isinstance(ms, list) and len(ms) == whole else 0.0 for ms in given]
 
 

@@ -420,7 +420,7 @@ def start_of(job: Job, placement: Placement, table: Sequence[estimate.Layer]) ->
 def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Program:
     """The program with the job's settings for all steps; `stages` are the layers of each. Raises E110."""
     refuse_placement(job, program.placement, costs, program.history[0])
-    trained = set() if job.adapter.rank else job.model.tied_layers
+    trained = set() if job.adapter.rank or job.vocabulary else job.model.tied_layers
     tied = [s for s, part in enumerate(stages) if trained & set(part)]
     ep, routed = job.parallel.ep if job.parallel.ep > 1 else 0, job.model.routed
     return replace(

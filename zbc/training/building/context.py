@@ -28,7 +28,7 @@ from zbc.training.data.pairs import Samples, Targets, Words
 from zbc.training.data.split import Steps, count_of_step
 from zbc.training.data.unequal import ByTokens, Dealer, Fixed, Padded, build_documents, dealer_of
 from zbc.training.models import adapters, model, pretrained
-from zbc.training.models.shared_words import table_sizes, trunk
+from zbc.training.models.shared_words import ends_of, trunk
 from zbc.training.probing.shapes import Shapes, derive
 
 LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: unchanged
@@ -238,14 +238,15 @@ class Site:
                 return {name: lower(spec) for name, spec in found.items()}
             if self.ranks > 1:
                 found = found._replace(shape=(size, found.shape[1] // self.ranks, *found.shape[2:]))
-            if shared:  # the input of the first layer is the embedding
-                shape = *found.shape, settings.model.hidden or 0
+            if words is not None:  # the input of the first layer is the embedding
+                shape = *found.shape, next(iter(words.tables.values()))[1]
                 found = TensorSpec(shape, lowered or torch.get_default_dtype())
             else:
                 found = lower(found)
             return found if rows is None else found._replace(shape=(found.shape[0], rows, *found.shape[2:]))
 
         plans, learnt = trunk(self.layers) if shared else self.layers, shared and not settings.adapter.rank
+        words = ends_of(settings.model) if shared else None
         low = AUTOCAST.get(settings.model.dtype)
         autocast = None if low is None else (self.device, low)
         ends = None if named is None or named.free else frozenset(named.names)
@@ -255,9 +256,9 @@ class Site:
         if self.shares_sequence:
             whole, firsts = [plan.name for plan in plans if plan.whole], [names[0] for names in self.manifest.layers]
             found = found.of_tokens(self.topology.along("tp"), whole, firsts)
-        if not shared:
+        if words is None:
             return found
-        sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)
+        sizes = dict(zip(found.parameters, found.sizes, strict=True)) | words.sizes
         return replace(found, parameters=tuple(sorted(sizes)), sizes=tuple(sizes[name] for name in sorted(sizes)))
 
 

@@ -21,11 +21,11 @@ from zbc.runtime.features.tensor_parallel import Group, Meter, Shared, bounds
 from zbc.runtime.features.words import cross_entropy
 from zbc.runtime.features.words.vocabulary import Embedding, Output
 from zbc.runtime.features.words.vocabulary_state import OfRows, Vocabulary
-from zbc.runtime.features.words.words import PLAIN, Terms
+from zbc.runtime.features.words.words import AS_IS, PLAIN, Terms
 from zbc.topology import INNER
 from zbc.training.building.context import Site
 from zbc.training.models import model, sharding
-from zbc.training.models.shared_words import LOGITS, Tables
+from zbc.training.models.shared_words import Tables, ends_of
 
 
 def tables_of(site: Site) -> Tables | None:
@@ -35,10 +35,10 @@ def tables_of(site: Site) -> Tables | None:
     if words is None:
         return None
     chosen = site.settings.model
-    if not chosen.builtin or chosen.loss != "cross_entropy" or words.rows[-1] != chosen.vocab:
+    if not _by_words(chosen) or words.rows[-1] != chosen.vocab:
         text = "run: the plan shares a vocabulary over its ranks, which this model or its other axes do not allow"
         raise ZbcError("E406", text, hint='plan again, or with parallel.vocabulary = "ends"')
-    return Tables(*words_of(site, site.topology.part(site.seat.at))[site.plan.rank], tied=chosen.tie_embeddings)
+    return Tables(*words_of(site, site.topology.part(site.seat.at))[site.plan.rank], ends_of(chosen))
 
 
 def words_of(site: Site, part: int) -> list[tuple[int, int]]:
@@ -56,8 +56,9 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     parameters = tables.parameters(site.layers, settings.train.seed, site.device)
     for table in parameters.values():
         table.requires_grad_(not settings.adapter.rank)
-    embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
-    output = Output(head, low, AUTOCAST.get(settings.model.dtype), terms_of(settings.model))
+    embedding, *_, head = [*parameters.values()] * 2
+    low_type, ends = AUTOCAST.get(settings.model.dtype), tables.ends
+    output = Output(head, low, low_type, terms_of(settings.model), ends.shaped)
     replicas = run.ranks([site.plan.rank], site.seat.at)
     dealt, of = site.manifest.sharded and len(replicas) > 1, (settings.optimizer, parameters, (output.cast,))
     build = partial(Sharded, ranks=replicas, rank=site.rank) if dealt else build_optimizer
@@ -66,8 +67,8 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     ranks = tuple(sorted(map(seat, range(run.pp))))
     return Vocabulary(
         output,
-        Embedding(embedding, low),
-        OfRows(with_mean(settings.optimizer, optimizer), low, tables.shapes),
+        Embedding(embedding, low, ends.still),
+        OfRows(with_mean(settings.optimizer, optimizer), low, ends.tables),
         ranks=ranks,
         bounds=[[words_of(site, part)[run.of(rank).pp] for rank in ranks] for part in range(run.parts)],
         replicas=replicas,
@@ -148,4 +149,4 @@ def log_probabilities_of(
 
 def _chunks(layers: Iterable[nn.Module]) -> cross_entropy.Chunks | None:
     heads: Iterable[Any] = (layer for layer in layers if getattr(layer, "chunk", None) is not None)
-    return next((cross_entropy.Chunks(head.logits, head.chunk) for head in heads), None)
+    return next((cross_entropy.Chunks(head.logits, head.chunk, getattr(head, "shaped", AS_IS)) for head in heads), None)

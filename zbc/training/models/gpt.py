@@ -55,6 +55,13 @@ class Embed(nn.Module):
     def _look_up(self, tokens: Tensor) -> Tensor:
         return self.tokens(tokens)  # type: ignore[no-any-return]
 
+    def without_words(self) -> tuple[str, Tensor]:
+        """Begins after the look-up; returns the name of the table, and it."""
+        table: Tensor = self.tokens.weight
+        self.register_module("tokens", None)
+        self.look_up = same
+        return "tokens.weight", table
+
 
 def gelu(*, tanh: bool) -> nn.Module:
     return nn.GELU("tanh" if tanh else "none")
@@ -127,3 +134,9 @@ class GptHead(nn.Module):
         if self.chunk is not None:
             return y
         return self.join(self.logits(y))
+
+    def without_words(self) -> tuple[str, Tensor]:
+        """Ends before the logits; returns the name of their table, and it."""
+        table, self.chunk = self.logits.weight, None  # a chunk is of logits
+        self.register_module("logits", nn.Identity())
+        return "logits.weight", table

@@ -38,16 +38,20 @@ from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
+from zbc.runtime.features.words.words import Shaped
 from zbc.training.models.experts import keep_own
 from zbc.training.models.hfsharding import Entered, by_words, check, ends_by_words, shard
 from zbc.training.models.model import hollow
 from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, stack
 from zbc.training.models.sharding import Shares
+from zbc.training.models.shared_words import Ends
 
 _KEPT = 64  # calls of layers that are kept
 _COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}  # attributes with a layer's number
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")  # lists in a config
 _UNEQUAL = ("biogpt", "inkling2_text")  # of 189 (bench/models.py)
+_UNLIKE = "its logits are not products of a linear layer without a bias, maybe scaled, or capped at 35 or less"
+_LITTLE, _MUCH, _CAP = 2.0**-13, 2.0**13, 35  # of logits: where caps are not seen, where they are all; exp(-2 _CAP) > 0
 _lock = threading.RLock()  # ranks may be threads
 
 
@@ -74,8 +78,7 @@ class _Stub(nn.Module):
 
 
 class _Left(_Stub):
-    """In place of a module whose parameters another layer has, or whose product the loss makes: returns its input, or
-    a tensor that is not used."""
+    """In place of a module whose parameters another layer has: returns its input, or a tensor that is not used."""
 
     def __deepcopy__(self, memo: object) -> _Left:
         return _Left(self.__dict__["like"])
@@ -205,10 +208,19 @@ class TakenApart:
 
     def head(self, root: nn.Module, hidden: Tensor, others: Any = ()) -> Tensor:
         """The logits for the hidden states after the last layer."""
-        given = (hidden, *self.beside) if self.tupled else hidden
-        made = self.stubbed(root, self.path, len(self.stack) - 1, given, others, inputs_embeds=hidden.detach())
-        logits: Tensor = made.logits
+        logits: Tensor = self._after(root, hidden, others).logits
         return logits
+
+    def before_logits(self, root: nn.Module, hidden: Tensor, name: str) -> Tensor:
+        """What its layer `name` reads, whose products make the logits."""
+        stub = _Stub(root.get_submodule(name))
+        self._after(root, hidden, {name: stub})
+        read: Tensor = stub.__dict__["call"][0]
+        return read
+
+    def _after(self, root: nn.Module, hidden: Tensor, others: Any) -> Any:
+        given = (hidden, *self.beside) if self.tupled else hidden
+        return self.stubbed(root, self.path, len(self.stack) - 1, given, others, inputs_embeds=hidden.detach())
 
     @torch.no_grad()
     def call(self, index: int, hidden: Tensor, own: Own | None) -> Any:
@@ -246,15 +258,41 @@ class TakenApart:
         return _pruned(self.root, self.ends[side], self.stack, other)
 
     @functools.cached_property
-    def output(self) -> str:
-        """The name of the layer whose outputs are the logits. Raises E521 unless it is linear, without a bias."""
-        own, text = self.root.get_output_embeddings(), "model.loss_chunk needs the outputs of a linear layer as logits"
-        with real_tensors():
-            y = torch.empty(1, 1, self.width, device="meta")
-            for name, child in self.root.named_children():
-                if child is own and type(own) is nn.Linear and own.bias is None and self.head_of(name, y) is y:
-                    return str(name)
-        raise refused(self.root, text, "drop model.loss_chunk")
+    def output(self) -> tuple[str, Shaped] | None:
+        """The name of the linear layer whose products make the logits, and how: maybe scaled or capped. None if there
+        is no such layer."""
+        own = self.root.get_output_embeddings()
+        with real_tensors(), contextlib.suppress(Exception):  # of its own code
+            (name,) = (name for name, one in self.root.named_children() if one is own and type(own) is nn.Linear)
+            x = torch.linspace(-8, 8, 8, device="cpu").view(1, 1, -1)
+            scale, most = (self.head_of(name, x * by).abs().max().item() / (8 * by) for by in (_LITTLE, _MUCH))
+            shaped = Shaped(scale) if most > scale / 2 else Shaped(float(f"{scale:.6g}"), most * 8 * _MUCH)
+            same = torch.allclose(shaped.logits(x.clone()), self.head_of(name, x).float(), rtol=1e-6, atol=0)
+            if own.bias is None and same and shaped.cap <= _CAP:
+                return str(name), shaped
+        return None
+
+    @functools.cached_property
+    def words_apart(self) -> Ends | str:
+        """The tables of which ranks can have the rows of some words; a text that says why they cannot."""
+        table, output, found = self.root.get_input_embeddings(), self.output, list[set[int]]()
+        if output is None:
+            return _UNLIKE
+        if not ends_by_words(self)[0] or self.words != table.num_embeddings:
+            return "its embedding is not a table of words"
+        ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
+        given = {"input_ids": ids}, {"inputs_embeds": torch.empty(1, 8, table.embedding_dim, device="meta")}
+        with real_tensors(), contextlib.suppress(Exception):  # of its own code
+            found += (_read(self.stubbed(self.root, self.path, 0, **inputs)[0]) for inputs in given)
+        if len(found) < 2 or found[0] - found[1] != {id(table.weight)}:
+            return "its forward reads words beside its embedding"
+        parts = (0, table), (len(self.stack) + 1, self.root.get_submodule(output[0]))
+        named = {id(one): path for path, one in self.root.named_modules()}
+        names = [f"layers.{place}.root.{named[id(one)]}.weight" for place, one in parts]
+        if self.ties and self.ties != {names[1]: names[0]}:
+            return "it ties other weights than its embedding and its head"
+        tables = {name: (self.words, one.weight.shape[1]) for name, (_, one) in zip(names, parts, strict=True)}
+        return Ends({k: size for k, size in tables.items() if k not in self.ties}, output[1], table.padding_idx)
 
     def head_of(self, name: str, y: Tensor) -> Tensor:
         """The logits, of the output `y` of the head, a module of that name."""
@@ -411,6 +449,14 @@ class Part(nn.Module):
             yield f"{self.inside}.{name}", self.prefix + theirs, tensor
 
 
+class _LookedUp(nn.Embedding):
+    """Beside the class of an embedding: its argument is what was looked up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["weight"] = x.new_empty(0)  # some classes read its type
+        return x.view_as(x)  # layers that save it have a tensor of their own
+
+
 class Front(Part):
     """(batch, tokens) -> (batch, tokens, hidden); of a model with the loss of its routers also their choices, none."""
 
@@ -419,14 +465,27 @@ class Front(Part):
     def __init__(self, model: TakenApart) -> None:
         super().__init__(model)
         self.root = model.filled(hollow(model.end(0), torch.get_default_device()))
+        self.begins_after = False  # the look-up
+
+    def without_words(self) -> tuple[str, Tensor]:
+        """Begins after the look-up of words; returns the name of their table, and it."""
+        self.begins_after, table = True, self.root.get_input_embeddings()
+        (name,) = (name for name, one in self.named_modules() if one is table)
+        beside = () if type(table) is nn.Embedding else (type(table),)
+        table.__class__ = type(type(table).__name__, (*beside, _LookedUp), {})
+        return f"{name}.weight", table._parameters.pop("weight")
 
     def shard(self, met: Entered) -> Shares:
         table = self.root.get_input_embeddings()
-        return Shares(by_words(self, table, met, meets=True) if ends_by_words(self.model)[0] else {})
+        apart = ends_by_words(self.model)[0] and not self.begins_after
+        return Shares(by_words(self, table, met, meets=True) if apart else {})
 
     def forward(self, ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        model = self.model
-        hidden: Tensor = model.stubbed(self.root, model.path, 0, input_ids=ids, **model.places(ids, self.own))[0]
+        model, given = self.model, {"input_ids": ids}
+        if self.begins_after:
+            x = ids if self.met is None else self.met.group.leave(ids)
+            given = {"inputs_embeds": self.root.get_input_embeddings()(x)}
+        hidden: Tensor = model.stubbed(self.root, model.path, 0, **given, **model.places(ids, self.own))[0]
         count = model.balance and model.balance.experts
         return hidden if count is None else (hidden, torch.zeros(2, count, device=hidden.device))
 
@@ -474,23 +533,33 @@ class Back(Part):
     def __init__(self, model: TakenApart, chunk: int | None) -> None:
         super().__init__(model)
         self.root, self.chunk = model.filled(hollow(model.end(1), torch.get_default_device())), chunk
+        self.ends_before = chunk is not None  # the logits
+
+    def without_words(self) -> tuple[str, Tensor]:
+        """Ends before the logits; returns the name of the table of their words, and it."""
+        (name,) = (name for name, one in self.named_modules() if one is self.logits)
+        self.ends_before, self.chunk = True, None
+        return f"{name}.weight", self.logits._parameters.pop("weight")
 
     def shard(self, met: Entered) -> Shares:
         self.apart = ends_by_words(self.model)[1]
-        if self.chunk is not None and not self.apart:
+        if self.ends_before and not self.apart:
             raise refused(self.model.root, "ranks do not share the words of its head", "drop model.loss_chunk")
+        if self.ends_before and self.chunk is None:
+            return Shares({})
         return Shares(by_words(self, self.logits, met, meets=self.chunk is None) if self.apart else {})
 
     def forward(self, hidden: Tensor, *told: Tensor) -> Tensor:
         if self.model.balance is not None and self.training:
             hidden = add_loss(hidden, self.model.balance.loss(told[0], self.own and self.own.tokens.group))
-        others = {} if self.chunk is None else {self.model.output: _Left(self.logits)}
-        y, met = self.model.head(self.root, hidden, others), self.met
+        met = self.met
+        if self.ends_before and self.model.output is not None:
+            y = self.model.before_logits(self.root, hidden, self.model.output[0])
+            return y if met is None else met.group.enter(y)
+        y = self.model.head(self.root, hidden)
         if met is None:
             return y
         met.forget()
-        if self.chunk is not None:
-            return met.group.enter(y)
         if self.joined == self.apart:
             return met.group.join(y, self.model.words) if self.joined else met.group.split(y)
         return y
@@ -498,6 +567,10 @@ class Back(Part):
     @property
     def logits(self) -> Any:
         return self.root.get_output_embeddings()
+
+    @property
+    def shaped(self) -> Shaped:
+        return Shaped() if self.model.output is None else self.model.output[1]
 
 
 def layers(config: Mapping[str, Any], chunk: int | None = None) -> list[Any]:
@@ -526,10 +599,16 @@ def shared(config: Mapping[str, Any], ranks: int) -> None:
         check(apart(config), [build().shares(group, joined=False) for build in each.values()])
 
 
+def words_of(config: Mapping[str, Any]) -> Ends | str:
+    """The tables of a model of which ranks can have the rows of some words; or why they cannot. Raises E521."""
+    return apart(config).words_apart
+
+
 def facts(config: Mapping[str, Any], folder: str | None, chunked: bool) -> tuple[dict[str, Any], int | None]:
     """The keys of [model] of a configuration, and its longest sequence. Raises E521; for a `folder` of weights E520."""
     model = apart(config)
-    _ = chunked and model.output
+    if chunked and model.output is None:
+        raise refused(model.root, f"model.loss_chunk is not for it, {_UNLIKE}", "drop model.loss_chunk")
     if folder is not None:
         from zbc.training.models.hfweights import Weights
 

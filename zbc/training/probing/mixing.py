@@ -29,6 +29,7 @@ from zbc.runtime.features.slices.slicing import Inside, Pasts, within
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
 from zbc.training.building.context import Site
+from zbc.training.models.shared_words import trunk
 from zbc.training.probing.shapes import with_values
 from zbc.training.probing.trials import INPUT, OUTPUT, Changed, alike, apart, there_and_back, unmoved
 from zbc.training.profiling.alike import chain, kinds
@@ -96,7 +97,8 @@ def _try_each(
 ) -> None:
     """Tries these layers, each kind once. Layers with several tensors between them are tried together, one of each kind
     of them, on the ranks that have the last one."""
-    mine, plans, known = {layer.name for layer in layers}, site.layers, set[object]()
+    mine, known = {layer.name for layer in layers}, set[object]()
+    plans = site.layers if site.manifest.vocabulary is None else trunk(site.layers)
     inputs = [(site.shapes.before[plan.name], site.shapes.packed[plan.name][0]) for plan in plans]
     order, start = kinds(plans, inputs), 0
     for stop, plan in enumerate(plans, 1):

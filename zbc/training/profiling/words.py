@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from zbc.job.profile import WordBytes, WordTimes
+from zbc.job.rules import unshareable
 from zbc.job.spec import Job
 from zbc.runtime.core.tensors import AUTOCAST
 from zbc.runtime.features.words.vocabulary import Embedding, Output, Told
 from zbc.runtime.features.words.words import combine
 from zbc.training.building.shares import terms_of
 from zbc.training.devices import Laps
+from zbc.training.models.shared_words import ends_of
 from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.times import quick
@@ -32,11 +34,11 @@ class _Share:
         model, device = job.model, result.device
         self.entry, self.result, self.learns = entry, result, not job.adapter.rank
         self.rows = -(-(model.vocab or 0) // (job.parallel.pp * job.parallel.tp))
-        table = partial(torch.zeros, self.rows, model.hidden or 0, dtype=entry.dtype, device=device)
-        each = [table().normal_(std=0.02) for _ in range(1 if model.tie_embeddings else 2)]
+        ends, table = ends_of(model), partial(torch.zeros, dtype=entry.dtype, device=device)
+        each = [table(self.rows, size).normal_(std=0.02) for _, size in ends.tables.values()]
         self.tables = [nn.Parameter(rows, self.learns) for rows in each]
-        self.output = Output(self.tables[-1], 0, AUTOCAST.get(model.dtype), terms_of(model))
-        self.embedding = Embedding(self.tables[0], 0)
+        self.output = Output(self.tables[-1], 0, AUTOCAST.get(model.dtype), terms_of(model), ends.shaped)
+        self.embedding = Embedding(self.tables[0], 0, ends.still)
         self.words = torch.randint(0, model.vocab or 1, result.shape[:-1], device=device)
         self.weight = torch.tensor(1.0 / self.words.numel(), device=device)
 
@@ -53,12 +55,13 @@ class _Share:
 def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
     """ms of S, T, I and E of a microbatch; None if the vocabulary is not parallel."""
     job, model = rig.job, rig.job.model
-    if job.parallel.vocabulary == "ends" or not (model.builtin and model.vocab and model.hidden and model.seq_len):
+    if job.parallel.vocabulary == "ends" or not model.seq_len or any(unshareable(vars(job))):
         return None
     torch.manual_seed(job.train.seed)
     kind = torch.bfloat16 if model.parameters == "bfloat16" else torch.float32
     tokens = job.schedule.microbatch_size * model.seq_len // job.parallel.cp
-    share = _Share(job, *(torch.randn(tokens, model.hidden, device=device, dtype=kind) for _ in range(2)))
+    widths = [size for _, size in ends_of(model).tables.values()]
+    share = _Share(job, *(torch.randn(tokens, widths[i], device=device, dtype=kind) for i in (0, -1)))
     took, laps = defaultdict[str, list[float]](list), Laps(device)
     for _ in range(WARM_UP + ROUNDS):
         for sums in (1, 2):
@@ -90,7 +93,9 @@ def weighed(rig: Rig, kernels: Kernels) -> WordBytes:
 
     for _ in range(2):  # the first microbatch makes the gradients
         share.run(run, job.vocabulary)
-    same = job.parallel.tp == 1 and rig.layers[1].make()(entry) is entry  # otherwise F frees what was looked up
+    made = rig.layers[1].make()(entry)
+    made = made[0] if isinstance(made, tuple) else made
+    same = job.parallel.tp == 1 and made.untyped_storage()._cdata == entry.untyped_storage()._cdata  # otherwise freed
     needs |= {"f": 0 if same else _size(entry), "s": needs["s"] + _size(result) - values["hidden"]}
     values |= dict.fromkeys(("words", "input", "bottom", "dinput"), _size(entry)) | {"top": _size(result)}
     values |= dict.fromkeys(("dtop", "turn"), share.told.mine.itemsize * result.numel())

@@ -19,14 +19,15 @@ from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tensors import IGNORED
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.runtime.features.words import words
-from zbc.runtime.features.words.words import Terms
+from zbc.runtime.features.words.words import AS_IS, Shaped, Terms
 
 
 class Chunks(NamedTuple):
-    """Logits of `size` tokens at once, the output of `layer`."""
+    """Logits of `size` tokens at once, the output of `layer`, `shaped`."""
 
     layer: nn.Linear
     size: int
+    shaped: Shaped = AS_IS
 
     def multiplier(self) -> Tensor:
         """The weight in the type of products."""
@@ -38,7 +39,7 @@ class Chunks(NamedTuple):
         return weight.detach().to(dtype) if low is None else low
 
     def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return words.wide(rows.mm(weight.t()))
+        return self.shaped.logits(words.wide(rows.mm(weight.t())))
 
 
 class How(NamedTuple):
@@ -83,7 +84,9 @@ class _CrossEntropy(torch.autograd.Function):
         learnt = torch.zeros(by.shape, dtype=log.dtype, device=by.device) if needs_weight else None
         for span in how.spans(len(x)):
             d = how.chunks.logits(x[span], by).sub_(log[span, None]).exp_()
-            d = _gradient(d, log[span], targets[span], share, how).to(by.dtype)
+            slope = how.chunks.shaped.slope(d, log[span])
+            d = _gradient(d, log[span], targets[span], share, how)
+            d = (d if slope is None else d.mul_(slope)).to(by.dtype)
             if into is not None:
                 torch.mm(d, by, out=into[span])
             if learnt is not None:

@@ -29,7 +29,7 @@ from zbc.runtime.core.slot import accumulate_product
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tensors import IGNORED
 from zbc.runtime.features.words import words
-from zbc.runtime.features.words.words import PLAIN, Own, Terms
+from zbc.runtime.features.words.words import AS_IS, PLAIN, Own, Shaped, Terms
 
 
 @dataclass
@@ -81,11 +81,16 @@ class Output:
     """
 
     def __init__(
-        self, weight: nn.Parameter, first: int, dtype: torch.dtype | None = None, terms: Terms = PLAIN
+        self,
+        weight: nn.Parameter,
+        first: int,
+        dtype: torch.dtype | None = None,
+        terms: Terms = PLAIN,
+        shaped: Shaped = AS_IS,
     ) -> None:
         layer = nn.Linear(1, 1, bias=False, device="meta")  # draws nothing: ranks as threads share the generator
         layer.weight = weight
-        self.weight, self.first, self._dtype, self.terms = weight, first, dtype, terms
+        self.weight, self.first, self._dtype, self.terms, self._shaped = weight, first, dtype, terms, shaped
         self.cast = SplitLinear(layer)  # keeps the cast of the weight for all microbatches
 
     def _multiplier(self) -> Tensor:
@@ -102,14 +107,20 @@ class Output:
         by = self._multiplier()
         flat, wanted = hidden.detach().reshape(-1, hidden.shape[-1]).to(by.dtype), targets.reshape(-1)
         target = words.own(wanted, self.first, by.shape[0])
-        mine, soft = words.tell(words.wide(flat.mm(by.t())), target, self.terms, over=True)
+        logits = self._shaped.logits(words.wide(flat.mm(by.t())))
+        mine, soft = words.tell(logits, target, self.terms, over=True)
         weights = weight.to(soft.dtype) * (wanted != IGNORED)  # nan if none counts, like a mean
         told = Told(flat, soft if keep else soft.new_empty(0), target, mine, weights, step, terms=self.terms)
         if early:
-            told.spread = words.wide(soft.to(by.dtype).mm(by))
-            told.row = words.wide(by[target.row]).mul_(target.mine[:, None])
+            slope = self._shaped.slope(soft, mine[0])
+            d, one = soft, target.mine
+            if slope is not None:
+                d, one = soft * slope, slope.gather(-1, target.row[:, None])[:, 0] * one
+            told.spread = words.wide(d.to(by.dtype).mm(by))
+            told.row = words.wide(by[target.row]).mul_(one[:, None])
             if self.terms.smoothing:
-                told.row.mul_(1 - self.terms.smoothing).add_(words.wide(by.sum(0)), alpha=self.terms.each)
+                each = by.sum(0) if slope is None else slope.to(by.dtype).mm(by)
+                told.row.mul_(1 - self.terms.smoothing).add_(words.wide(each), alpha=self.terms.each)
         return told
 
     def learn(self, told: Told, log: Tensor, *, part: bool) -> Tensor | None:
@@ -118,7 +129,9 @@ class Output:
         """
         if not (part or self.weight.requires_grad):
             return None
+        slope = self._shaped.slope(told.soft, told.mine[0])
         d = self.terms.less(told.soft.mul_(told.scale(log)[:, None]), told.target)
+        d = d if slope is None else d.mul_(slope)
         d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)
         if self.weight.requires_grad:
             accumulate_product(self.weight, d, told.hidden)
@@ -127,10 +140,11 @@ class Output:
 
 
 class Embedding:
-    """This rank's rows of the embedding, `weight` (rows, H), the words from `first` on."""
+    """This rank's rows of the embedding, `weight` (rows, H), the words from `first` on; the word `still` does not learn
+    here."""
 
-    def __init__(self, weight: nn.Parameter, first: int) -> None:
-        self.weight, self.first = weight, first
+    def __init__(self, weight: nn.Parameter, first: int, still: int | None = None) -> None:
+        self.weight, self.first, self._still = weight, first, still
 
     def look_up(self, tokens: Tensor) -> tuple[Own, Tensor]:
         """I: the tokens that are this rank's, and embeddings (.., H), 0 for other ranks' words."""
@@ -146,7 +160,8 @@ class Embedding:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight, dtype=gradient_type(weight))
         into, rows = weight.grad, looked.row.reshape(-1)
-        own = grad.reshape(-1, grad.shape[-1]).to(into.dtype) * looked.mine.reshape(-1, 1)
+        mine = looked.mine if self._still is None else looked.mine & (looked.row != self._still - self.first)
+        own = grad.reshape(-1, grad.shape[-1]).to(into.dtype) * mine.reshape(-1, 1)
         if into.is_cuda:  # where index_add_ is not deterministic
             into.index_put_((rows,), own, accumulate=True)
         else:

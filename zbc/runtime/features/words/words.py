@@ -51,6 +51,27 @@ class Terms(NamedTuple):
 PLAIN = Terms()
 
 
+class Shaped(NamedTuple):
+    """What a model makes of the products x of its output layer: cap tanh(scale x / cap), or scale x if cap is 0."""
+
+    scale: float = 1.0
+    cap: float = 0.0
+
+    def logits(self, x: Tensor) -> Tensor:
+        """In place."""
+        x = x if self.scale == 1 else x.mul_(self.scale)
+        return x.div_(self.cap).tanh_().mul_(self.cap) if self.cap else x
+
+    def slope(self, soft: Tensor, top: Tensor) -> Tensor | None:
+        """(N, rows): the derivative of the logits by x, from `soft` = exp(logits - top); None if it is 1."""
+        if not self.cap:
+            return None if self.scale == 1 else soft.new_full((1, 1), self.scale).expand_as(soft)
+        return soft.log().add_(top[:, None]).div_(self.cap).square_().neg_().add_(1).mul_(self.scale)
+
+
+AS_IS = Shaped()
+
+
 def own(tokens: Tensor, first: int, rows: int) -> Own:
     """The rows in this rank's shard of `tokens`, int64."""
     row = tokens - first
