@@ -237,12 +237,11 @@ MIXTURES = {  # layers, and the model
     "qwen3": (
         94,
         {"variant": "qwen3", "hidden": 4096, "heads": 64, "kv_heads": 4, "vocab": 151936, "experts": 128}
-        | {"top_k": 8, "expert_hidden": 1536},
+        | {"top_k": 8, "ffn_hidden": 1536},
     ),
     "mixtral": (
         56,
-        {"hidden": 6144, "heads": 48, "kv_heads": 8, "vocab": 32768, "experts": 8}
-        | {"top_k": 2, "expert_hidden": 16384},
+        {"hidden": 6144, "heads": 48, "kv_heads": 8, "vocab": 32768, "experts": 8} | {"top_k": 2, "ffn_hidden": 16384},
     ),
 }
 
@@ -250,7 +249,7 @@ MIXTURES = {  # layers, and the model
 def _flops(model: Mapping[str, object], layers: int, seq: int) -> float:
     """Operations per token as Megatron-Core counts them: of the weights that it meets, and half of the scores."""
     hidden, heads, groups, k, width, vocab = (
-        int(str(model[key])) for key in ("hidden", "heads", "kv_heads", "top_k", "expert_hidden", "vocab")
+        int(str(model[key])) for key in ("hidden", "heads", "kv_heads", "top_k", "ffn_hidden", "vocab")
     )
     weights = layers * hidden * (256 * (heads + groups) + 3 * k * width + int(str(model["experts"]))) + hidden * vocab
     return 6.0 * weights + 6.0 * layers * heads * 128 * seq

@@ -15,7 +15,7 @@ GPT = {"family": "gpt", "layers": 8, "hidden": 32, "heads": 4, "vocab": 256, "se
 # The settings that give a job a trait: (key, value), several if it needs more than one.
 SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     "compile": (("model.compile", True),),
-    "tied embeddings": (("model.tie_embeddings", True),),
+    "tied embeddings": (("model.ties", True),),
     "bfloat16 weights": (("model.parameters", "bfloat16"),),
     "autocast": (("model.dtype", "bfloat16"),),
     "loss by chunks": (("model.loss_chunk", 7), ("model.z_loss", 0.01), ("model.label_smoothing", 0.1)),

@@ -31,10 +31,10 @@ from zbc.training.models import compiled
 from zbc.training.models.experts import Experts
 from zbc.training.recording.measure import Scale
 
-EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 32}
-LIMITED = {"expert_groups": 2, "node_limit": 1}
+EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "ffn_hidden": 32}
+LIMITED = {"expert_groups": [2, 1]}
 NODES = {"ranks_per_node": 2, "link_gbps": 8.0, "link_us": 0.0, "inter_node_gbps": 0.01}
-GRAPH = {"a": [], "b": [], "c": ["a", "b"]}
+GRAPH = {"a": [1], "b": [2], "c": [1, "a", "b"]}
 COUNTS = {"a": 1, "b": 2, "c": 1}
 USERS: dict[str, dict[str, dict[str, Any]]] = {
     "dropout": {
@@ -42,7 +42,7 @@ USERS: dict[str, dict[str, dict[str, Any]]] = {
         "data": {"kind": "tests.runtime.sliced_models:Sequences", "args": {"width": 32, "count": 64, "length": 32}},
     },
     "graph": {
-        "model": {"family": "tests.runtime.graph_models:layers", "loss": "mse", "graph": GRAPH, "groups": COUNTS},
+        "model": {"family": "tests.runtime.graph_models:layers", "loss": "mse", "graph": GRAPH},
         "data": {"kind": "tests.runtime.graph_models:Vectors", "args": {"of": ["a", "b"]}},
     },
 }
@@ -55,8 +55,8 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "ep": ({"model": EXPERTS, "parallel": {"ep": 2, "dp": 2}}, True),
     "folded over nodes": ({"model": EXPERTS, "parallel": {"ep": 4, "dp": 2, "tp": 2}, "hardware": NODES}, True),
     "node limit": ({"model": EXPERTS | LIMITED, "parallel": {"ep": 4, "dp": 2, "tp": 2}, "hardware": NODES}, True),
-    "copies of experts": ({"model": {**EXPERTS, "first_dense": 1}, "parallel": {"ep": 2, "tp": 4, "dp": 1}}, True),
-    "limited": ({"model": {**EXPERTS, **LIMITED, "first_dense": 1}}, True),
+    "copies of experts": ({"model": EXPERTS, "parallel": {"ep": 2, "tp": 4, "dp": 1}}, True),
+    "limited": ({"model": {**EXPERTS, **LIMITED}}, True),
     "expert bias": ({"model": {**EXPERTS, "balance_rate": 0.01, "router": "sigmoid"}}, True),
     "balance loss": ({"model": {**EXPERTS, "balance_loss": 0.01, "router_z_loss": 0.01}}, True),
     "fewer keys": ({"model": {"kv_heads": 2}}, True),

@@ -121,7 +121,7 @@ class Inputs:
         self.folder = folder
         (folder / "good.toml").write_text(
             toml_text(
-                model={"rope_theta": 10000.0, "positions": "rotary"},
+                model={"rope_theta": 10000.0, "variant": "rotary"},
                 costs={"f": 1.0, "b": [1.0, 2.0, 3.0, 4.0], "w": 1.0},
                 optimizer={"schedule": {"kind": "cosine", "warmup_steps": 1}},
                 data={"validation": 0.1},

@@ -64,7 +64,7 @@ def any_job(rng: random.Random) -> tuple[dict[str, Any], float | None]:
     if rng.random() < 0.25:
         _share_out(rng, changes)
     if rng.random() < 0.2:
-        changes["model"] = {"tie_embeddings": True}
+        changes["model"] = {"ties": True}
     return changes, rng.choice((None, 0.02, 0.02, 0.02, 0.3))
 
 

@@ -78,10 +78,10 @@ def _given(value: object) -> bool:
 
 TRAITS = {
     "compile": Trait("model.compile", bool),
-    "tied embeddings": Trait("model.tie_embeddings", bool),
-    "ties": Trait("model.ties", bool),
+    "tied embeddings": Trait("model.ties", _is(True), "model.ties = true"),
+    "ties": Trait("model.ties", lambda value: value is not True and bool(value), "model.ties of layers"),
     "bfloat16 weights": Trait("model.parameters", _not("float32")),
-    "no masters": Trait("model.master", _is(False), "model.master = false"),
+    "no masters": _value("model.parameters", "bfloat16 alone"),
     "autocast": Trait("model.dtype", _not("float32")),
     "float16": Trait("model.dtype", _is("float16"), 'model.dtype = "float16"'),
     "experts": Trait("model.experts", bool),
@@ -89,7 +89,7 @@ TRAITS = {
     "model of transformers": Trait("model.family", _is(TRANSFORMERS), "a model of transformers"),
     "norms of heads": Trait("model.variant", _is("qwen3")),
     "loss by chunks": Trait("model.loss_chunk", _given),
-    "expert bias": Trait("model.balance_rate", bool),
+    "expert bias": Trait("model.balance_loss", lambda of: isinstance(of, tuple) and of[1] > 0, "biases of experts"),
     "graph": Trait("model.graph", bool),
     "tp": Trait("parallel.tp", _not(1)),
     "tp_sequence": Trait("parallel.tp_sequence", bool),
@@ -248,7 +248,7 @@ ROWS = (
     ),
     Excludes(
         "no masters",
-        {"feedback|moving average": ("in bfloat16 most of what it adds would be lost by rounding", "drop master")},
+        {"feedback|moving average": ("in bfloat16 most of what it adds would be lost by rounding", 'drop "alone"')},
     ),
     Excludes("fused gradients", {"compile": "a compiled layer adds up its gradients as its graph says"}),
     Excludes(

@@ -62,7 +62,7 @@ every = {every}
 [data]
 {data}
 """
-GPT = "hidden = {hidden}\nheads = {heads}\nvocab = {vocab}\nseq_len = {seq_len}\ntie_embeddings = {tied}\n{more}"
+GPT = "hidden = {hidden}\nheads = {heads}\nvocab = {vocab}\nseq_len = {seq_len}\nties = {tied}\n{more}"
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"layers": 8, "hidden": 1024, "heads": 16, "vocab": 32000, "seq_len": 1024, "size": 4, "m": 8},
     "cpu": {"layers": 8, "hidden": 32, "heads": 2, "vocab": 64, "seq_len": 16, "size": 2, "m": 4},

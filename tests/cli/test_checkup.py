@@ -14,7 +14,7 @@ def zoo(which, **changes):
 JOBS = {
     "split": {"data": {"kind": "synthetic"}, "kind": "zb-v"},
     "recompute": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "memory": {"activations": "recompute"}},
-    "tied": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"tie_embeddings": True}},
+    "tied": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"ties": True}},
     "bf16": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"dtype": "bfloat16"}},
     "fp16": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"dtype": "float16"}},
     "llama": {"data": {"kind": "synthetic"}, "model": {"family": "llama", "kv_heads": 2}},

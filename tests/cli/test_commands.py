@@ -615,7 +615,7 @@ def test_a_plan_says_where_recompute_costs_time_and_saves_nothing(zbc, job, kind
 @pytest.mark.parametrize(("gbps", "said"), [(10, "in two steps, between nodes and inside"), (800, "in one step")])
 def test_a_plan_says_how_rows_of_experts_are_exchanged(zbc, folder, gbps, said):
     model = {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 256}
-    model |= {"experts": 8, "top_k": 4, "expert_hidden": 32}
+    model |= {"experts": 8, "top_k": 4, "ffn_hidden": 32}
     hardware = {"device": "cuda", "ranks_per_node": 2, "link_gbps": 800, "inter_node_gbps": gbps}
     parallel, schedule = {"pp": 1, "dp": 4, "ep": 4}, {"kind": "1f1b", "microbatches": 2}
     job = toml_text(model=model, parallel=parallel, schedule=schedule, hardware=hardware)

@@ -72,10 +72,10 @@ JOBS = {
     "impossible chunks": (edit(kind="zb-v", schedule={"chunks": 3}), 3, "E110", "zbc.toml:15:10", "chunks = 2"),
     "heads that do not divide": (edit(model={"heads": 5}), 3, "E110", "zbc.toml:6:9", "model.hidden = 32"),
     "an odd head for rotary": (
-        edit(model={"heads": 32, "positions": "rotary"}),
+        edit(model={"heads": 32, "variant": "rotary"}),
         3,
         "E110",
-        "zbc.toml:9:13",
+        "zbc.toml:9:11",
         "even head size",
     ),
     "fewer layers than stages": (edit(kind="zb-v", layers=5), 3, "E130", "zbc.toml:4:10", "8"),

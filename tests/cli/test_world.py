@@ -68,7 +68,7 @@ def test_ranks_that_share_tokens_are_chosen_where_that_is_asked_for(tmp_path):
 
 def test_replicas_that_share_out_experts_are_chosen_too(tmp_path):
     """Divisors of dp and the experts that fit on a node."""
-    model = {"family": "llama", "experts": 12, "expert_hidden": 16}
+    model = {"family": "llama", "experts": 12, "ffn_hidden": 16}
     path = written(
         tmp_path,
         parallel='world = 8\nep = "auto"',
@@ -242,7 +242,7 @@ def test_compare_chooses_once_and_sweeps_what_it_is_told(zbc, folder):
 
 def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
     """Shards of one replica, tokens of one rank, experts of one: such a shape is a candidate like any other."""
-    experts = {"family": "llama", "experts": 4, "expert_hidden": 16}
+    experts = {"family": "llama", "experts": 4, "ffn_hidden": 16}
     cases = (
         ('shard = "weights"\nexchange = "one-sided"', "1f1b", {"memory": {"resident": 1}}),
         ('tp = "auto"\ntp_sequence = true', "1f1b", {"model": {"seq_len": 16}}),
@@ -271,7 +271,7 @@ def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
 
 
 def test_experts_are_shared_out_by_as_many_as_divide_the_replicas(tmp_path):
-    experts = {"family": "llama", "experts": 4, "expert_hidden": 16}
+    experts = {"family": "llama", "experts": 4, "ffn_hidden": 16}
     path = written(tmp_path, parallel="world = 8\nep = 4", schedule='kind = "1f1b"\nbatch = 32', model=experts)
     assert {(row.shape.dp, row.shape.ep) for row in load_job(path).weighed} == {(8, 4), (4, 4), (2, 2), (1, 1)}
 

@@ -198,7 +198,7 @@ def test_what_ranks_that_share_layers_hold_is_predicted(tmp_path, parallel):
 
 
 def test_tied_embeddings_that_are_frozen_are_held_once_and_summed_by_nobody(tmp_path):
-    model = {**CASES["llama"]["model"], "tie_embeddings": True}
+    model = {**CASES["llama"]["model"], "ties": True}
     how = {"kind": "zb-v", "pp": 2, "m": 4, "layers": 4, "model": model, "adapter": {"rank": 4}}
     compiled, *_ = weighed(tmp_path, 1, **how)
     assert not any(op.kind is Kind.REDUCE for _, _, op in compiled.program)

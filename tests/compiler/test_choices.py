@@ -73,12 +73,12 @@ def test_steps_of_a_rank():
 
 
 MODEL = {"family": "llama", "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 256}
-MODEL |= {"experts": 8, "top_k": 4, "expert_hidden": 32}
+MODEL |= {"experts": 8, "top_k": 4, "ffn_hidden": 32}
 NODES = {"ranks_per_node": 2, "link_gbps": 800.0, "link_us": 1.0, "device": "cuda"}
 
 
 @pytest.mark.parametrize(
-    ("far", "near", "groups"), [(10.0, 2, {}), (10.0, 2, {"expert_groups": 2, "node_limit": 1}), (800.0, 0, {})]
+    ("far", "near", "groups"), [(10.0, 2, {}), (10.0, 2, {"expert_groups": [2, 1]}), (800.0, 0, {})]
 )
 def test_a_plan_takes_two_steps_where_they_are_faster(far, near, groups):
     table = {"model": MODEL | groups, "hardware": {**NODES, "inter_node_gbps": far}, "parallel": {"dp": 4, "ep": 4}}
@@ -86,7 +86,7 @@ def test_a_plan_takes_two_steps_where_they_are_faster(far, near, groups):
     made = compile_job(job(layers=2, pp=1, m=2, schedule=schedule, **table), suggest=False, budget=0.0)
     assert made.program.topology.near == made.costs.near == near
     ms = 256 * 4 * 64 * 4 / (800.0 * 1e6 / 8)  # of all rows inside a node
-    once = Choices(8, 4, *groups.values()).away(2) / 4
+    once = Choices(8, 4, *groups.get("expert_groups", ())).away(2) / 4
     there = 0.002 + (1 / 2 + once * 800 / far) * ms if near else 0.001 + ms / 2
     counts = 0.002 if near else 0.001
     assert made.costs.of("f_sums", 0) == pytest.approx(2 * (2 * there + counts), rel=1e-3)  # of few bytes

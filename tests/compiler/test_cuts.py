@@ -297,7 +297,7 @@ def test_a_plan_is_predicted_again_with_the_cut_and_the_recompute_it_holds():
 )
 def test_plans_are_chosen_by_the_step_that_is_predicted_of_them_with_all_its_sums(kind, objective):
     """A shared weight, copies of the pipeline, two pipes: each sums gradients over ranks."""
-    for model, copies in (({"tie_embeddings": True, "vocab": 5000}, 1), ({}, 2)):
+    for model, copies in (({"ties": True, "vocab": 5000}, 1), ({}, 2)):
         parts = {"kind": kind, "pp": 2, "m": 3, "layers": 6, "model": model, "parallel": {"dp": copies}}
         made = job(**parts, schedule={"objective": objective})
         found = order(made, estimate.layers(made), 0.0)

@@ -200,7 +200,7 @@ GIVEN = {"f": 1.0, "b": 1.0, "w": 1.0}
 OTHERS = [
     {"parallel": {"shard": "weights", "dp": 2}},
     {"parallel": {"vocabulary": "shared"}},
-    {"model": {"tie_embeddings": True}},
+    {"model": {"ties": True}},
     {"memory": {"activations": "offload"}},
     {"freeze": {"most": 0.5}},
 ]

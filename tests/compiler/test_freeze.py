@@ -128,7 +128,7 @@ def test_no_step_is_below_its_bound(schedule):
 
 
 REFUSED = [
-    ({"model": {"tie_embeddings": True}}, "tie_embeddings"),
+    ({"model": {"ties": True}}, "ties"),
     ({"model": {"compile": True}}, "compile"),
     ({"schedule": {"slices": 2}}, "slices"),
     ({"optimizer": {"sync": "post-validate"}}, "post-validate"),

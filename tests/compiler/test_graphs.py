@@ -28,8 +28,7 @@ BARS = [  # the sources of each stage; 1F1B and zb-h1 at F = B = W = 1 and 8 mic
 MODEL = {
     "family": "plans.graphs:towers",
     "layers": 6,
-    "graph": {"vision": [], "text": [], "decoder": ["vision", "text"]},
-    "groups": {"vision": 2, "text": 2, "decoder": 2},
+    "graph": {"vision": [2], "text": [2], "decoder": [2, "vision", "text"]},
 }
 
 
@@ -90,14 +89,13 @@ def test_the_largest_stage_is_least(seed):
     ("changes", "words"),
     [
         (
-            {"graph": {"vision": ["decoder"], "text": [], "decoder": ["vision", "text"]}},
+            {"graph": {"vision": [2, "decoder"], "text": [2], "decoder": [2, "vision", "text"]}},
             "cycle: vision -> decoder -> vision",
         ),
-        ({"graph": {"vision": [], "text": [], "decoder": ["vision"]}}, "nobody reads text and decoder"),
-        ({"graph": {"vision": [], "text": [], "decoder": ["vision", "txt"]}}, "reads txt, which is no group"),
-        ({"groups": {"vision": 2, "decoder": 2}}, "no number of layers for text"),
+        ({"graph": {"vision": [2], "text": [2], "decoder": [2, "vision"]}}, "nobody reads text and decoder"),
+        ({"graph": {"vision": [2], "text": [2], "decoder": [2, "vision", "txt"]}}, "reads txt, which is no group"),
+        ({"graph": {"vision": [2], "text": [], "decoder": [2, "vision", "text"]}}, "no one number of layers of text"),
         ({"layers": 7}, "6 layers in all, model.layers is 7"),
-        ({"graph": {}}, "there is no model.graph"),
     ],
 )
 def test_graphs_that_cannot_be_are_refused_by_name(changes, words):

@@ -150,7 +150,7 @@ def test_a_limit_leaves_room_for_the_meetings():
 
 
 def test_a_tied_table_is_one_share_and_needs_no_sum_of_ends():
-    found = planned(model={**LARGE, "tie_embeddings": True})
+    found = planned(model={**LARGE, "ties": True})
     assert not found.program.tied and all(op.stage != TIED for ops in found.program.ranks for op in ops)
     assert vocabulary.parameters(found.job) == 1024 * 64
 

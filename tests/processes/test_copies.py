@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
 
 
 def plan_of(schedule, *, zero1=False, tied=False, low=False, sync="before-step", node=()):
-    model = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 16, "tie_embeddings": tied}
+    model = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 16, "ties": tied}
     model |= {"dtype": "bfloat16", "parameters": "bfloat16"} if low else {}
     options = {"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": zero1, "sync": sync}
     program = make_program(schedule, 2, 4, sync=sync, copies=2, sharded=zero1, tied=tied)
@@ -183,9 +183,7 @@ def test_sums_scatters_and_gathers_between_copies(pool):
 
 
 def test_a_run_shows_the_loss_of_all_copies_and_writes_each_weight_once(tmp_path):
-    plan = write_plan(
-        tmp_path, parallel=TWO, optimizer={"zero1": True, "lr": 0.01}, model={**GPT, "tie_embeddings": True}
-    )
+    plan = write_plan(tmp_path, parallel=TWO, optimizer={"zero1": True, "lr": 0.01}, model={**GPT, "ties": True})
     lines = run_here(plan, 4, tmp_path / "out", save_hf=tmp_path / "hf")
     expected = reference(StoredPlan.read(plan), 3)
     found = metrics(tmp_path / "out")

@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
     (folder / "more/zbc/runtime/features/trailing.py").write_text(FEATURE)
     train = {"steps": 4, "eval_every": 2, "eval_batches": 2}
     more = {"data": {"validation": 0.3}, "optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
-    job = toml_text(model={"layers": 2, "tie_embeddings": False}, pp=2, m=2, kind="zb-h1", train=train, **more)
+    job = toml_text(model={"layers": 2, "ties": False}, pp=2, m=2, kind="zb-h1", train=train, **more)
     (folder / "zbc.toml").write_text(job)
     run(folder, Path(zbc.__file__).parent.parent, "plan", "zbc.toml", "-o", "plan")
     return folder

@@ -26,7 +26,7 @@ SIZES = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
 @pytest.fixture(params=few(["gpt", "gpt tied", "llama"], ("llama",)))
 def folder(request, tmp_path):
     """A folder of each family with the untrained layers of a job, written without transformers."""
-    section = {**SIZES, "family": request.param.split()[0], "tie_embeddings": "tied" in request.param}
+    section = {**SIZES, "family": request.param.split()[0], "ties": "tied" in request.param}
     section |= {"kv_heads": 1} if request.param == "llama" else {}
     model = Model.model_validate(section)
     parameters = {f"{x.name}.{n}": p for x in layers(model, 99) for n, p in x.build(99).named_parameters()}

@@ -222,16 +222,15 @@ def reference(
     weights = {
         name: p
         for name, p in named.items()
-        if (name, settings.model.tie_embeddings) != ("head.logits.weight", True) and name not in settings.model.ties
+        if (name, settings.model.tie_embeddings) != ("head.logits.weight", True) and name not in settings.model.tied
     }
     criterion, layers[-1][1].chunk = plain_loss(settings.model), None
     masters = _masters(weights) if settings.model.parameters == "bfloat16" else weights
     optimizer = _optimizer(settings.optimizer, {name: p for name, p in masters.items() if p.requires_grad})
     low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(settings.model.dtype)
-    growth = settings.model.loss_scale_steps
-    scaler = torch.amp.GradScaler(
-        "cpu", settings.model.loss_scale, growth_interval=growth, enabled=low == torch.float16
-    )
+    said = settings.model.loss_scale
+    scale, growth = said if isinstance(said, tuple) else (said, 2000)
+    scaler = torch.amp.GradScaler("cpu", scale, growth_interval=growth, enabled=low == torch.float16)
     result = Reference([], [], {}, {})
     before = [p.data.clone() for p in weights.values()]
     for step in range(steps):

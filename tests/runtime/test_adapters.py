@@ -216,7 +216,7 @@ def test_a_loss_by_chunks_of_a_frozen_head_trains_alike(dtype):
     assert apart(trained(chunked), trained(whole)) <= (2e-5 if dtype == "float32" else 1e-2)
 
 
-MIXTURE = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 64}
+MIXTURE = {"family": "llama", "experts": 4, "top_k": 2, "ffn_hidden": 64}
 MIXED = ("slices", "tp", "sharded optimizer", "autocast", "cp", "ep")
 
 

@@ -37,7 +37,7 @@ def plan(schedule="1f1b", p=2, m=4, *, dp=1, checkpoint=TWO, model=SMALL, optimi
     """`m` microbatches over all copies; `zero1`, `ahead` and `tied` as their keys in a job say."""
     optimizer = {**optimizer, **({"zero1": True} if how.get("zero1") else {})}
     sync = "post-validate" if how.get("ahead") else "before-step"
-    tied = bool(model.get("tie_embeddings")) and (p > 1)
+    tied = bool(model.get("ties")) and (p > 1)
     program = make_program(schedule, p, m // dp, sync=sync, copies=dp, tied=tied, sharded=bool(how.get("zero1")))
     optimizer = {**optimizer, "sync": sync}
     data = how.get("data", {"kind": "synthetic"})
@@ -108,7 +108,7 @@ def test_a_chain_of_plans_is_one_run(tmp_path):
 
 
 BFLOAT16 = {**SMALL, "dtype": "bfloat16", "parameters": "bfloat16"}
-TIED = {**SMALL, "tie_embeddings": True}
+TIED = {**SMALL, "ties": True}
 PAIRS = {
     "two pipes to one": (("chimera", 2), ("1f1b", 4), {}),
     "one pipe to two of another kind": (("1f1b", 2), ("dualpipe-v", 2), {}),
@@ -595,7 +595,7 @@ OTHERS = {
     "wider": ({"model": {**SMALL, "hidden": 32}}, "float32 [31, 16] in the checkpoint, float32 [31, 32] in this job"),
     "tied": ({"model": TIED}, "head.logits.weight: only in the checkpoint"),
     "another base": (
-        {"model": {**SMALL, "positions": "rotary", "rope_theta": 5e5}},
+        {"model": {**SMALL, "variant": "rotary", "rope_theta": 5e5}},
         "model.rope_theta = 10000.0, this job",
     ),
     "another norm": ({"model": {**SMALL, "norm_eps": 0.1}}, "model.norm_eps = 1e-05, this job has 0.1"),

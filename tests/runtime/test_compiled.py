@@ -27,7 +27,7 @@ from zbc.training.probing.checkup import check_up
 
 FAMILIES = {"gpt": {**GPT, "layers": 3, "hidden": 16}, "llama": {**LLAMA, "layers": 3, "hidden": 16}}
 FAMILIES["window"] = {**FAMILIES["llama"], "variant": "qwen3", "window": 5}
-FAMILIES["experts"] = {**FAMILIES["llama"], "experts": 4, "top_k": 2, "expert_hidden": 8}
+FAMILIES["experts"] = {**FAMILIES["llama"], "experts": 4, "top_k": 2, "ffn_hidden": 8}
 
 # Ranks as threads look for compiled code at the same time and may miss it; torch then compiles once more, and warns.
 pytestmark = [

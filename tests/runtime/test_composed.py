@@ -34,13 +34,13 @@ def test_pairs_train_as_one_after_the_other(one, other, kind):
     assert apart(trained(both), trained(plain)) <= TOLERANCE
 
 
-CHANGED = [{"model__tie_embeddings": True}, {"parallel__vocabulary": "shared-2"}, {"model__family": "llama"}]
+CHANGED = [{"model__ties": True}, {"parallel__vocabulary": "shared-2"}, {"model__family": "llama"}]
 
 
 @pytest.mark.repeats
 @pytest.mark.parametrize(
     "changes",
-    [{"model__tie_embeddings": True}, {"parallel__vocabulary": "shared-2"}, {"model__family": "llama"}],
+    [{"model__ties": True}, {"parallel__vocabulary": "shared-2"}, {"model__family": "llama"}],
     ids=str,
 )
 @pytest.mark.parametrize("traits", [("slices",), ()], ids=str)

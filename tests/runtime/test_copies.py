@@ -34,7 +34,7 @@ def copies_of(schedule, p, m, copies, *, tied=False, keep=lambda op: True, v=Non
     sync, sharded = chosen.get("sync", "before-step"), chosen.get("zero1", False)
     program = make_program(schedule, p, m, v, sync=sync, copies=copies, sharded=sharded, **ties)
     options = {**REAL, "optimizer": CLIPPED, **how}
-    return make_plan(program, keep=keep, **{**options, "model": {**options["model"], "tie_embeddings": tied}})
+    return make_plan(program, keep=keep, **{**options, "model": {**options["model"], "ties": tied}})
 
 
 def alike(workers):

@@ -45,9 +45,9 @@ KINDS = {
     "llama": lambda: of(LLAMA),
     "qwen": lambda: of({**LLAMA, "variant": "qwen3"}),
     "windows": lambda: of({**LLAMA, "window": 8}),
-    "rotary, long": lambda: of({**GPT, "positions": "rotary", "seq_len": 128}),
+    "rotary, long": lambda: of({**GPT, "variant": "rotary", "seq_len": 128}),
     "short": lambda: of({**LLAMA, "hidden": 96, "seq_len": 8, "vocab": 2000, "dtype": "bfloat16"}),
-    "tied": lambda: of({**GPT, "tie_embeddings": True}),
+    "tied": lambda: of({**GPT, "ties": True}),
     "bfloat16": lambda: of({**LLAMA, "dtype": "bfloat16"}),
     "parameters": lambda: of({**LLAMA, "dtype": "bfloat16", "parameters": "bfloat16"}),
     "fused gradients": lambda: of(train={"fused_gradients": True}),
@@ -137,7 +137,7 @@ def test_the_bytes_are_those_of_layers_that_compute(name):
 SHARED = {
     "one sum": {},
     "two sums": {"parallel": {"vocabulary": "shared-2"}},
-    "bfloat16": {"model": {**GPT, "tie_embeddings": True, "dtype": "bfloat16"}},
+    "bfloat16": {"model": {**GPT, "ties": True, "dtype": "bfloat16"}},
     "frozen": {"adapter": {"rank": 4}},
     "tp": {"model": LLAMA, "parallel": {"tp": 2, "tp_sequence": True}},
 }

@@ -15,7 +15,7 @@ from tests.threads import run_threads
 from zbc.job import trained
 from zbc.training.models.experts import Experts
 
-LIMITED = {"experts": 8, "top_k": 2, "expert_groups": 4, "node_limit": 2}
+LIMITED = {"experts": 8, "top_k": 2, "expert_groups": [4, 2]}
 
 
 @pytest.mark.parametrize(("groups", "limit", "k"), [(8, 4, 8), (4, 1, 3), (16, 2, 4)])
@@ -57,19 +57,17 @@ def test_experts_of_a_few_groups_train_over_nodes_as_in_one_process(tmp_path):
     assert apart(other, numbers(run_threads(free, 3))) > TOLERANCE
 
 
-MODEL = {"family": "llama", "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32, "expert_hidden": 16}
-DENSE = dict.fromkeys(["experts", "expert_groups", "top_k", "expert_hidden"])
+MODEL = {"family": "llama", "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32, "ffn_hidden": 16}
+DENSE = dict.fromkeys(["experts", "top_k", "ffn_hidden"])
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"expert_groups": 3}, "model.expert_groups = 3 does not divide model.experts = 8"),
-        ({"node_limit": 5}, "model.node_limit = 5 is more than model.expert_groups = 4"),
-        ({"node_limit": 1, "top_k": 3}, "leaves a token 2 experts, and it meets model.top_k = 3"),
-        ({"expert_groups": None}, "goes with model.expert_groups, which is not set"),
-        ({"node_limit": None}, "goes with model.node_limit, which is not set"),
-        (DENSE, "model.node_limit is for models with experts"),
+        ({"expert_groups": [3, 1]}, "has 3 groups, which does not divide model.experts = 8"),
+        ({"expert_groups": [4, 5]}, "model.expert_groups has 5 of 4 groups"),
+        ({"expert_groups": [4, 1], "top_k": 3}, "leaves a token 2 experts, and it meets model.top_k = 3"),
+        (DENSE, "model.expert_groups is for models with experts"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(change, text):
@@ -80,8 +78,6 @@ def test_groups_that_cannot_be_are_refused(change, text):
 
 def test_a_checkpoint_knows_its_groups():
     now = {"model": {**MODEL, **LIMITED, "layers": 2}}
-    before = {
-        "model": {key: value for key, value in now["model"].items() if key not in ("expert_groups", "node_limit")}
-    }
+    before = {"model": {key: value for key, value in now["model"].items() if key != "expert_groups"}}
     keys = [one.key for one in trained.differences(before, now)]
-    assert keys == ["model.expert_groups", "model.node_limit"]
+    assert keys == ["model.expert_groups"]

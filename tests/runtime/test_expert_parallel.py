@@ -75,7 +75,7 @@ WAYS = [
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
     ({"schedule": {"kind": "1f1b"}}, {"tp": 2}),
     ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
-    ({"schedule": {"kind": "1f1b"}, "model": {"first_dense": 1, "router": "sigmoid"}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "1f1b"}, "model": {"router": "sigmoid"}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 4, "ep": 2, "tp": 2, "shard": "all"}),
     ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 2, "tp": 2}),
     ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "selective"}}, {"dp": 2, "ep": 2, "tp": 2}),
@@ -116,12 +116,12 @@ FOLDED = [
     # Copies of experts alone share them out.
     ({"schedule": {"kind": "interleaved-1f1b"}}, {"ep": 2, "tp": 4, "shard": "all"}),
     ({"schedule": {"kind": "chimera"}}, {"ep": 2, "tp": 4, "shard": "weights"}),
-    ({"schedule": {"kind": "zb-v"}, "model": {"first_dense": 1}}, {"ep": 2, "tp": 4, "shard": "gradients"}),
+    ({"schedule": {"kind": "zb-v"}}, {"ep": 2, "tp": 4, "shard": "gradients"}),
     ({"schedule": {"kind": "dualpipe"}}, {"ep": 2, "tp": 2}),
     ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}}, {"dp": 2, "ep": 4, "tp": 2}),
     ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "selective"}}, {"ep": 2, "tp": 2, "tp_sequence": True}),
     ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 4, "tp": 2}),
-    ({"schedule": {"kind": "1f1b"}, "model": {"first_dense": 1, "ffn_hidden": 40}}, {"ep": 2, "tp": 2}),
+    ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, {"ep": 2, "tp": 2}),
     ({"schedule": {"kind": "1f1b"}, "model": {"dtype": "bfloat16"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "all"}),
     ({"schedule": {"kind": "zb-h1"}}, {"ep": 2, "tp": 2, "vocabulary": "shared"}),
     ({"schedule": {"kind": "1f1b"}, "adapter": {"rank": 2}}, {"dp": 2, "ep": 4, "tp": 2}),
@@ -334,9 +334,9 @@ def of_experts(ops):
     return {(op.kind, home_of(op.stage)) for op in ops if op.stage <= EXPERTS}
 
 
-def routed(names, first_dense):
-    """The stages with a block that has experts, by the names of their layers."""
-    return {s for s, own in enumerate(names) if any(n.startswith("layers.") and int(n[7:]) >= first_dense for n in own)}
+def routed(names):
+    """The stages with a block, which has experts, by the names of their layers."""
+    return {s for s, own in enumerate(names) if any(name.startswith("layers.") for name in own)}
 
 
 def owned_by_all(patch):
@@ -364,9 +364,8 @@ def test_a_stage_without_experts_has_no_ops_of_any(way):
         stages = SCHEDULES[kind].placement(pp, SCHEDULES[kind].default_chunks).stages
         inner = [rng.randint(1, 2) for _ in range(stages - 2)]
         blocks = [rng.randint(0, 2), *inner, rng.randint(0, 1) + (stages == 2)]
-        dense = rng.randrange(sum(blocks))
         parallel = {"pp": pp, "dp": ep * rng.choice([1, 2]), "ep": ep, **way.get("parallel", {})}
-        model = {"family": "llama", "experts": 4, "expert_hidden": 16, "first_dense": dense, "layers": sum(blocks)}
+        model = {"family": "llama", "experts": 4, "ffn_hidden": 16, "layers": sum(blocks)}
         how = {"kind": kind, "m": 4, "model": model, "parallel": parallel, "partition": {"layers_per_stage": blocks}}
         try:
             asked = job(**way | how)
@@ -374,7 +373,7 @@ def test_a_stage_without_experts_has_no_ops_of_any(way):
         except ZbcError as error:
             assert error.code.startswith("E1"), error  # what does not go together
             continue
-        ops, those = [op for _, _, op in found.program], routed(found.layers, dense)
+        ops, those = [op for _, _, op in found.program], routed(found.layers)
         steps = {stage for kind, stage in of_experts(ops) if kind in (Kind.STEP, Kind.TENTATIVE)}
         assert steps == {stage for _, stage in of_experts(ops)} == those
         with pytest.MonkeyPatch.context() as patch:
@@ -387,14 +386,16 @@ def test_a_stage_without_experts_has_no_ops_of_any(way):
     assert tried > 1
 
 
-SOME = {"first_dense": 2, "ffn_hidden": 40}
-ENDS = {"layers_per_stage": [0, 2, 2, 0]}  # of these the third alone has experts
+ENDS = {"layers_per_stage": [0, 2, 2, 0]}
 TWO_VERSIONS = {"sync": "two-versions", "clip_grad_norm": 0.5}
 WITHOUT = [
     ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 2, 2]}}, {"pp": 3, "dp": 2}),
     ({"schedule": {"kind": "zb-v"}, "partition": ENDS}, {"dp": 4, "shard": "all"}),
-    ({"schedule": {"kind": "chimera"}}, {"dp": 2, "shard": "all"}),
-    ({"schedule": {"kind": "1f1b"}, "optimizer": TWO_VERSIONS}, {"dp": 4, "shard": "optimizer"}),
+    ({"schedule": {"kind": "chimera"}, "partition": ENDS}, {"pp": 4, "dp": 2, "shard": "all"}),
+    (
+        {"schedule": {"kind": "1f1b"}, "optimizer": TWO_VERSIONS, "partition": {"layers_per_stage": [0, 4]}},
+        {"dp": 4, "shard": "optimizer"},
+    ),
     ({"schedule": {"kind": "zb-h1"}, "optimizer": {"sync": "post-validate"}, "partition": ENDS}, {"pp": 4, "dp": 2}),
 ]
 
@@ -402,10 +403,10 @@ WITHOUT = [
 @pytest.mark.parametrize(("way", "parallel"), few(WITHOUT, 2), ids=str)
 def test_stages_without_experts_train_as_if_nobody_shared_any_out(tmp_path, monkeypatch, way, parallel):
     """And go on from checkpoints of plans in which each stage had an owner of experts."""
-    way = way | {"model": SOME, "checkpoint": {"every": 2}}
+    way = way | {"checkpoint": {"every": 2}}
     made, whole = plan(tmp_path / "some", way, ep=2, **parallel), plan(tmp_path / "all", way, **parallel)
     workers = run_threads(made, 3, folder=tmp_path / "a")
-    those = routed(made.manifest.layers, 2)
+    those = routed(made.manifest.layers)
     for worker in workers:
         assert {home_of(owner) for owner in worker.optimizers if owner <= EXPERTS} == those & worker.stages.keys()
     others = run_threads(whole, 3)
@@ -421,8 +422,7 @@ def test_stages_without_experts_train_as_if_nobody_shared_any_out(tmp_path, monk
 
 
 def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_refused(tmp_path):
-    halves = {"layers_per_stage": [2, 2]}
-    made = plan(tmp_path, {"schedule": {"kind": "1f1b"}, "model": SOME, "partition": halves}, dp=2, ep=2)
+    made = plan(tmp_path, {"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, dp=2, ep=2)
     assert made.manifest.dense == [0] and made.program.dense == (0,)
     plain = compiled(tmp_path / "plain", {"schedule": {"kind": "1f1b"}}, dp=2, ep=2)
     assert "dense" not in json.loads(plain.assemble()[0].dumps()), "as in plans that know no such field"
@@ -482,7 +482,7 @@ def test_a_plan_knows_what_a_rank_with_some_of_the_experts_holds(tmp_path, monke
         return torch.arange(len(likely) * self.top_k).view(-1, self.top_k) % self.count
 
     monkeypatch.setattr(Experts, "_chosen", even)
-    wide = {"hidden": 128, "seq_len": 96, "expert_hidden": 192, "shared_hidden": 64, "experts": 8, "top_k": 4}
+    wide = {"hidden": 128, "seq_len": 96, "ffn_hidden": 192, "shared_hidden": 64, "experts": 8, "top_k": 4}
     way = {"schedule": {"kind": kind}, "model": {**wide, "dtype": dtype}, "memory": {"activations": kept}}
     some, whole = (compiled(tmp_path, way, dp=4, ep=ep, shard=shard) for ep in (2, 1))
     predicted, more = ([rank.bytes for rank in peaks(one.program, one.costs)] for one in (some, whole))
@@ -517,8 +517,7 @@ REFUSED = [
     ({}, {"tp": 4, "ep": 2, "expert_tp": 2}, "parallel.expert_tp = 2 is neither 1 nor parallel.tp = 4"),
     ({}, {"tp": 2, "expert_tp": 1}, "and parallel.ep = 1"),
     (OWN, {"dp": 2, "tp": 2, "ep": 2}, "layers of your own route all tokens on each"),
-    ({"model": {"first_dense": 4}}, {"dp": 2, "ep": 2}, "leaves no block of 4 with experts"),
-    ({"model": {"expert_hidden": 49}}, {"tp": 2}, "does not divide model.expert_hidden = 49"),
+    ({"model": {"ffn_hidden": 49}}, {"tp": 2}, "does not divide model.ffn_hidden = 49"),
     ({}, {"dp": 2, "ep": 2, "average": {"every": 1}}, "of which ep = 2 makes one"),
 ]
 
@@ -538,7 +537,7 @@ def test_shares_of_experts_that_cannot_be_are_refused(tmp_path, way, parallel, s
 
 def test_a_mixture_that_does_not_fit_is_told_that_replicas_may_share_its_experts():
     sizes = {"family": "llama", "layers": 28, "hidden": 2048, "heads": 16, "vocab": 102400, "seq_len": 4096}
-    sizes |= {"experts": 64, "top_k": 6, "expert_hidden": 1408, "shared_hidden": 2816}
+    sizes |= {"experts": 64, "top_k": 6, "ffn_hidden": 1408, "shared_hidden": 2816}
     cards = {"device": "cuda", "tflops": 400.0, "memory_gbps": 3350.0, "ranks_per_node": 8}
 
     def planned(memory=80.0, **more):

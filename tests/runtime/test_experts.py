@@ -22,10 +22,8 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.profiled import Measurement
-from zbc.job.model_section import problems
 from zbc.job.profile import LayerBytes
 from zbc.job.spec import Model
-from zbc.job.toml import Document
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.grouped import Groups
 from zbc.runtime.features.added import Adding, adding_to
@@ -33,7 +31,7 @@ from zbc.training.models.experts import Experts, softmax
 from zbc.training.models.model import layers
 
 MODEL = {"family": "llama", "layers": 4, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32, "experts": 4}
-MODEL |= {"top_k": 2, "expert_hidden": 48, "shared_hidden": 32, "balance_loss": 0.01, "router_z_loss": 0.001}
+MODEL |= {"top_k": 2, "ffn_hidden": 48, "shared_hidden": 32, "balance_loss": 0.01, "router_z_loss": 0.001}
 
 
 def of_one(layer, place, x):
@@ -73,12 +71,11 @@ def test_a_token_gets_what_its_experts_give(gated, normed, shared, scores):
 
 @pytest.mark.parametrize(
     "kind",
-    [{"activation": "gelu"}, {"activation": "gelu_tanh"}, {"variant": "llama"}],
+    [{}, {"variant": "gpt2"}, {"family": "llama"}],
     ids=str,
 )
 def test_one_expert_that_all_tokens_meet_is_the_mlp_of_its_family(kind):
-    family = "llama" if "variant" in kind else "gpt"
-    model = Model(family=family, layers=2, hidden=16, heads=2, vocab=32, seq_len=8, ffn_hidden=24, **kind)
+    model = Model(layers=2, hidden=16, heads=2, vocab=32, seq_len=8, ffn_hidden=24, **kind)
     torch.manual_seed(0)
     dense = layers(model, 0)[1].make()
     for parameter in dense.parameters():
@@ -138,7 +135,7 @@ WAYS = [
     {"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}},
     {"schedule": {"kind": "interleaved-1f1b"}},
     {"schedule": {"kind": "chimera"}},
-    {"schedule": {"kind": "zb-h1"}, "model": {"router": "sigmoid", "first_dense": 1, "ffn_hidden": 40}},
+    {"schedule": {"kind": "zb-h1"}, "model": {"router": "sigmoid"}},
     {"schedule": {"kind": "zb-v"}, "parallel": {"vocabulary": "shared"}},
     SLICED,
     {"schedule": {"kind": "1f1b", "microbatches": 4}, "parallel": {"dp": 2, "shard": "all"}},
@@ -253,15 +250,14 @@ def test_a_profile_of_whole_blocks_is_cut_to_the_experts_of_a_rank():
 @examples(max_examples=40, deadline=None)
 @given(
     top_k=st.integers(1, 3),
-    norm=st.sampled_from([None, True, False]),
-    router=st.sampled_from(["softmax", "sigmoid"]),
+    router=st.sampled_from(["softmax", "sigmoid", "softmax of all"]),
     balance=st.sampled_from([0.0, 0.01]),
     family=st.sampled_from(["llama", "gpt"]),
 )
-def test_a_router_that_is_not_refused_gets_a_gradient(top_k, norm, router, balance, family):
+def test_each_router_gets_a_gradient(top_k, router, balance, family):
     """Of the output and of the loss that its block adds."""
-    chosen = {"experts": 4, "top_k": top_k, "norm_top_k": norm, "router": router, "balance_loss": balance}
-    model = Model(family=family, layers=1, hidden=16, heads=2, vocab=32, seq_len=8, expert_hidden=8, **chosen)
+    chosen = {"experts": 4, "top_k": top_k, "router": router, "balance_loss": balance}
+    model = Model(family=family, layers=1, hidden=16, heads=2, vocab=32, seq_len=8, ffn_hidden=8, **chosen)
     torch.manual_seed(0)
     block, adding, x = layers(model, 0)[1].make(), Adding(1.0), torch.randn(2, 8, 16)
     for parameter in block.parameters():
@@ -269,6 +265,4 @@ def test_a_router_that_is_not_refused_gets_a_gradient(top_k, norm, router, balan
     with adding_to(adding):
         (block(x) * torch.randn(2, 8, 16)).sum().backward()
     (routed,) = (p.grad for name, p in block.named_parameters() if "router.weight" in name)
-    learns = routed is not None and bool(routed.abs().max() > 1e-5)
-    codes = [problem.code for problem in problems(model, Document("zbc.toml", {"model": chosen}))]
-    assert codes == ([] if learns else ["E110"])
+    assert routed is not None and routed.abs().max() > 1e-5

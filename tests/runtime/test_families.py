@@ -10,17 +10,16 @@ from zbc.job.flops import training_flops
 from zbc.training.models import model
 
 SIZES = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 300, "seq_len": 32}
-FAMILIES = [{}, {"positions": "rotary", "ffn_hidden": 80}, {"family": "llama"}]
+FAMILIES = [{}, {"variant": "rotary", "ffn_hidden": 80}, {"family": "llama"}]
 FAMILIES += [{"family": "llama", "kv_heads": 2, "ffn_hidden": 96}]
 FAMILIES += [{"family": "llama", "kv_heads": 1, "head_size": 24, "ffn_hidden": 72}]
 FAMILIES += [{"family": "llama", "variant": "qwen2", "kv_heads": 2}]
 FAMILIES += [{"family": "llama", "variant": "qwen3", "kv_heads": 2, "head_size": 24, "window": 12}]
 EXPERTS = [
-    {"family": "llama", "experts": 4, "expert_hidden": 40},
-    {"family": "llama", "experts": 6, "top_k": 3, "expert_hidden": 24, "shared_hidden": 48, "variant": "qwen2"},
-    {"family": "llama", "experts": 4, "variant": "qwen3", "kv_heads": 2, "head_size": 24, "expert_hidden": 48},
-    {"experts": 4, "top_k": 1, "shared_hidden": 32},
-    {"family": "llama", "layers": 3, "experts": 4, "expert_hidden": 40, "ffn_hidden": 96, "first_dense": 1},
+    {"family": "llama", "experts": 4, "ffn_hidden": 40},
+    {"family": "llama", "experts": 6, "top_k": 3, "ffn_hidden": [24, 48], "variant": "qwen2"},
+    {"family": "llama", "experts": 4, "variant": "qwen3", "kv_heads": 2, "head_size": 24, "ffn_hidden": 48},
+    {"experts": 4, "top_k": 1, "ffn_hidden": [64, 32]},
 ]
 
 
@@ -86,7 +85,7 @@ def test_queries_of_one_group_share_keys_and_values():
 
 def test_mfu_counts_the_experts_a_token_meets_and_the_router():
     plain = job(model=SIZES).model
-    wide = {**SIZES, "experts": 4, "expert_hidden": 256}
+    wide = {**SIZES, "experts": 4, "ffn_hidden": 256}
     met = [training_flops(job(model={**wide, "top_k": top}).model) for top in (1, 2)]
     mlp, router = 6 * 32 * 3 * 2 * 64 * 256, 6 * 32 * 3 * 64 * 4  # 6 per weight and token, in three blocks
     assert met[0] == pytest.approx(training_flops(plain) + router)

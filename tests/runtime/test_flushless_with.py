@@ -34,7 +34,7 @@ def test_it_trains_as_without_what_must_not_change_it(traits, kind):
     assert apart(trained(both), trained(plain)) <= TOLERANCE
 
 
-EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 64}
+EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "ffn_hidden": 64}
 OF_EXPERTS = [(2, 2, {}), (4, 2, {}), (4, 2, {"shard": "optimizer"}), (4, 4, {"tp": 2})]
 
 

@@ -87,7 +87,7 @@ def test_ranks_that_share_layers_and_replicas_write_the_same_rows(tmp_path):
 
 APART = [{"more": {"cp": 2}}, {"more": {"cp": 2}, "slices": 2}, {"more": {"vocabulary": "shared"}}]
 APART += [{"more": {"vocabulary": "shared-2", "cp": 2, "dp": 2}, "slices": 2, "tp": 2}]
-EXPERTS = {"experts": 4, "top_k": 2, "expert_hidden": 16}
+EXPERTS = {"experts": 4, "top_k": 2, "ffn_hidden": 16}
 APART += [{"more": {"ep": 2, "dp": 2}, "model": "llama", "model_more": EXPERTS}]
 APART += [{**APART[-1], **how} for how in ({"more": {"ep": 4, "dp": 2}, "tp": 2}, {"more": {"ep": 2}, "tp": 4})]
 TERMS = {"label_smoothing": 0.2, "z_loss": 0.1}

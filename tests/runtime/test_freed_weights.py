@@ -39,7 +39,7 @@ def plan_of(schedule, p, m, resident, *, model=GPT, tied=False, v=None, with_w=F
     else:
         ties = tied and make_program(schedule, p, m, v).placement.stages > 1
         program = make_program(schedule, p, m, v, copies=2, tied=ties)
-    model = {**model, "layers": max(model["layers"], program.placement.stages), "tie_embeddings": tied}
+    model = {**model, "layers": max(model["layers"], program.placement.stages), "ties": tied}
     return make_plan(program, model=model, optimizer=how.pop("optimizer", CLIPPED), **how)
 
 

@@ -220,11 +220,11 @@ def test_a_training_goes_on_where_a_checkpoint_was_written(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [({"tied": True}, "model.tie_embeddings"), ({"sync": "post-validate"}, "post-validate"), ({"slices": 2}, "slices")],
+    [({"tied": True}, "model.ties = true"), ({"sync": "post-validate"}, "post-validate"), ({"slices": 2}, "slices")],
 )
 def test_plans_that_freeze_beside_something_else_are_refused(change, word):
     rows = [0, 8, 16] if "slices" in change else ()
-    model, sync = {**GPT, "tie_embeddings": "tied" in change}, {"sync": change.get("sync", "before-step")}
+    model, sync = {**GPT, "ties": "tied" in change}, {"sync": change.get("sync", "before-step")}
     plan = make_plan(shared_out(make_program("1f1b", 2, 4, **change), mixed), model=model, optimizer=sync, rows=rows)
     with refused("E406", match=word):
         make_worker(plan)

@@ -90,7 +90,7 @@ def test_each_step_is_made_with_its_own_learning_rate(kind):
 BOTH = [("zb-h1", 4), ("1f1b", 4)]
 CONVNET = {"family": "plans.convnet:layers", "layers": 8}
 MODELS = {  # its plans, of which the first always runs, and its settings
-    "rotary positions": ([("zb-v", 4), ("1f1b", 4), ("zb-h1", 4)], {**GPT, "positions": "rotary"}),
+    "rotary positions": ([("zb-v", 4), ("1f1b", 4), ("zb-h1", 4)], {**GPT, "variant": "rotary"}),
     "convolutions": ([*BOTH, ("zb-v", 4)], CONVNET),
     "convolutions in bfloat16": ([*BOTH, ("zb-v", 4)], {**CONVNET, "dtype": "bfloat16"}),
     "ready-made": (BOTH, user("ready_made")),

@@ -79,7 +79,7 @@ def gradients(plan):
 
 def forward(model, modules, read, *seeds):
     ends = {}
-    for group, reads in model.graph.items():
+    for group, reads in model.reads.items():
         x = [ends[one] for one in reads] or [batch[group] if isinstance(batch := read(), dict) else batch]
         for i in range(model.groups[group]):
             with seeded(seed_of(*seeds, f"{group}.{i}")):

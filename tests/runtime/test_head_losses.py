@@ -58,10 +58,10 @@ WAYS = [("1f1b", 1, {}), ("zb-h1", 4, {}), ("zb-v", 4, {}), ("zb-h1", 4, {"activ
 WAYS += [("interleaved-1f1b", 2, {}), ("gpipe", 2, {}), ("chimera", 2, {}), ("zb-v", 2, {"slices": 2})]
 
 
-@pytest.mark.parametrize("model", [{**GPT, **ALL}, {**LLAMA, **ALL}, {**GPT, **ALL, "tie_embeddings": True}])
+@pytest.mark.parametrize("model", [{**GPT, **ALL}, {**LLAMA, **ALL}, {**GPT, **ALL, "ties": True}])
 @pytest.mark.parametrize(("kind", "p", "how"), few(WAYS, WAYS[:3]))
 def test_a_step_by_chunks_has_the_gradients_of_one_process(kind, p, how, model):
-    slices, tied = how.get("slices", 1), bool(model.get("tie_embeddings"))
+    slices, tied = how.get("slices", 1), bool(model.get("ties"))
     program = make_program(kind, p, 4, slices=slices, tied=tied)
     rest = {key: value for key, value in how.items() if key != "slices"}
     rest |= {"rows": (0, model["seq_len"] // 2, model["seq_len"])} if slices > 1 else {}
@@ -115,7 +115,7 @@ def test_memory_of_a_frozen_head_is_predicted(tmp_path, kind, case):
     assert predicted.bytes == pytest.approx(measured.peak, rel=0.01)
 
 
-MIXTURE = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 96, "hidden": 64, "heads": 4, "layers": 4}
+MIXTURE = {"family": "llama", "experts": 4, "top_k": 2, "ffn_hidden": 96, "hidden": 64, "heads": 4, "layers": 4}
 
 
 @pytest.mark.parametrize("more", few([{}, {"dtype": "bfloat16"}, {"shared_hidden": 96}, {"top_k": 1}], 1))

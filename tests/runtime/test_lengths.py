@@ -219,7 +219,7 @@ WAYS = [
     ("1f1b", {}),
     ("zb-h1", {"copies": 2, "model": LLAMA}),
     ("zb-h1", {"data": TEXTS, "activations": "recompute"}),
-    ("chimera", {"model": {**GPT, "positions": "rotary"}}),
+    ("chimera", {"model": {**GPT, "variant": "rotary"}}),
     ("1f1b", {"sync": "post-validate", "size": 3}),
     ("zb-v", {"tp": 2, "model": LLAMA}),
     ("1f1b", {"sync": "two-versions"}),

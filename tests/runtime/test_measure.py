@@ -43,7 +43,7 @@ CASES = {
     "fp32": {"model": {"hidden": 48, "heads": 3, "seq_len": 24}},
     "bf16": {"model": {"hidden": 40, "heads": 5, "seq_len": 24, "vocab": 700, "dtype": "bfloat16"}},
     "masters": {"model": {"hidden": 40, "heads": 5, "seq_len": 24, "dtype": "bfloat16", "parameters": "bfloat16"}},
-    "rotary": {"model": {"hidden": 48, "heads": 2, "seq_len": 40, "positions": "rotary"}, "pp": 2},
+    "rotary": {"model": {"hidden": 48, "heads": 2, "seq_len": 40, "variant": "rotary"}, "pp": 2},
     "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
 }
 LLAMA = CASES["llama"]["model"]
@@ -194,7 +194,7 @@ def test_what_slices_that_run_again_need_is_predicted(tmp_path, kind, slices):
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.01)
 
 
-EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 16}
+EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "ffn_hidden": 16}
 
 
 @pytest.mark.parametrize(("parallel", "more"), few([({"cp": 2}, {}), ({"dp": 2, "ep": 2}, EXPERTS)], 2), ids=str)
@@ -232,7 +232,7 @@ TENTATIVE = {
         "model": {**MASTERS, "master": False},
         "optimizer": {"state": "bfloat16"},
     },
-    "tied": {"kind": "1f1b", "model": {"tie_embeddings": True, "vocab": 900}},
+    "tied": {"kind": "1f1b", "model": {"ties": True, "vocab": 900}},
     "shards": {"kind": "1f1b", "parallel": {"dp": 2}, "optimizer": {"zero1": True}},
 }
 
@@ -283,10 +283,10 @@ def test_what_a_step_widens_is_predicted(tmp_path, monkeypatch, case, batch):
 
 SHARED = {
     "a large embedding": {"model": {"vocab": 3000}, "pp": 4},
-    "an odd number of matrices": {"layers": 1, "pp": 1, "parallel": {"dp": 3}, "model": {"positions": "rotary"}},
+    "an odd number of matrices": {"layers": 1, "pp": 1, "parallel": {"dp": 3}, "model": {"variant": "rotary"}},
     "masters": {"model": {"family": "llama", "dtype": "bfloat16", "parameters": "bfloat16"}, "pp": 2},
-    "tied": {"model": {"tie_embeddings": True, "vocab": 900}, "pp": 2},
-    "tied on one rank": {"model": {"tie_embeddings": True, "vocab": 900}, "pp": 2, "kind": "zb-v"},
+    "tied": {"model": {"ties": True, "vocab": 900}, "pp": 2},
+    "tied on one rank": {"model": {"ties": True, "vocab": 900}, "pp": 2, "kind": "zb-v"},
     "two pipes": {"kind": "dualpipe", "pp": 2, "parallel": {"dp": 1}},
 }
 
@@ -371,7 +371,7 @@ def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dt
 AGAIN = {
     "small MLP": {"ffn_hidden": 32},
     "masters": {"ffn_hidden": 64, **MASTERS},
-    "experts": {"experts": 4, "top_k": 2, "expert_hidden": 24},
+    "experts": {"experts": 4, "top_k": 2, "ffn_hidden": 24},
     "gpt": {"family": "gpt", "ffn_hidden": 48},
 }
 
@@ -404,7 +404,7 @@ INNER = {
     "gpt": {"family": "gpt", "dtype": "bfloat16"},
     "small MLP": {"family": "gpt", "ffn_hidden": 48, "vocab": 16},
     "llama": {"ffn_hidden": 136, "dtype": "bfloat16"},
-    "experts": {"experts": 4, "top_k": 2, "expert_hidden": 48},
+    "experts": {"experts": 4, "top_k": 2, "ffn_hidden": 48},
 }
 INNER["experts cast"] = INNER["experts"] | {"dtype": "bfloat16"}
 INNER |= {"kept": {"ffn_hidden": 40, "dtype": "bfloat16"}, "kept gpt": {"family": "gpt", "ffn_hidden": 32}}
@@ -534,8 +534,8 @@ WHOLE = {
     "weights are most": {"kind": "gpipe", "pp": 1, "m": 1, "model": {"hidden": 96, "seq_len": 8}},
     "W is apart": {"kind": "zb-h2", "pp": 2, "m": 6},
     "without a barrier": {"kind": "zb-h1", "pp": 2, "optimizer": {"sync": "post-validate"}},
-    "tied on one rank": {"kind": "zb-v", "pp": 2, "model": {"tie_embeddings": True, "vocab": 2000}},
-    "tied in one stage": {"kind": "1f1b", "pp": 1, "model": {"tie_embeddings": True, "vocab": 2000}},
+    "tied on one rank": {"kind": "zb-v", "pp": 2, "model": {"ties": True, "vocab": 2000}},
+    "tied in one stage": {"kind": "1f1b", "pp": 1, "model": {"ties": True, "vocab": 2000}},
 }
 
 

@@ -63,7 +63,7 @@ def test_residual_projections_start_smaller():
     assert not block.qkv.bias.any()
 
 
-@pytest.mark.parametrize("model", [{}, {"positions": "rotary"}, {"family": "llama"}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"variant": "rotary"}, {"family": "llama"}], ids=str)
 def test_no_model_can_see_the_future(model):
     chain = torch.nn.Sequential(*(plan.build(0) for plan in layers(**model)))
     tokens = torch.randint(61, (1, 16), generator=torch.Generator().manual_seed(0))

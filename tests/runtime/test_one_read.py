@@ -132,7 +132,7 @@ def plan_for(case):
     plan = {"activations": options.pop("activations", "keep"), "optimizer": options.pop("optimizer", {})}
     plan["optimizer"] |= {"sync": options.get("sync", "before-step"), "zero1": options.get("sharded", False)}
     if options.get("tied"):
-        model = {**model, "tie_embeddings": True}
+        model = {**model, "ties": True}
     return make_plan(make_program(schedule, 2, 4, **options), model=model, **plan)
 
 

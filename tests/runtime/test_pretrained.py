@@ -59,11 +59,8 @@ MODELS = {
         "Qwen2Moe", **MET, num_key_value_heads=4, moe_intermediate_size=24, shared_expert_intermediate_size=20
     ),
     "qwen3_moe": model_for("Qwen3Moe", **MET, head_dim=8, moe_intermediate_size=24, norm_topk_prob=True),
-    "qwen3_moe-dense": model_for(
-        "Qwen3Moe", **MET, head_dim=8, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[0]
-    ),
 }
-VARIANTS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-dense")
+VARIANTS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +101,7 @@ def close(logits, peer, tokens):
 
 def plan_of(folder, p=1, schedule="1f1b", m=2, **changes) -> StoredPlan:
     """A plan for the model of `folder`, with its weights."""
-    section = {**model_in(folder).model_dump(mode="json"), "tie_embeddings": False, **changes}
+    section = {**model_in(folder).model_dump(mode="json"), "ties": False, **changes}
     plan = make_plan(make_program(schedule, p, m), model=section, optimizer={"lr": 1e-2})
     training = {**plan.manifest.training, "pretrained": str(folder)}
     return replace(plan, manifest=plan.manifest.model_copy(update={"training": training}))
@@ -185,7 +182,7 @@ OUT = [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)]
 def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, name, p):
     source, _ = folders(name)
     workers = run_threads(plan_of(source, p, "zb-v" if p == 4 else "1f1b"), 2)
-    model = model_in(source).model_copy(update={"tie_embeddings": False})
+    model = model_in(source).model_copy(update={"ties": False})
     target = tmp_path / "out"
     hffolder.check_target(target, model)
     parts = enumerate(tensors_of(model, worker) for worker in workers)
@@ -203,7 +200,7 @@ def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, 
             found = layer.module(found)
     close(found, peer.eval(), tokens)
     assert (original.eval()(tokens).logits - found).abs().max() > 1e-2, "two steps at 1e-2 change something"
-    again = plan_of(target, 2, tie_embeddings=False)
+    again = plan_of(target, 2, ties=False)
     ((inputs, logits), *_), _ = logits_of(again)
     close(logits, peer, inputs)
 
@@ -238,7 +235,7 @@ def test_what_training_leaves_alone_stays_as_it_was_in_the_folder_it_began_with(
     beside |= {"tokenizer.json": "{}", "merges.txt": "a b", "chat_template.jinja": "{{ x }}", "LICENSE": "mine"}
     for file, text in {**beside, "notes.md": "no", "old.bin": "no"}.items():
         (source / file).write_text(text)
-    plan = plan_of(source, 1, seq_len=SEQ // 2, tie_embeddings=hfconfig.model_of(config, "").tie_embeddings)
+    plan = plan_of(source, 1, seq_len=SEQ // 2, ties=hfconfig.model_of(config, "").tie_embeddings)
     model = Settings.of(plan.manifest).model
     tensors = tensors_of(model, make_worker(plan, rank=0), source)
     hffolder.check_target(target, model)
@@ -279,10 +276,10 @@ def test_a_model_that_is_there_is_not_overwritten(tmp_path):
         hffolder.check_target(tmp_path, model)
 
 
-GROUPS = {"family": "llama", "experts": 4, "expert_groups": 2, "node_limit": 1}
+GROUPS = {"family": "llama", "variant": "plain", "experts": 4, "expert_groups": [2, 1]}
 
 
-@pytest.mark.parametrize("change", [{"family": "a:b"}, {"positions": "rotary"}, {"kv_heads": 1}, GROUPS])
+@pytest.mark.parametrize("change", [{"family": "a:b"}, {"variant": "rotary"}, {"kv_heads": 1}, GROUPS])
 def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path, change):
     model = hfconfig.model_of({"model_type": "gpt2", **GPT2}, "config.json").model_copy(update=change)
     with pytest.raises(ZbcError) as caught:

@@ -183,7 +183,7 @@ def test_of_a_family_one_block_is_measured_however_many_there_are():
 
 
 def test_a_tied_head_is_measured_with_a_weight_of_its_own():
-    rig = build_rig(job(data=NOISE, model={"tie_embeddings": True}), CPU)
+    rig = build_rig(job(data=NOISE, model={"ties": True}), CPU)
     assert weigh(rig, CPU)["head"].parameters == 32 * 256 + 2 * 32
 
 

@@ -26,7 +26,7 @@ def growing(schedule, p=2, *, optimizer=FAST, copies=1, tied=False, **how):
 
     def plan(m):
         program = make_program(schedule, p, m, sync=sync, copies=copies, sharded=sharded, tied=tied)
-        model = {**GPT, "tie_embeddings": tied}
+        model = {**GPT, "ties": tied}
         return make_plan(program, **{"model": model, "optimizer": optimizer, "steps": STEPS, **how})
 
     return ramped(plan(FULL), *((plan(m), steps) for m, steps in PHASES))

@@ -50,7 +50,7 @@ def test_stages_choose_for_themselves_and_some_of_their_layers(schedule):
 
 
 def test_training_with_rotary_positions_and_clipping():
-    how = {"model": {**GPT, "positions": "rotary"}, "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5}}
+    how = {"model": {**GPT, "variant": "rotary"}, "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5}}
     check_training(make_plan(make_program("zb-h1", 2, 4), **how, **ALL))
 
 

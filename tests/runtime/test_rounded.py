@@ -233,11 +233,10 @@ def test_a_run_goes_on_with_the_other_choice_and_says_so(to, tmp_path):
     after = run_threads(then, 4, folder=tmp_path / "b", resume=at(tmp_path / "a", 2), tell=told.append)
     assert losses_of(after)[0] == pytest.approx(losses_of(before)[2], rel=2e-2)
     assert any(f"optimizer.state = {other}, this job has {to}" in line for line in told)
-    assert any("model.master = " in line for line in told)
+    assert any("model.parameters = " in line for line in told)
 
 
 WRONG = {
-    "model.master": ({"model": {"master": False}}, "E110"),
     "optimizer.state": ({"optimizer": {"kind": "sgd", "state": "bfloat16"}}, "E110"),
     "feedback": ({"model": {**LOW, "master": False}, "optimizer": {"sync": "two-versions", "feedback": 0.5}}, "E110"),
     "ema": ({"model": {**LOW, "master": False}, "optimizer": {"ema": 0.9}}, "E110"),
@@ -258,14 +257,16 @@ SMALL = {"hidden": 64, "seq_len": 4}
     ("changes", "named"),
     [
         ({"model": SMALL}, ['optimizer.state = "bfloat16"']),
-        ({"model": {**SMALL, **LOW}, "optimizer": {"kind": "sgd"}}, ["model.master = false"]),
+        ({"model": {**SMALL, **LOW}, "optimizer": {"kind": "sgd"}}, ['model.parameters = "bfloat16 alone"']),
         ({"model": {**SMALL, **LOW, "master": False}, "optimizer": {"state": "bfloat16"}}, []),
         ({"model": {"hidden": 32, "seq_len": 128}}, []),  # activations are the largest part
     ],
 )
 def test_what_would_not_fit_is_told_of_them_where_they_are_the_largest_part(changes, named):
     compiled = compile_job(job(**changes))
-    found = [way for way in ways(compiled.job, compiled.memory[1]) if way.startswith(("optimizer.", "model.master"))]
+    found = [
+        way for way in ways(compiled.job, compiled.memory[1]) if way.startswith(("optimizer.", "model.parameters"))
+    ]
     assert found == named
 
 

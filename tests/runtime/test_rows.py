@@ -174,7 +174,7 @@ def sizes(tensors):
 def watched(name):
     """Every op of a run with its accesses, by rank."""
     how = PLANS[name]
-    model = {**GPT, "tie_embeddings": True} if how.get("tied") else RESIDUAL
+    model = {**GPT, "ties": True} if how.get("tied") else RESIDUAL
     data = {} if how.get("tied") else {"data": VECTORS}
     optimizer = {"sync": how.get("sync", "before-step"), "clip_grad_norm": 1e6}
     program = Program(**GROUPED) if name == "groups" else make_program(**how)

@@ -22,7 +22,7 @@ from zbc.runtime.core.progress import StepResult
 from zbc.runtime.features.scaling import Scale
 from zbc.training.guest import Skips
 
-HALF = {**GPT, "dtype": "float16", "loss_scale_steps": 2}
+HALF = {**GPT, "dtype": "float16", "loss_scale": (65536.0, 2)}
 LOUD = {**HALF, "loss": "tests.runtime.losses:loud"}
 ADAMW = {"lr": 1e-2, "clip_grad_norm": 0.5}
 SGD = {"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5}
@@ -72,14 +72,14 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(how, optimizer):
 
 
 def test_ranks_that_share_the_vocabulary_have_the_scales_of_one_process():
-    model = {**HALF, "loss_scale": 2.0**21}
+    model = {**HALF, "loss_scale": (2.0**21, 2)}
     for schedule, sums in (("zb-h1", 1), ("1f1b", 2)):
         plan = vocabulary_plan(schedule, 2, 3, sums, model=model, optimizer=SGD)
         check(plan, tolerance=2e-3)
 
 
 def test_ranks_that_share_layers_skip_together(tmp_path):
-    half = {"dtype": "float16", "loss_scale": 2.0**21, "loss_scale_steps": 2}
+    half = {"dtype": "float16", "loss_scale": [2.0**21, 2]}
     shared, alone = (parted_plan(tmp_path / str(tp), tp=tp, model_more=half) for tp in (2, 1))
     found, wanted = ([(one.scale, one.loss) for one in run_threads(plan, 6)[-1].results] for plan in (shared, alone))
     assert [one[0] for one in found] == [one[0] for one in wanted] and found[0][0] > found[-1][0]
@@ -95,8 +95,7 @@ def test_steps_that_overflow_are_the_same_with_other_features(trait):
     parts = trait in ("slices", "cp")  # products over fewer tokens overflow later
     how = {
         "model__dtype": "float16",
-        "model__loss_scale": 2.0 ** (10 if parts else 21),
-        "model__loss_scale_steps": 3 if parts else 1,
+        "model__loss_scale": [2.0**10, 3] if parts else [2.0**21, 1],
     }
     found, wanted = (trained(tables, steps=4) for tables in beside(trait, optimizer__kind="sgd", **how))
     finite = [norm < float("inf") for _, norm in wanted]

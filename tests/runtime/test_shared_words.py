@@ -31,8 +31,8 @@ from zbc.runtime.transports.transport import Then
 from zbc.training.probing.checkup import check_up
 from zbc.training.warm import warm
 
-TIED = {**GPT, "tie_embeddings": True}
-QWEN = {**LLAMA, "variant": "qwen3", "head_size": 8, "tie_embeddings": True}
+TIED = {**GPT, "ties": True}
+QWEN = {**LLAMA, "variant": "qwen3", "head_size": 8, "ties": True}
 ROWS = {1: (), 2: (0, 9, 16)}
 TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
 
@@ -60,7 +60,7 @@ def far(found, wanted):
 WAYS = [("1f1b", 1, 3, 1, {}), ("1f1b", 2, 3, 1, {}), ("1f1b", 4, 5, 2, {}), ("zb-h1", 2, 4, 2, {"model": TIED})]
 WAYS += [("zb-h1", 4, 5, 1, {"model": LLAMA, "words": (0, 1, 30, 31, 67)})]
 WAYS += [("zb-v", 2, 3, 1, {"model": LLAMA}), ("zb-v", 4, 5, 2, {}), ("1f1b", 2, 3, 2, {"slices": 2})]
-WAYS += [("zb-h1", 4, 3, 1, {"slices": 2, "model": {**LLAMA, "tie_embeddings": True}})]
+WAYS += [("zb-h1", 4, 3, 1, {"slices": 2, "model": {**LLAMA, "ties": True}})]
 WAYS += [("zb-v", 2, 3, 1, {"slices": 2}), ("1f1b", 2, 3, 1, {"activations": "recompute"})]
 WAYS += [("interleaved-1f1b", 2, 4, 1, {}), ("1f1b", 2, 2, 1, {"how": {"copies": 2}})]
 WAYS += [("zb-v", 2, 3, 2, {"how": {"copies": 2}, "model": TIED}), ("1f1b", 8, 3, 1, {})]
@@ -449,7 +449,7 @@ def test_kernels_and_groups_used_before_the_first_step_change_no_bit(sums):
     assert losses_of(warmed) == losses_of(plain)
 
 
-@pytest.mark.parametrize("model", [{}, {"tie_embeddings": True}, {"parameters": "bfloat16", "dtype": "bfloat16"}])
+@pytest.mark.parametrize("model", [{}, {"ties": True}, {"parameters": "bfloat16", "dtype": "bfloat16"}])
 def test_replicas_share_out_the_optimizer_of_their_rows(model):
     """With two replicas and ZeRO-1 each steps a part of its rows, and has all of them after STEP: bitwise equal to
     training without."""

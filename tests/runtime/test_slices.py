@@ -194,11 +194,11 @@ def test_a_share_counts_the_targets_that_count():
 
 WAYS = [("1f1b", 2, 3, 2, {}), ("1f1b", 4, 2, 4, {}), ("zb-h1", 4, 3, 3, {}), ("gpipe", 2, 2, 3, {})]
 WAYS += [("interleaved-1f1b", 2, 4, 3, {}), ("1f1b", 1, 2, 4, {}), ("1f1b", 2, 3, 3, {"model": LLAMA})]
-WAYS += [("zb-h1", 2, 3, 3, {"model": {**GPT, "positions": "rotary"}})]
+WAYS += [("zb-h1", 2, 3, 3, {"model": {**GPT, "variant": "rotary"}})]
 WAYS += [("zb-h1", 2, 3, 3, {"activations": "recompute"}), ("1f1b", 2, 3, 3, {"activations": "recompute"})]
 WAYS += [("zb-v", 2, 3, 3, {}), ("zb-v", 4, 3, 2, {"activations": "recompute"}), ("looped-zb", 2, 3, 2, {})]
 WAYS += [("v-half", 2, 2, 3, {}), ("1f1b", 2, 2, 2, {"how": {"copies": 2}})]
-WAYS += [("zb-h1", 2, 2, 2, {"how": {"tied": True}, "model": {**GPT, "tie_embeddings": True}})]
+WAYS += [("zb-h1", 2, 2, 2, {"how": {"tied": True}, "model": {**GPT, "ties": True}})]
 WAYS += [("zb-h1", 2, 3, 3, {"model": user("mixers"), **SEQUENCES})]
 WAYS += [("zb-v", 2, 3, 3, {"model": user("several"), **SEQUENCES})]
 WAYS += [("1f1b", 2, 3, 3, {"model": user("several"), **SEQUENCES, "activations": "recompute"})]

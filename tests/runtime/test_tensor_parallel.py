@@ -29,8 +29,8 @@ GPT = {"layers": 3, "hidden": 32, "heads": 4, "vocab": 259, "seq_len": 8}
 TRAIN = {"steps": 3, "seed": 7}
 MODELS = {
     "gpt": {},
-    "tied": {"tie_embeddings": True},
-    "rotary": {"positions": "rotary"},
+    "tied": {"ties": True},
+    "rotary": {"variant": "rotary"},
     "llama": {"family": "llama", "kv_heads": 4},
     "qwen3": {"family": "llama", "kv_heads": 4, "variant": "qwen3"},
     "window": {"family": "llama", "kv_heads": 2, "variant": "qwen2", "window": 3},

@@ -39,7 +39,7 @@ def test_the_six_orders_run_every_handler(ran, tmp_path):
     shares = make_program("interleaved-1f1b", 2, 4, copies=2, sharded=True, scatters=True)
     run_threads(make_plan(shares, model=SMALL, size=1), 1)
     tied = make_program("1f1b", 2, 4, tied=True)
-    run_threads(make_plan(tied, model={**SMALL, "tie_embeddings": True}, size=1), 1)
+    run_threads(make_plan(tied, model={**SMALL, "ties": True}, size=1), 1)
     groups = lower(SCHEDULES["dualpipe"].make(Request(2, 4, 1, overlap=True)))
     run_threads(make_plan(groups, model=SMALL, size=1), 1)
     run_threads(make_plan(freeing("1f1b", 2, 4, 1), model=SMALL, size=1), 1)

@@ -72,7 +72,7 @@ OPEN = [
     {"model__dtype": "bfloat16", "model__seq_len": 512},
     {"model__family": "llama"},
 ]
-OPEN += [{"model__tie_embeddings": True}]
+OPEN += [{"model__ties": True}]
 WITH_WORDS = [f"shared vocabulary{more}" for more in ("", " x offload", " x slices", " x slices x offload")]
 WEIGHED += [(words, kind, {}) for words in WITH_WORDS for kind in ("1f1b", "zb-v", "interleaved-1f1b")]
 WEIGHED += [(WITH_WORDS[-1], "1f1b", changes) for changes in OPEN]

@@ -117,11 +117,12 @@ def peer(kind, folder=None):
     return found.train()
 
 
-def one_step(model, worker, criterion=functional.cross_entropy):
+def one_step(model, worker, criterion=functional.cross_entropy, step=0):
     """The loss of a step of transformers' own model on the same microbatches."""
     losses, added, count = [], [], worker.plan.manifest.microbatches
+    model.zero_grad()
     for mb in range(count):
-        ids, targets = worker.batches.inputs(0, mb), worker.batches.targets(0, mb)
+        ids, targets = worker.batches.inputs(step, mb), worker.batches.targets(step, mb)
         out = model(ids, use_cache=False)
         losses.append(criterion(out.logits.flatten(0, 1), targets.flatten()))
         added.append(getattr(out, "aux_loss", None))
@@ -155,6 +156,34 @@ def test_a_step_is_that_of_transformers_itself(kind, tmp_path):
     before = tensors_in(source)
     assert any((wanted[name] - before[name]).abs().max() > 1e-3 for name in wanted)
     torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3", "gpt2", "gpt_oss", "qwen3_next"), 1))
+def test_a_folder_that_four_ranks_trained_by_zb_v_is_loaded_by_transformers(kind, tmp_path):
+    """Layouts: latent attention, dense, tied, experts in stacks, hybrid. Each tensor is read by one rank."""
+    reads, made, source, out = [], hfweights.Weights.made, tmp_path / "weights", tmp_path / "out"
+
+    def read(self, name):
+        found = made(self, name)
+        reads.extend(found)
+        return found
+
+    with mock.patch.dict(CONFIGS, {kind: {**CONFIGS[kind], "num_hidden_layers": 6}}):
+        (theirs := peer(kind)).save_pretrained(source)
+        plan = plan_of(tmp_path, kind, weights=source, pp=4, schedule="zb-v")
+        with mock.patch.object(hfweights.Weights, "made", read):
+            workers = run_threads(plan, 3)
+    tied = kind == "gpt2"
+    assert sorted(reads) == sorted([*theirs.state_dict()][: -1 if tied else None])
+    model, first = Settings.of(plan.manifest).model, next(worker for worker in workers if 0 in worker.stages)
+    losses = [one_step(theirs, first, step=step) for step in range(3)]
+    assert [result.loss for result in workers[-1].results] == pytest.approx(losses, rel=1e-5)
+    out.mkdir()
+    hffolder.write_index(out, model, [hffolder.write_shard(out, 0, 1, written(workers, model, source))], source)
+    again, ids = transformers.AutoModelForCausalLM.from_pretrained(out), torch.arange(32).view(2, 16)
+    torch.testing.assert_close(again.train()(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
+    assert before == after
 
 
 @pytest.mark.parametrize("kind", few(("opt", "deepseek_v3", "mamba"), 1))

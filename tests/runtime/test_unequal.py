@@ -208,7 +208,7 @@ def test_weights_that_are_taken_come_in_any_order(schedule, here, there, residen
     as_one_process(unequal(schedule, resident=resident, zero1=True, one_sided=True), gathered=True)
 
 
-MODELS = {"learned positions": GPT, "rotary positions": {**GPT, "positions": "rotary"}, "llama": LLAMA}
+MODELS = {"learned positions": GPT, "rotary positions": {**GPT, "variant": "rotary"}, "llama": LLAMA}
 MODELS["window"] = {**LLAMA, "variant": "qwen3", "window": 3}
 
 

@@ -51,7 +51,7 @@ def plan_for(case):
     made = {name: how.pop(name) for name in ("activations", "data", "train", "tokens") if name in how}
     optimizer = {"sync": sync, "zero1": how.get("sharded", False), **how.pop("optimizer", {})}
     if how.get("tied"):
-        model = {**model, "tie_embeddings": True}
+        model = {**model, "ties": True}
     moves = how.pop("moves", False)
     program = make_program(how.pop("schedule"), how.pop("p", 2), 4, sync=sync, **how)
     return make_plan(moved(program) if moves else program, model=model, optimizer=optimizer, **made)

@@ -600,5 +600,6 @@ def _boundary(job: Job) -> plans.Boundary | None:
         return None
     longest = max((b - a for a, b in pairwise(cuts_of(job))), default=model.seq_len)
     return plans.Boundary(
-        shape=[job.schedule.microbatch_size, longest // job.parallel.cp, model.hidden], dtype=model.parameters
+        shape=[job.schedule.microbatch_size, longest // job.parallel.cp, model.hidden],
+        dtype=model.parameters.split()[0],
     )

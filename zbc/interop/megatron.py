@@ -69,5 +69,5 @@ def _lines(program: Program, manifest: Manifest, model: dict[str, object]) -> It
     yield f"--hidden-size {model['hidden']}"
     yield f"--num-attention-heads {model['heads']}"
     yield f"--seq-length {model['seq_len']}"
-    if not model.get("tie_embeddings"):
+    if not model.get("ties"):
         yield "--untie-embeddings-and-output-weights"

@@ -250,7 +250,7 @@ def refuse(program: Program) -> None:
     if program.freezes:
         refused.add("it leaves out no weight gradients (freeze.most)")
     if program.tied:
-        refused.add("it does not sum the gradients of a weight that two stages share (model.tie_embeddings)")
+        refused.add("it does not sum the gradients of a weight that two stages share (model.ties)")
     empty = [str(rank) for rank, ops in enumerate(program.ranks) if not any(op.kind.computes for op in ops)]
     if empty:
         refused.add(f"every rank needs work, rank {', '.join(empty)} has none")

@@ -119,7 +119,7 @@ def whole(adapter: Adapter, model: Model, module: str) -> str:
 def linears(model: Model, block: int = 0) -> tuple[str, ...]:
     """Names of the linear layers in a block of a built-in model that may have adapters: with experts, of attention."""
     names = ("qkv", "proj", "gate_up" if model.family == "llama" else "up", "down")
-    return names[:2] if model.experts and block >= model.first_dense else names
+    return names[:2] if model.experts else names
 
 
 def called(model: Model) -> Iterator[tuple[str, ...]]:

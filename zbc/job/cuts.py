@@ -61,8 +61,8 @@ def flops(model: Model) -> tuple[float, float]:
     if not model.builtin or model.hidden is None:
         return 1.0, 0.0
     queries = (model.heads or 1) * model.head_width
-    width, count = (model.expert_width, model.met) if model.experts else (model.mlp_width, 1)
-    matrices = (3 if model.family == "llama" else 2) * (count * width + (model.shared_hidden or 0))
+    width = (model.met if model.experts else 1) * model.mlp_width + model.shared_hidden
+    matrices = (3 if model.family == "llama" else 2) * width
     return 2.0 * model.hidden * (2 * queries + 2 * model.kv_width + matrices), 4.0 * queries
 
 

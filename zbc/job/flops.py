@@ -47,11 +47,10 @@ def _per_token(model: Model) -> tuple[int, float]:
     per_width = (3 if model.family == "llama" else 2) * h
     mlp = per_width * model.mlp_width
     if model.experts:
-        common = model.shared_hidden or 0
-        mlp = per_width * (model.met * model.expert_width + common) + h * (model.experts + bool(common))
+        common = model.shared_hidden
+        mlp = per_width * (model.met * model.mlp_width + common) + h * (model.experts + bool(common))
     matrices = h * (2 * q + 2 * model.kv_width) + mlp
-    dense = (per_width * model.mlp_width - mlp) * model.first_dense  # difference of blocks without experts
     s = model.seq_len or 1
     w = min(model.window or s, s)
     seen = (2 * w * s - w * w) / (s * s)
-    return model.layers * matrices + dense + h * (model.vocab or 0), model.layers * q * seen
+    return model.layers * matrices + h * (model.vocab or 0), model.layers * q * seen

@@ -1,9 +1,9 @@
 """`model.graph`: named groups of layers, the groups that each one reads, and the checks of such a graph.
 
-    graph  = { vision = [], text = [], fuse = ["vision", "text"], decoder = ["fuse"] }
-    groups = { vision = 4, text = 2, fuse = 1, decoder = 4 }
+    graph = { vision = [4], text = [2], fuse = [1, "vision", "text"], decoder = [4, "fuse"] }
 
-The layers of a model are numbered group by group, each group after the groups it reads.
+Each group has the number of its layers and the groups that it reads. The layers of a model are numbered group by group,
+each group after the groups it reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def in_order(graph: Graph) -> list[str]:
 def spans(model: Model) -> dict[str, range]:
     """The numbers of each group's layers, group after group; {} for a model without a graph."""
     numbers, at = dict[str, range](), 0
-    for name in in_order(model.graph):
+    for name in in_order(model.reads):
         numbers[name] = range(at, at + model.groups[name])
         at += model.groups[name]
     return numbers
@@ -47,13 +47,9 @@ def names(model: Model) -> list[str]:
 def problems(model: Model, document: Document) -> Iterator[ZbcError]:
     """E110 for groups of a built-in model, and for an invalid graph."""
     where = document.where(("model", "graph"))
-    if model.builtin and (model.graph or model.groups):
+    if model.builtin and model.graph:
         text = f"config: model.graph is for layers of a factory, family is {model.family}"
         yield ZbcError("E110", text, where=where, hint='drop it, or set family = "package.module:factory"')
-    elif not model.graph and model.groups:
-        text = "config: model.groups counts the layers of groups, and there is no model.graph"
-        hint = f"add graph = {{ {', '.join(f'{name} = []' for name in model.groups)} }} with what each group reads"
-        yield ZbcError("E110", text, where=document.where(("model", "groups")), hint=hint)
     elif model.graph:
         wrong = next(_wrong(model), None)
         if wrong is not None:
@@ -65,12 +61,10 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
 
 def _wrong(model: Model) -> Iterator[tuple[str, str]]:
     """Problems of a graph, each with a fix."""
-    graph, groups = model.graph, model.groups
-    if missing := [name for name in graph if name not in groups]:
-        hint = f"add groups = {{ {', '.join(f'{name} = 1' for name in missing)} }} with the layers of each"
-        yield f"model.groups has no number of layers for {_list(missing)}", hint
-    if extra := [name for name in groups if name not in graph]:
-        yield f"model.groups has {_list(extra)}, which model.graph does not have", "add it to graph, or drop it"
+    graph, groups = model.reads, model.groups
+    counts = {name: [one for one in of if isinstance(one, int)] for name, of in model.graph.items()}
+    if wrong := [name for name, of in counts.items() if len(of) != 1]:
+        yield f"model.graph has no one number of layers of {_list(wrong)}", 'begin with it, as in decoder = [4, "text"]'
     for name, reads in graph.items():
         if unknown := [group for group in reads if group not in graph]:
             yield f"model.graph: {name} reads {_list(unknown)}, which is no group", f"groups are {_list([*graph])}"
@@ -84,7 +78,10 @@ def _wrong(model: Model) -> Iterator[tuple[str, str]]:
         text = f"model.graph: nobody reads {_list(ends)}, and only one group may end in the loss"
         yield text, f"let {ends[-1]} read {_list(ends[:-1])}, or drop what is not needed"
     if (count := sum(groups.values())) != model.layers:
-        yield f"model.groups have {count} layers in all, model.layers is {model.layers}", f"set layers = {count}"
+        yield (
+            f"groups of model.graph have {count} layers in all, model.layers is {model.layers}",
+            f"set layers = {count}",
+        )
 
 
 def _cycle(graph: Graph) -> list[str]:

@@ -19,14 +19,14 @@ from zbc.host.contents import contents
 from zbc.job.model_section import Model
 
 CONFIG = "config.json"
-_GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_GELU = {"gelu_new": "gpt2", "gelu_pytorch_tanh": "gpt2", "gelu": "plain"}
 
 
 class _Kind(NamedTuple):
     """A model_type that is a llama of a `variant`; with experts `number` and `width` are the keys of their number and
     width, and `shared` that of the width of the expert that all tokens meet."""
 
-    variant: str = "llama"
+    variant: str = "plain"
     number: str = ""
     width: str = "moe_intermediate_size"
     shared: str = ""
@@ -51,10 +51,11 @@ _SIZES = {
     "seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
 }
-_ONLY = {  # key -> the only value that zbc computes, also the one without the key
+_ONLY: dict[str, Any] = {  # key -> the only value that zbc computes, also the one without the key
     "hidden_act": "silu",
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "output_router_logits"), False),
     **dict.fromkeys(("pad_token_id", "quantization_config"), None),
+    "mlp_only_layers": [],
     **dict.fromkeys(("partial_rotary_factor", "decoder_sparse_step"), 1),
     "router_jitter_noise": 0,
     "qkv_bias": True,
@@ -117,9 +118,9 @@ def _gpt2(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         **{key: _size(config, source, name if name in config else own) for key, (name, own) in _GPT2.items()},
         "ffn_hidden": config.get("n_inner"),
         "vocab": _size(config, source, "vocab_size"),
-        "activation": _GELU[activation],
+        "variant": _GELU[activation],
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
-        "tie_embeddings": config.get("tie_word_embeddings", True),
+        "ties": config.get("tie_word_embeddings", True) or {},
     }
 
 
@@ -136,26 +137,25 @@ def _llama(config: Mapping[str, Any], kind: _Kind, source: str) -> dict[str, Any
         **{key: _size(config, source, theirs) for key, theirs in _SIZES.items()},
         "head_size": _size(config, source, "head_dim") if kind.variant == "qwen3" else config.get("head_dim"),
         "rope_theta": _theta(config, source),
-        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "ties": config.get("tie_word_embeddings", False) or {},
         "window": config.get("sliding_window") if named in _WINDOWED else None,
         **own,
     }
 
 
 def _experts(config: Mapping[str, Any], kind: _Kind, source: str) -> dict[str, Any]:
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or dense != [*range(len(dense))]:
-        raise _refused(source, "mlp_only_layers", dense)
     counts = {config[key] for key in ("num_experts", "num_local_experts") if isinstance(config.get(key), int)}
     if len(counts) != 1:
         raise _refused(source, kind.number, config.get(kind.number))
+    met, width = (_size(config, source, key) for key in ("num_experts_per_tok", kind.width))
+    normed = kind.variant == "plain" or config.get("norm_topk_prob", False)
+    if normed and met == 1:  # a weight of 1, of which routers learn nothing
+        raise _refused(source, "num_experts_per_tok", met)
     return {
-        **({"first_dense": len(dense), "ffn_hidden": _size(config, source, "intermediate_size")} if dense else {}),
         "experts": counts.pop(),
-        "top_k": _size(config, source, "num_experts_per_tok"),
-        "expert_hidden": _size(config, source, kind.width),
-        "norm_top_k": kind.variant == "llama" or config.get("norm_topk_prob", False),
-        "shared_hidden": _size(config, source, kind.shared) if kind.shared else None,
+        "top_k": met,
+        "ffn_hidden": [width, _size(config, source, kind.shared)] if kind.shared else width,
+        "router": "softmax" if normed or met == 1 else "softmax of all",
     }
 
 
@@ -197,17 +197,17 @@ def _refused(source: str, key: str, value: Any) -> ZbcError:
 # ---- a job against a folder ----------------------------------------------------------------------------------
 
 _COMPARED = ("family", "layers", "hidden", "heads", "head_width", "kv_width", "vocab", "norm_eps", "rotary")
-_OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "normed", "router", "first_dense", "expert_groups")
+_OF_EXPERTS = ("experts", "met", "shared_hidden", "normed", "router", "expert_groups")
 
 
 def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
     """The model of the folder. Raises E521 with every size in which the job differs from it."""
     folder = model_of(config, source)
-    keys = [*_COMPARED, *(_OF_EXPERTS if folder.experts or job.experts else ("mlp_width",))]
-    keys += ["variant", "window"] if folder.family == "llama" == job.family else []
-    keys += ["rope_theta"] if folder.rotary else ["activation"]
+    keys = [*_COMPARED, "mlp_width", *(_OF_EXPERTS if folder.experts or job.experts else ())]
+    keys += ["variant", "window"] if folder.family == job.family else []
+    keys += ["rope_theta"] if folder.rotary else []
     names = {"head_width": "head_size", "mlp_width": "ffn_hidden", "kv_width": "kv_heads x head_size"}
-    names |= {"met": "top_k", "expert_width": "expert_hidden", "normed": "norm_top_k"}
+    names |= {"met": "top_k", "shared_hidden": "ffn_hidden, of all tokens", "normed": "router"}
     wrong = [
         f"{names.get(key, key)}: the job has {getattr(job, key)}, {source} {getattr(folder, key)}"
         for key in keys
@@ -216,7 +216,7 @@ def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
     if not folder.rotary and (job.seq_len or 0) > (folder.seq_len or 0):
         wrong.append(f"seq_len: the job has {job.seq_len}, {source} has positions for {folder.seq_len}")
     if job.tie_embeddings and not folder.tie_embeddings:
-        wrong.append(f"tie_embeddings: the job ties them, {source} has a matrix for each")
+        wrong.append(f"ties: the job ties them, {source} has a matrix for each")
     if wrong:
         hint = "`zbc init DIR --from-hf FOLDER` writes a job that fits; plan again after a change of [model]"
         raise ZbcError("E521", "model: the job is another model than model.pretrained", details=wrong, hint=hint)
@@ -248,7 +248,7 @@ def config_of(model: Model) -> dict[str, Any]:
         "n_layer": model.layers,
         "n_head": model.heads,
         "n_inner": model.mlp_width,
-        "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
+        "activation_function": "gelu_new" if model.variant == "gpt2" else "gelu",
         "layer_norm_epsilon": model.norm_eps,
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
@@ -282,10 +282,10 @@ def _class_of(kind: str) -> str:
 def _llama_config(model: Model) -> dict[str, Any]:
     """Of the first kind that has its variant, with or without experts; of those with a window mistral."""
     fits = (k for k, v in _KINDS.items() if v.variant == model.variant and bool(v.number) == bool(model.experts))
-    kind = next(name for name in fits if name in _WINDOWED or model.window is None or model.variant != "llama")
+    kind = next(name for name in fits if name in _WINDOWED or model.window is None or model.variant != "plain")
     if model.window is not None and kind not in _WINDOWED:
-        text = f"run: a {model.variant} with window has no counterpart in transformers"
-        raise ZbcError("E524", text, hint='set model.variant = "llama", or drop model.window')
+        text = "run: a llama with window and variant has no counterpart in transformers"
+        raise ZbcError("E524", text, hint="drop model.variant, or model.window")
     return {
         "architectures": [_class_of(kind)],
         "model_type": kind,
@@ -312,21 +312,19 @@ def _experts_config(model: Model, name: str) -> dict[str, Any]:
     wrong = {
         f"{'with' if model.shared_hidden else 'without'} an expert that all tokens meet": bool(model.shared_hidden)
         != bool(kind.shared),
-        "whose weights of experts do not add up to 1": kind.variant == "llama" and not model.normed,
-        f"with a {model.router} router": model.router != "softmax",
+        "whose weights of experts do not add up to 1": kind.variant == "plain" and not model.normed,
+        f"with a {model.router} router": model.router == "sigmoid",
         "with groups of experts": bool(model.expert_groups),
-        "with blocks without experts": bool(model.first_dense) and kind.variant == "llama",
     }
     if (why := next((why for why, so in wrong.items() if so), None)) is not None:
-        text = f"run: experts of a {model.variant} {why} have no counterpart in transformers"
-        raise ZbcError("E524", text, hint='use variant = "llama", "qwen2" (which has shared_hidden) or "qwen3"')
+        text = f"run: experts of a llama {why} have no counterpart in transformers"
+        raise ZbcError("E524", text, hint='drop variant, or use "qwen2" (which has ffn_hidden of two) or "qwen3"')
     keys: dict[str, Any] = {
         kind.number: model.experts,
         "num_experts_per_tok": model.met,
-        kind.width: model.expert_width,
+        kind.width: model.mlp_width,
     }
-    keys |= {"router_aux_loss_coef": model.balance_loss}
-    if kind.variant != "llama":
+    keys |= {"router_aux_loss_coef": model.balances[0]}
+    if kind.variant != "plain":
         keys |= {"norm_topk_prob": model.normed, "decoder_sparse_step": 1}
-        keys |= {"mlp_only_layers": [*range(model.first_dense)]}
     return keys | ({kind.shared: model.shared_hidden} if kind.shared else {})

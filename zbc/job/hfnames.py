@@ -82,13 +82,13 @@ def _llama(model: Model, parameter: str) -> list[TensorRows]:
 
 def _experts(model: Model, stem: str, inside: list[str]) -> list[TensorRows]:
     """The tensors of `router`, `experts.3.gate_up`, `shared.down` and so on."""
-    mixtral = model.variant == "llama"
+    mixtral = model.variant == "plain"
     stem += ".block_sparse_moe" if mixtral else ".mlp"
     if inside[0] in ("router", "shared_gate"):
         return [TensorRows(f"{stem}.{'gate' if inside[0] == 'router' else 'shared_expert_gate'}.weight")]
-    width = model.expert_width
+    width = model.mlp_width
     if inside[0] == "shared":
-        stem, width = f"{stem}.shared_expert", model.shared_hidden or 0
+        stem, width = f"{stem}.shared_expert", model.shared_hidden
     else:
         stem += f".experts.{inside[1]}"
     names = ("gate", "up") if inside[-1] == "gate_up" else ("down",)

@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from zbc.errors import ZbcError
 from zbc.excludes import TRANSFORMERS as TRANSFORMERS
 from zbc.job import graph
 from zbc.job.section import FACTORY, Count, NonNegative, Positive, Section, Width
+from zbc.job.spellings import of_plan
 from zbc.job.toml import Document
 from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
 
 BUILTIN = ("gpt", "llama")
+Scale = Annotated[Positive, Field(ge=2.0**-126, lt=2.0**127)]
 Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _OF_LOSS = ("loss_chunk", "z_loss", "label_smoothing")
-_ONLY_LLAMA = ("head_size", "variant", "window")
-_ONLY_GPT = ("positions", "activation")
-_EXPERTS = (
-    "experts",
-    "top_k",
-    "expert_hidden",
-    "shared_hidden",
-    "norm_top_k",
-    "router",
-    "expert_groups",
-    "node_limit",
-    "first_dense",
-    "balance_loss",
-    "balance_rate",
-    "router_z_loss",
-    "imbalance",
-)
+_ONLY_LLAMA = ("head_size", "window")
+_EXPERTS = ("experts", "top_k", "router", "expert_groups", "balance_loss", "imbalance")
 _ONLY_BUILTIN = (
     "pretrained",
     "hidden",
@@ -46,40 +33,27 @@ _ONLY_BUILTIN = (
     *_EXPERTS,
     *_OF_LOSS,
     "norm_eps",
-    "matmul",
     "rope_theta",
+    "variant",
     *_ONLY_LLAMA,
-    *_ONLY_GPT,
 )
 # Keys whose defaults hold in other families too.
 _PLAIN = (
     "variant",
-    "norm_top_k",
     "router",
-    "first_dense",
     "balance_loss",
-    "balance_rate",
-    "router_z_loss",
     "imbalance",
     "z_loss",
     "label_smoothing",
 )
 _FOREIGN = {  # family -> keys it does not have; a factory has none of them
     "gpt": _ONLY_LLAMA,
-    "llama": _ONLY_GPT,
+    "llama": (),
     TRANSFORMERS: tuple(key for key in _ONLY_BUILTIN if key not in ("pretrained", "experts", *_OF_LOSS)),
 }
 
 
-class Block(NamedTuple):
-    """Properties of one block of a family in which blocks may differ."""
-
-    dense: bool = False  # it has an MLP in a model with experts
-
-    @property
-    def name(self) -> str:
-        """The name of its kind: blocks of one name cost the same."""
-        return "dense block" if self.dense else "block"
+VARIANTS = {"gpt": ("plain", "gpt2", "rotary"), "llama": ("plain", "qwen2", "qwen3")}
 
 
 class Model(Section):
@@ -93,93 +67,98 @@ class Model(Section):
     heads: Width | None = Field(None, description="attention heads")
     kv_heads: Width | None = Field(None, description="heads of keys and values; default heads")
     head_size: Width | None = Field(None, description="llama: width of a head; default hidden / heads")
-    variant: Literal["llama", "qwen2", "qwen3"] = Field(
-        "llama", description="llama: qwen2 has biases of queries, keys and values, qwen3 norms of their heads"
+    variant: Annotated[
+        Literal["plain", "gpt2", "rotary", "qwen2", "qwen3"],
+        BeforeValidator(lambda given: "plain" if given == "llama" else given),
+    ] = Field(
+        "plain",
+        description="gpt: gpt2 has GELU by tanh, rotary rotary positions; llama: qwen2 has biases of queries, keys and "
+        "values, qwen3 norms of their heads",
     )
     window: Width | None = Field(None, description="llama: tokens that one sees, itself included; default all before")
-    ffn_hidden: Width | None = Field(
-        None, description="width inside the MLP; default gpt 4 hidden, llama 8/3 hidden up to a multiple of 256"
+    ffn_hidden: Width | Annotated[tuple[Width, Width], Field(strict=False)] | None = Field(
+        None,
+        description="width inside the MLP, or each expert; two: also of an expert that all tokens meet; default gpt 4 "
+        "hidden, llama 8/3 hidden up to a multiple of 256",
     )
     experts: Width | None = Field(None, description="MLPs per block, each token meets top_k of them")
     top_k: Width | None = Field(None, description="experts that a token meets; default 2")
-    expert_hidden: Width | None = Field(None, description="width inside an expert; default ffn_hidden")
-    shared_hidden: Width | None = Field(None, description="width inside the expert that all tokens meet; default none")
-    norm_top_k: bool | None = Field(
-        None, description="whether the weights of a token's experts add up to 1; default: if they are several"
+    router: Literal["softmax", "sigmoid", "softmax of all"] = Field(
+        "softmax",
+        description="what makes the scores of experts, by which they are chosen and weighed; the weights of a token's "
+        'experts, if several, add up to 1, but for "softmax of all"',
     )
-    router: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="what makes the scores of experts, by which they are chosen and weighed"
+    expert_groups: tuple[Width, Width] | None = Field(
+        None,
+        strict=False,
+        description="equal groups of experts, and how many a token's experts are in: by the two largest scores of each",
     )
-    expert_groups: Width | None = Field(None, description="equal groups of experts, of which a token meets node_limit")
-    node_limit: Width | None = Field(
-        None, description="of expert_groups, those that a token's experts are in: by the two largest scores of each"
+    balance_loss: NonNegative | Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = Field(
+        0.0,
+        description="coefficient of the loss that evens the experts' loads, of each block; two: also by how much a "
+        "step moves an expert's bias in its router towards even loads",
     )
-    first_dense: Annotated[int, Field(ge=0)] = Field(
-        0, description="blocks at the beginning that have an MLP of ffn_hidden in place of experts"
-    )
-    balance_loss: NonNegative = Field(
-        0.0, description="coefficient of the loss that evens the experts' loads, of each block"
-    )
-    balance_rate: NonNegative = Field(
-        0.0, description="by how much a step moves an expert's bias in its router towards even loads; 0: no bias"
-    )
-    router_z_loss: NonNegative = Field(0.0, description="coefficient of the loss that keeps routers' logits small")
     imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
         1.0, description="parallel.ep: rows of the rank with most, over the mean; for plans, see expert_load of a run"
     )
     vocab: Width | None = Field(None, description="size of the vocabulary")
     seq_len: Width | None = Field(None, description="tokens per sequence")
-    positions: Literal["learned", "rotary"] = Field("learned", description="gpt: position information")
-    activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="gpt: inside the MLP; GPT-2 has gelu_tanh")
     norm_eps: Positive = Field(1e-5, description="added to the variance in norms")
     rope_theta: Positive = Field(10000.0, description="base of rotary positions")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="compute type; the others run under autocast, float16 with a loss scale"
-    )
-    loss_scale: Annotated[Positive, Field(ge=2.0**-126, lt=2.0**127)] = Field(
-        65536.0, description="float16: factor of the loss in the first step; an overflow skips the step and halves it"
-    )
-    loss_scale_steps: Count = Field(2000, description="float16: steps in a row without an overflow that double it")
-    parameters: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
         "float32",
-        description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",
+        description="what layers compute in, bfloat16 by autocast, float16 with a loss scale; fp8, for plans alone: "
+        "bfloat16, whose linear layers in blocks multiply in it",
     )
-    master: bool = Field(
-        True, description="false: bfloat16 parameters have no float32 masters; steps round the weights themselves"
+    loss_scale: Scale | Annotated[tuple[Scale, Count], Field(strict=False)] = Field(
+        65536.0,
+        description="float16: factor of the loss in the first step; an overflow skips the step and halves it; two: "
+        "also the steps in a row without an overflow that double it, default 2000",
     )
-    matmul: Literal["dtype", "fp8"] = Field(
-        "dtype", description="what the linear layers of blocks multiply in; fp8, beside bfloat16, is for plans alone"
+    parameters: Literal["float32", "bfloat16", "bfloat16 alone"] = Field(
+        "float32",
+        description="what forward reads; bfloat16, which needs dtype bfloat16, keeps float32 master weights and "
+        "gradients, alone: no masters, steps round the weights themselves",
     )
     compile: bool = Field(
         False, description="torch.compile for the blocks of a family, or all layers of a factory; tried out first"
     )
-    tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
-    pretrained: str | None = Field(
-        None, description="a Hugging Face folder to take the weights from; without family: the model of transformers"
-    )
     config: str | None = Field(
         None, description="a config.json: the model as transformers builds it, without weights; in place of family"
+    )
+    pretrained: str | None = Field(
+        None, description="a Hugging Face folder to take the weights from; without family: the model of transformers"
     )
     loss_chunk: Annotated[Count | None, BeforeValidator(lambda given: None if given == "auto" else given)] = Field(
         None,
         description='cross_entropy: tokens whose logits there are at once; "auto" (default): all of a microbatch, or '
         "1024 where a plan would not fit otherwise",
     )
-    z_loss: NonNegative = Field(
-        0.0, description="cross_entropy: coefficient of the mean of log(sum of exp of logits)^2, which keeps them small"
+    z_loss: NonNegative | Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = Field(
+        0.0,
+        description="cross_entropy: coefficient of the mean of log(sum of exp of logits)^2, which keeps them small; "
+        "two: also of that of routers' logits",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
         0.0, description="cross_entropy: the share of a target's weight that all words have"
     )
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
-    ties: dict[str, str] = Field(
-        {}, description='a factory: parameters of other layers, in quotes: "layers.7.weight" = "layers.0.weight"'
+    ties: bool | dict[str, str] = Field(
+        {},
+        description="true: one matrix for embedding and head; a factory: parameters of other layers, in quotes: "
+        '"layers.7.weight" = "layers.0.weight"',
     )
-    graph: dict[Group, list[Group]] = Field(
-        {}, description="a factory that returns a dict: its groups of layers, and the groups that each one reads"
+    graph: dict[Group, list[Count | Group]] = Field(
+        {},
+        description="a factory that returns a dict: its groups of layers, each with their number and the groups that "
+        "it reads",
     )
-    groups: dict[Group, Count] = Field({}, description="layers of each group, model.layers in all")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_today(cls, values: Any) -> Any:
+        return of_plan("model", values)
 
     @property
     def builtin(self) -> bool:
@@ -192,6 +171,44 @@ class Model(Section):
         return self.builtin or self.family == TRANSFORMERS
 
     @property
+    def tie_embeddings(self) -> bool:
+        """Whether embedding and head of a built-in family are one matrix."""
+        return self.ties is True
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The parameters of a factory's layers that are those of others."""
+        return self.ties if isinstance(self.ties, dict) else {}
+
+    @property
+    def balances(self) -> tuple[float, float]:
+        return self.balance_loss if isinstance(self.balance_loss, tuple) else (self.balance_loss, 0.0)
+
+    @property
+    def z_losses(self) -> tuple[float, float]:
+        return self.z_loss if isinstance(self.z_loss, tuple) else (self.z_loss, 0.0)
+
+    @property
+    def lowered(self) -> bool:
+        """Whether forward reads bfloat16 parameters."""
+        return self.parameters != "float32"
+
+    @property
+    def master(self) -> bool:
+        """Whether lowered parameters have float32 masters."""
+        return self.parameters != "bfloat16 alone"
+
+    @property
+    def reads(self) -> dict[str, list[str]]:
+        """The groups that each group of a graph reads."""
+        return {name: [one for one in of if isinstance(one, str)] for name, of in self.graph.items()}
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """The layers of each group."""
+        return {name: sum(one for one in of if isinstance(one, int)) for name, of in self.graph.items()}
+
+    @property
     def given(self) -> dict[str, Any]:
         """The arguments of its factory."""
         return self.args if self.loss_chunk is None else {**self.args, "chunk": self.loss_chunk}
@@ -199,22 +216,18 @@ class Model(Section):
     @property
     def tied_layers(self) -> set[int]:
         """The layers of a factory that share a parameter with another layer."""
-        return {int(name.split(".")[1]) for pair in self.ties.items() for name in pair}
+        return {int(name.split(".")[1]) for pair in self.tied.items() for name in pair}
 
     @property
     def rotary(self) -> bool:
-        return self.family == "llama" or self.positions == "rotary"
-
-    def block(self, layer: int) -> Block:
-        """The properties of one block of a built-in family."""
-        return Block(self.experts is not None and layer < self.first_dense)
+        return self.family == "llama" or self.variant == "rotary"
 
     @property
     def routed(self) -> range:
         """The layers with experts, counted with the embedding: of a factory all, since they are not known."""
         if not self.builtin:
             return range(self.layers)
-        return range(self.first_dense + 1, self.layers + 1 if self.experts else 0)
+        return range(1, self.layers + 1 if self.experts else 0)
 
     @property
     def head_width(self) -> int:
@@ -228,12 +241,15 @@ class Model(Section):
 
     @property
     def mlp_width(self) -> int:
-        hidden = self.hidden or 0
-        return self.ffn_hidden or (4 * hidden if self.family == "gpt" else 256 * -(-8 * hidden // (3 * 256)))
+        """Features inside the MLP, or each expert."""
+        hidden, given = self.hidden or 0, self.ffn_hidden
+        own = given[0] if isinstance(given, tuple) else given
+        return own or (4 * hidden if self.family == "gpt" else 256 * -(-8 * hidden // (3 * 256)))
 
     @property
-    def expert_width(self) -> int:
-        return self.expert_hidden or self.mlp_width
+    def shared_hidden(self) -> int:
+        """Features inside the expert that all tokens meet; 0 without one."""
+        return self.ffn_hidden[1] if isinstance(self.ffn_hidden, tuple) else 0
 
     @property
     def met(self) -> int:
@@ -243,7 +259,7 @@ class Model(Section):
     @property
     def normed(self) -> bool:
         """Whether the weights of a token's experts are divided by their sum."""
-        return self.met > 1 if self.norm_top_k is None else self.norm_top_k
+        return self.met > 1 and self.router != "softmax of all"
 
 
 def problems(model: Model, document: Document) -> Iterator[ZbcError]:
@@ -272,11 +288,11 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
 
 def _ties(model: Model, document: Document) -> Iterator[ZbcError]:
     """Problems of `ties` that show before the layers are known."""
-    if model.ties and model.builtin:
-        text = f"config: model.ties is for layers of a factory, family is {model.family}"
-        hint = "set tie_embeddings = true for embedding and head, or drop it"
+    if model.tied if model.builtin else model.tie_embeddings:
+        text = f"config: model.ties names parameters of a factory's layers, or is true; family is {model.family}"
+        hint = "set ties = true for embedding and head, or drop it" if model.builtin else "name them, or drop it"
         yield ZbcError("E110", text, where=document.where(("model", "ties")), hint=hint)
-    for name, owner in model.ties.items():
+    for name, owner in model.tied.items():
         where = document.where(("model", "ties", name))
         places = [_TIE.fullmatch(text) for text in (name, owner)]
         layers = [int(match[1]) for match in places if match]
@@ -284,7 +300,7 @@ def _ties(model: Model, document: Document) -> Iterator[ZbcError]:
             text = f"config: model.ties has {name!r} = {owner!r}"
             hint = f'write "layers.N.name" = "layers.M.name", layers 0 to {model.layers - 1}'
             yield ZbcError("E110", text, where=where, hint=hint)
-        elif layers[0] == layers[1] or owner in model.ties:
+        elif layers[0] == layers[1] or owner in model.tied:
             text = f"config: model.ties has {name!r} = {owner!r}, which {_why_not(layers, owner)}"
             yield ZbcError(
                 "E110", text, where=where, hint="name one owner in another layer for all that share a weight"
@@ -296,13 +312,13 @@ def _why_not(layers: list[int], owner: str) -> str:
 
 
 def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
-    if model.parameters == "bfloat16" and model.dtype != "bfloat16":
-        text = f'config: model.parameters = "bfloat16" computes in bfloat16, model.dtype is "{model.dtype}"'
+    if model.lowered and model.dtype not in ("bfloat16", "fp8"):
+        text = f'config: model.parameters = "{model.parameters}" computes in bfloat16, model.dtype is "{model.dtype}"'
         where = document.where(("model", "parameters"))
         yield ZbcError("E110", text, where=where, hint='set model.dtype = "bfloat16"')
-    if model.matmul == "fp8" and model.dtype != "bfloat16":
-        text = f'config: model.matmul = "fp8" goes with bfloat16, model.dtype is "{model.dtype}"'
-        yield ZbcError("E110", text, where=document.where(("model", "matmul")), hint='set model.dtype = "bfloat16"')
+    if model.dtype == "fp8" and not model.builtin:
+        text = 'config: model.dtype = "fp8" is for built-in models'
+        yield ZbcError("E110", text, where=document.where(("model", "dtype")), hint='set model.dtype = "bfloat16"')
 
 
 def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
@@ -317,39 +333,29 @@ def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
         where = document.where(("model", "top_k"))
         yield ZbcError("E110", text, where=where, hint=f"use top_k = {model.experts} or less")
     yield from _groups(model, document)
-    if model.met == 1 and model.normed and not model.balance_loss:
-        text = "config: model.norm_top_k makes the weight of a token's only expert 1, so that routers get no gradient"
-        hint = "drop it, or set model.balance_loss, from which they learn"
-        yield ZbcError("E110", text, where=document.where(("model", "norm_top_k")), hint=hint)
-    if model.experts and model.first_dense >= model.layers:
-        text = f"config: model.first_dense = {model.first_dense} leaves no block of {model.layers} with experts"
-        where = document.where(("model", "first_dense"))
-        yield ZbcError("E110", text, where=where, hint="use a smaller number, or drop model.experts")
-    if model.experts and model.expert_hidden and model.ffn_hidden and not model.first_dense:
-        text = "config: model.ffn_hidden is the width of MLPs, and of experts model.expert_hidden is"
-        where = document.where(("model", "ffn_hidden"))
-        yield ZbcError("E110", text, where=where, hint="keep one of them")
+    for key, there in (("ffn_hidden", model.shared_hidden), ("z_loss", model.z_losses[1])):
+        if there and model.experts is None:
+            text = f"config: the second number of model.{key} is for models with experts, model.experts is not set"
+            yield ZbcError("E110", text, where=document.where(("model", key)), hint="set model.experts, or give one")
 
 
 def _groups(model: Model, document: Document) -> Iterator[ZbcError]:
-    experts, groups, limit, key = model.experts, model.expert_groups, model.node_limit, "node_limit"
-    if experts is None or groups is limit is None:
+    experts = model.experts
+    if experts is None or model.expert_groups is None:
         return
-    if groups is None or limit is None:
-        key, other = (key, "expert_groups") if groups is None else ("expert_groups", key)
-        text, hint = f"goes with model.{other}, which is not set", f"set model.{other}, or drop it"
-    elif experts % groups:
-        key, text = "expert_groups", f"does not divide model.experts = {experts}"
+    groups, limit = model.expert_groups
+    if experts % groups:
+        text = f"has {groups} groups, which does not divide model.experts = {experts}"
         hint = "use a divisor, such as the number of nodes that have the experts of a block"
     elif limit > groups:
-        text, hint = f"is more than model.expert_groups = {groups}", f"use {groups} or less"
+        text, hint = f"has {limit} of {groups} groups", f"use [{groups}, {groups}], or fewer of them"
     elif model.met > limit * experts // groups:
         text = f"leaves a token {limit * experts // groups} experts, and it meets model.top_k = {model.met}"
-        hint = f"use node_limit = {-(-model.met * groups // experts)} or more"
+        hint = f"use [{groups}, {-(-model.met * groups // experts)}], or more of them"
     else:
         return
-    text = f"config: model.{key} = {getattr(model, key)} {text}"
-    yield ZbcError("E110", text, where=document.where(("model", key)), hint=hint)
+    text = f"config: model.expert_groups {text}"
+    yield ZbcError("E110", text, where=document.where(("model", "expert_groups")), hint=hint)
 
 
 def _missing(model: Model, document: Document) -> Iterator[ZbcError]:
@@ -374,6 +380,10 @@ def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
             text = f"config: model.{key} is not for family {model.family}"
             hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"
             yield ZbcError("E110", text, where=document.where(("model", key)), hint=hint)
+    if model.builtin and model.variant not in (known := VARIANTS[model.family]):
+        text = f'config: model.variant = "{model.variant}" is not for family {model.family}'
+        hint = f'use "{known[1]}" or "{known[2]}", or drop it'
+        yield ZbcError("E110", text, where=document.where(("model", "variant")), hint=hint)
     if model.args and model.builtin:
         text = f"config: model.args belongs to a factory, family is {model.family}"
         hint = 'drop it, or set family = "package.module:factory"'
@@ -390,8 +400,8 @@ def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
         yield ZbcError("E110", f"config: {text}", where=document.where(("model", "heads")), hint=hint)
     elif model.rotary and model.head_width % 2:
         text = f"rotary positions need an even head size, it is {model.head_width}"
-        fix = 'use positions = "learned", or other heads' if model.family == "gpt" else "use other heads or head_size"
-        key = "positions" if model.family == "gpt" else "heads"
+        fix = "drop variant, or use other heads" if model.family == "gpt" else "use other heads or head_size"
+        key = "variant" if model.family == "gpt" else "heads"
         yield ZbcError("E110", f"config: {text}", where=document.where(("model", key)), hint=fix)
     if model.kv_heads is not None and heads % model.kv_heads:
         text = f"model.kv_heads = {model.kv_heads} does not divide model.heads = {heads}"
@@ -399,7 +409,7 @@ def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
         yield ZbcError("E110", f"config: {text}", where=document.where(("model", "kv_heads")), hint=hint)
     if not model.rotary and asks(model, "rope_theta"):
         text = "config: model.rope_theta needs rotary positions"
-        hint = 'set positions = "rotary", or drop it'
+        hint = 'set variant = "rotary", or drop it'
         yield ZbcError("E110", text, where=document.where(("model", "rope_theta")), hint=hint)
 
 

@@ -35,7 +35,7 @@ _DIGITS = 6  # significant digits in the file
 # Of a layer, left out where they are empty, as in files from before there were any.
 _NEWER = ("slices", "kernels", "collectives", "apart", "matrices", "experts")
 # Keys of [model] that no cost depends on.
-_FREE = ("pretrained", "norm_eps", "rope_theta", "tie_embeddings")
+_FREE = ("pretrained", "norm_eps", "rope_theta")
 
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
@@ -344,9 +344,9 @@ def model_of(model: Model) -> dict[str, Any]:
     """The keys of `[model]` that decide the cost of a layer, with default widths filled in."""
     keys = {key: value for key, value in model.model_dump(mode="json").items() if key not in _FREE}
     if model.builtin:
-        del keys["layers"]
+        del keys["layers"], keys["ties"]
         keys |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width}
-        keys["ffn_hidden"] = model.mlp_width
+        keys["ffn_hidden"] = [model.mlp_width, model.shared_hidden] if model.shared_hidden else model.mlp_width
     return keys
 
 

@@ -178,14 +178,6 @@ def _activation_rules(memory: Memory) -> Found:
 
 
 @given
-def _copies_rule(model: Model) -> Found:
-    """E110 for tied embeddings of a factory."""
-    if model.tie_embeddings and not model.builtin:
-        text = "model.tie_embeddings is for built-in families; a factory's layers cannot share parameters"
-        yield "E110", "model.tie_embeddings", text, "drop it"
-
-
-@given
 def _rate_rules(
     draft: Draft, optimizer: Optimizer, train: Train, parallel: Parallel | None = None, schedule: Schedule | None = None
 ) -> Found:
@@ -208,14 +200,11 @@ def _tensor_parallel_rules(parallel: Parallel, model: Model) -> Found:
     if (tp := parallel.tp) == 1:
         return
     if model.builtin:
-        widths: dict[str, int | None] = {"ffn": model.mlp_width}
-        if model.experts:
-            of = {"expert_hidden": model.expert_width, "shared_hidden": model.shared_hidden}
-            widths = of | (widths if model.first_dense else {})
-        counts = {"heads": model.heads, "kv_heads": model.kv_heads, **widths}
-        for key, count in counts.items():
+        widths = [width for width in (model.mlp_width, model.shared_hidden) if width]
+        counts = [("heads", model.heads), ("kv_heads", model.kv_heads), *(("ffn_hidden", width) for width in widths)]
+        for key, count in counts:
             if count is not None and count % tp:
-                most = math.gcd(*(size for size in counts.values() if size is not None))
+                most = math.gcd(*(size for _, size in counts if size is not None))
                 fits = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
                 text = f"parallel.tp = {tp} does not divide model.{key} = {count}"
                 yield "E119", "parallel.tp", text, f"what does: {fits}"

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 from zbc.job.adapter import Adapter
 from zbc.job.model_section import Model
 from zbc.job.section import Section
+from zbc.job.spellings import of_plan
 
 _Section = TypeVar("_Section", bound=Section)
 
 # They may differ, and a run says so.
-PRECISION = {"model.dtype", "model.parameters", "model.master", "model.matmul", "model.seq_len", "optimizer.state"}
+PRECISION = {"model.dtype", "model.parameters", "model.seq_len", "optimizer.state"}
 # How it is computed or planned, and where its first weights came from.
-_OTHERWISE = {"compile", "loss_chunk", "loss_scale", "loss_scale_steps", "imbalance"}
-_OTHERWISE |= {"pretrained", "config"}
+_OTHERWISE = {"compile", "loss_chunk", "loss_scale", "imbalance", "pretrained", "config"}
 
 
 class Difference(NamedTuple):
@@ -52,10 +52,8 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     values = model.model_dump(mode="json", exclude=_OTHERWISE)
     if model.builtin:
         values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width}
-        values |= {"ffn_hidden": model.mlp_width}
-    if model.builtin and model.experts:
-        values |= {"top_k": model.met, "expert_hidden": model.expert_width, "norm_top_k": model.normed}
-        values |= {} if model.first_dense else {"ffn_hidden": None}
+        values |= {"ffn_hidden": [model.mlp_width, model.shared_hidden] if model.shared_hidden else model.mlp_width}
+        values |= {"top_k": model.met or None}
     adapts = {"rank": adapter.rank, "alpha": adapter.scale * adapter.rank}  # names of weights tell the targets
     state = sections.get("optimizer", {}).get("state", "float32")
     return dict(_flat({"model": values, "adapter": adapts, "optimizer": {"state": state}}))
@@ -63,7 +61,8 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _read(section: type[_Section], values: Mapping[str, Any]) -> _Section:
     """A section as another version of zbc may have written it: without keys that this one lacks."""
-    return section.model_validate({key: values[key] for key in values if key in section.model_fields}, strict=False)
+    known = of_plan("model", values) if section is Model else values
+    return section.model_validate({key: known[key] for key in known if key in section.model_fields}, strict=False)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -48,8 +48,7 @@ IDLE = (
     _only("optimizer.kind", "betas eps", "adam", "adamw", "muon"),
     _only("optimizer.kind", "momentum", "sgd", "muon", hint="drop it (betas are what adam has instead)"),
     _only("optimizer.kind", "scale", "muon"),
-    _only("model.parameters", "master", "bfloat16"),
-    _only("model.dtype", "loss_scale loss_scale_steps", "float16"),
+    _only("model.dtype", "loss_scale", "float16"),
     _only("data.kind", "tokenizer", "chat", code="E150"),
     Unread(
         "optimizer",

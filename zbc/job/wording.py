@@ -172,6 +172,7 @@ _FOLDER = 'model.pretrained = "FOLDER", or model.config = "FILE", without a fami
 _FROM_CONFIG = (
     *("embedding_scale", "attention_scale", "residual_scale", "logits_scale", "scores_cap", "logits_cap"),
     *("whole_every", "window_theta", "unturned_every", "attention_bias", "padding_token", "rope_scaling", "stands_for"),
+    "first_dense",
 )
 RETIRED = {  # key that is gone -> what to write now
     **dict.fromkeys(("costs.embed", "costs.head"), _ENDS),
@@ -204,7 +205,7 @@ RETIRED = {  # key that is gone -> what to write now
 }
 _GONE = ("gemma", "gemma2", "gemma3_text", "granite", "olmo2", "olmoe", "phi3", "smollm3")
 RETIRED_VALUES = {("model.variant", variant): _FOLDER for variant in _GONE}
-RETIRED_VALUES |= {("model.variant", variant): 'model.variant = "llama"' for variant in ("mistral", "mixtral")}
+RETIRED_VALUES |= {("model.variant", variant): 'model.variant = "plain"' for variant in ("mistral", "mixtral")}
 RETIRED_VALUES |= {("model.variant", f"{of}_moe"): f'model.variant = "{of}"' for of in ("qwen2", "qwen3")}
 _OF_PEFT = {
     "r": "this is adapter.rank",

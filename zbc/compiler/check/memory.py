@@ -131,8 +131,8 @@ def ways(job: Job, worst: RankMemory) -> list[str]:
     largest = max(worst.weights, worst.gradients, worst.masters, worst.optimizer, worst.activations)
     if worst.optimizer == largest and job.optimizer.state == "float32":
         found.append((worst.optimizer / 2, 'optimizer.state = "bfloat16"'))
-    if 0 < worst.masters == largest and model.master and model.parameters == "bfloat16":
-        found.append((worst.masters, "model.master = false"))
+    if 0 < worst.masters == largest and model.master and model.lowered:
+        found.append((worst.masters, 'model.parameters = "bfloat16 alone"'))
     return [way for _, way in sorted(found, key=lambda entry: -entry[0])]
 
 

@@ -97,8 +97,7 @@ def _plain(job: Job) -> Job:
     model = job.model
     if not model.builtin:
         return job
-    alike = not job.adapter.rank and len({model.block(i) for i in range(model.layers)}) == 1
-    layers = min(model.layers, _LAYERS) if alike else model.layers
+    layers = model.layers if job.adapter.rank else min(model.layers, _LAYERS)
     plain = replace(job, data=Data.model_validate({"kind": "synthetic"}))
     return _with(plain, "model", pretrained=None, loss="cross_entropy", layers=layers)
 

@@ -414,7 +414,7 @@ def choices_of(job: Job) -> Choices | None:
     model = job.model
     if not model.experts or not model.builtin or model.experts > 2**15:
         return None
-    return Choices(model.experts, model.met, model.expert_groups or 1, model.node_limit or 1)
+    return Choices(model.experts, model.met, *(model.expert_groups or (1, 1)))
 
 
 def _near(job: Job, table: Sequence[Layer]) -> int:
@@ -522,7 +522,7 @@ def _with_sums(
         reduce.append(_sum(job, GRAD_BYTES * count, holders, 2 if alone else halves))
         params = sum(table[i].params for i in part) - own
         lowered = stage_bytes.lowered(job, part, table) / params if params else 0.0
-        weight = 2 if job.model.parameters == "bfloat16" else 4 - 2 * lowered
+        weight = 2 if job.model.lowered else 4 - 2 * lowered
         gather.append(_sum(job, weight * count, holders[:1] if alone else holders, 1) if halves == 1 else 0.0)
         average.append(share * _sum(job, GRAD_BYTES * count, holders, 2))
     ends = [rank for stage in placement.ends for rank in placement.holders(stage)]

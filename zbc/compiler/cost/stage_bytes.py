@@ -131,7 +131,7 @@ def _stage(
 def _frozen(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
     """Bytes of frozen weights, unless cards or a profile have them among the weights of all its layers; less those of a
     shared one that the rank has with its first stage."""
-    width = 2.0 if job.model.parameters == "bfloat16" else 4.0
+    width = 2.0 if job.model.lowered else 4.0
     held = all((one := table[i].measured) is not None and one.held is not None for i in part)
     count = 0 if held else sum(table[i].frozen for i in part)
     tied = bool(job.adapter.rank) and job.model.tie_embeddings and not job.vocabulary
@@ -250,7 +250,7 @@ def lowered(job: Job, part: Sequence[int], table: Sequence[Layer], *, experts: b
     """Elements of sharded weights, of a stage or of its `experts`, that layers read only as 16-bit casts: these are
     gathered in 16 bits."""
     model = job.model
-    if not (job.parallel.frees and model.builtin and model.dtype != "float32" and model.parameters == "float32"):
+    if not (job.parallel.frees and model.builtin and model.dtype != "float32" and not model.lowered):
         return 0.0
     return _casts([table[i] for i in part if not table[i].tied], experts) / _LOW
 
@@ -386,7 +386,7 @@ def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 
 def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients, masters and optimizer state of `params` parameters of these layers."""
-    options, low = job.optimizer, job.model.parameters == "bfloat16"
+    options, low = job.optimizer, job.model.lowered
     apart = options.sync == "post-validate" or (low and job.model.master)
     master = stepping.master(job.model) * apart
     per = stepping.state_bytes(options, layers, params)

@@ -35,7 +35,7 @@ def kept(options: Optimizer, *, matrix: bool = False) -> int:
 
 def master(model: Model) -> int:
     """Bytes per element of the weights that a step updates."""
-    return WIDE if model.master else SIZES[model.parameters]
+    return WIDE if model.master else LOW
 
 
 def widened(options: Optimizer, model: Model, *, matrix: bool = False) -> int:
@@ -72,8 +72,8 @@ def moved(options: Optimizer, model: Model, *, matrix: bool = False) -> tuple[fl
     step += 2 * (LOW + WIDE) * widened(options, model, matrix=matrix)
     # Feedback copies weights, and reads both again; an average reads weights and itself.
     step += 28 * bool(options.feedback) + 12 * (options.ema is not None)
-    publish = float(master(model) + SIZES[model.parameters])
-    apart = options.sync != "post-validate" and model.parameters == "bfloat16" and model.master
+    publish = float(master(model) + (LOW if model.lowered else WIDE))
+    apart = options.sync != "post-validate" and model.lowered and model.master
     return step + publish * apart, step + publish + 2 * (master(model) + kept(options, matrix=matrix))
 
 

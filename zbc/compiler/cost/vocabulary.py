@@ -124,7 +124,7 @@ def renewal_ms(job: Job) -> float:
         return 0.0
     if job.costs.reduce is not None:
         return job.costs.reduce / 2
-    weight = 2 if job.model.parameters == "bfloat16" else 4
+    weight = 2 if job.model.lowered else 4
     return Machine.of(job).sum_ms(weight * parameters(job), [0], halves=1)
 
 
@@ -137,7 +137,7 @@ def share_bytes(job: Job) -> ShareBytes | None:
     stepped = float(count)
     if count and job.parallel.shard != "none":  # tables are dealt in pieces
         stepped, _ = dealing.most(card.parts, job.parallel.copies)
-    masters = 4.0 * stepped if job.model.parameters == "bfloat16" and job.model.master else 0.0
+    masters = 4.0 * stepped if job.model.lowered and job.model.master else 0.0
     kept = stepping.kept(job.optimizer) * stepped + averaging(job, count)
     state = StageBytes(float(card.weights), float(GRAD_BYTES * count), masters, kept, 0.0)
     return ShareBytes(state, card.values, card.needs)

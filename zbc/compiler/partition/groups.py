@@ -42,7 +42,7 @@ def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
     firsts = dict(zip(groups, accumulate(map(len, runs), initial=0), strict=False))
     lasts = {name: firsts[name] + len(run) - 1 for name, run in zip(groups, runs, strict=True)}
     edges = [(a, b) for name in groups for a, b in pairwise(range(firsts[name], lasts[name] + 1))]
-    edges += [(lasts[source], firsts[name]) for name in groups for source in job.model.graph[name]]
+    edges += [(lasts[source], firsts[name]) for name in groups for source in job.model.reads[name]]
     return stages, Placement((tuple(range(ranks)),), tuple(sorted(edges)))
 
 

@@ -1,4 +1,4 @@
-"""Steps of what is stored in bfloat16: moments (`optimizer.state`), and weights without masters (`model.master`).
+"""Steps of what is stored in bfloat16: moments (`optimizer.state`), and weights without masters (`model.parameters`).
 
 A few parameters at a time are widened to the type of their gradients, stepped by the optimizer as it is, and rounded to
 nearest. Each element's result depends on its own numbers alone: it is the same in a shard and in a tentative step.

@@ -1,7 +1,8 @@
 """Loss scaling for float16, by the rule of torch.amp.GradScaler (arXiv 1710.03740, section 3.2).
 
 Gradients are computed times `Worker.scale`, and are divided by it in the update. A step in which any gradient overflows
-is skipped on all ranks by its verdict, and halves the scale; `loss_scale_steps` steps without an overflow double it.
+is skipped on all ranks by its verdict, and halves the scale; steps without an overflow, as many as `loss_scale` says,
+double it.
 """
 
 from __future__ import annotations
@@ -49,4 +50,5 @@ def build(context: Context) -> Scaling | None:
     model = context.manifest.planning["model"]
     if model["dtype"] != "float16":
         return None
-    return Scaling(model.get("loss_scale", 65536.0), model.get("loss_scale_steps", 2000))
+    said = model.get("loss_scale", 65536.0)
+    return Scaling(*(said if isinstance(said, list | tuple) else (said, 2000)))

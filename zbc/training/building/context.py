@@ -31,8 +31,6 @@ from zbc.training.models import adapters, model, pretrained
 from zbc.training.models.shared_words import ends_of, trunk
 from zbc.training.probing.shapes import Shapes, derive
 
-LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: unchanged
-
 _FILL = "zbc.training.models.hfweights:fill"  # imports transformers
 
 _Section = TypeVar("_Section", bound=spec.Section)
@@ -70,7 +68,7 @@ class Settings:
     @property
     def lowered(self) -> torch.dtype | None:
         """The type that weights are cast to for forward; None if they stay in their own type."""
-        return LOWERED[self.model.parameters]
+        return torch.bfloat16 if self.model.lowered else None
 
     @property
     def where(self) -> str:

@@ -49,9 +49,9 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
             try_packed(site, stages.values())
         if site.some_targets is not None:
             try_padding(name, loss, site.shapes.output, site.some_targets, site.dealer.documents.padding)
-    if settings.model.matmul == "fp8":
-        text = 'run: model.matmul = "fp8" is for plans alone: nothing here multiplies in it yet'
-        raise ZbcError("E110", text, hint='plan again with model.matmul = "dtype"')
+    if settings.model.dtype == "fp8":
+        text = 'run: model.dtype = "fp8" is for plans alone: nothing here multiplies in it yet'
+        raise ZbcError("E110", text, hint='plan again with model.dtype = "bfloat16"')
     _refuse_groups(site)
     _refuse_pairs(site)
 

@@ -127,7 +127,7 @@ def _by_words(chosen: spec.Model) -> bool:
 
 
 def terms_of(chosen: spec.Model) -> Terms:
-    return Terms(chosen.z_loss, chosen.label_smoothing, chosen.label_smoothing / (chosen.vocab or 1))
+    return Terms(chosen.z_losses[0], chosen.label_smoothing, chosen.label_smoothing / (chosen.vocab or 1))
 
 
 def loss_of(chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]) -> Loss:

@@ -138,10 +138,10 @@ def _spares(site: Site, stage: int) -> int:
 def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int, ...]:
     """The stages that a stage of a graph reads, in the order of its first layer's arguments; () for one or none."""
     group, _, number = manifest.layers[stage][0].partition(".")
-    if number != "0" or len(chosen.graph[group]) < 2:
+    if number != "0" or len(chosen.reads[group]) < 2:
         return ()
     home = {name.rpartition(".")[0]: s for s, names in enumerate(manifest.layers) for name in names}  # of its last one
-    return tuple(home[source] for source in chosen.graph[group])
+    return tuple(home[source] for source in chosen.reads[group])
 
 
 def forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:

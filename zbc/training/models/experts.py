@@ -28,7 +28,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zbc.job.model_section import Block, Model
+from zbc.job.model_section import Model
 from zbc.runtime.core.again import made_again
 from zbc.runtime.core.grouped import Groups
 from zbc.runtime.core.private import valued
@@ -195,23 +195,23 @@ class Experts(nn.Module):
         return found + self.z * logits.logsumexp(-1).square().sum() / tokens if self.z else found
 
 
-def experts_of(model: Model, kind: Block, activation: nn.Module, *, gated: bool) -> Experts | None:
+def experts_of(model: Model, activation: nn.Module, *, gated: bool) -> Experts | None:
     """The experts of a block of a model, in place of its MLP; None if it has none."""
-    if not model.experts or kind.dense:
+    if not model.experts:
         return None
     return Experts(
         model.hidden or 0,
-        model.expert_width,
+        model.mlp_width,
         model.experts,
         model.met,
         layers=model.layers,
         gated=gated,
         activation=activation,
-        shared=model.shared_hidden or 0,
+        shared=model.shared_hidden,
         normed=model.normed,
         scores=torch.sigmoid if model.router == "sigmoid" else softmax,
-        balance=model.balance_loss,
-        z=model.router_z_loss,
-        rate=model.balance_rate,
-        groups=(model.expert_groups or 1, model.node_limit or 1),
+        balance=model.balances[0],
+        z=model.z_losses[1],
+        rate=model.balances[1],
+        groups=model.expert_groups or (1, 1),
     )

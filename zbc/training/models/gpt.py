@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbc.job.model_section import Block, Model
+from zbc.job.model_section import Model
 from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import attention, first_row
@@ -70,11 +70,11 @@ def gelu(*, tanh: bool) -> nn.Module:
 class GptBlock(nn.Module):
     """(B, T, H) -> (B, T, H)."""
 
-    def __init__(self, model: Model, kind: Block) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         hidden, heads, eps = model.hidden or 0, model.heads or 0, model.norm_eps
-        tanh = model.activation == "gelu_tanh"
-        experts = experts_of(model, kind, gelu(tanh=tanh), gated=False)
+        tanh = model.variant == "gpt2"
+        experts = experts_of(model, gelu(tanh=tanh), gated=False)
         self.heads, self.kv_heads, self.size = heads, model.kv_heads or heads, hidden // heads
         self.norm1 = nn.LayerNorm(hidden, eps=eps)
         self.qkv = linear(hidden, (heads + 2 * self.kv_heads) * self.size)  # rows: all queries, keys, values

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbc.job.model_section import Block, Model
+from zbc.job.model_section import Model
 from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
 from zbc.runtime.features.slices.slicing import attention
 from zbc.training.models.experts import experts_of
@@ -28,11 +28,11 @@ from zbc.training.models.parts import linear, rotary_of, same
 class LlamaBlock(nn.Module):
     """(B, T, H) -> (B, T, H)."""
 
-    def __init__(self, model: Model, kind: Block) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         hidden, heads, size = model.hidden or 0, model.heads or 0, model.head_width
         kv_heads, norm, layers = model.kv_heads or heads, partial(nn.RMSNorm, eps=model.norm_eps), model.layers
-        experts = experts_of(model, kind, nn.SiLU(), gated=True)
+        experts = experts_of(model, nn.SiLU(), gated=True)
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
         self.norm1 = norm(hidden)
         # Rows: all queries, keys, values.

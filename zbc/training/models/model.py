@@ -128,13 +128,12 @@ def _family(model: spec.Model) -> list[LayerPlan]:
         text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
         raise ZbcError("E105", text)
     block = llama.LlamaBlock if model.family == "llama" else gpt.GptBlock
-    kinds = [model.block(i) for i in range(model.layers)]
     ties = {"logits.weight": TIED} if model.tie_embeddings else {}
     return [
         LayerPlan("embed", functools.partial(gpt.Embed, model)),
         *(
-            LayerPlan(f"layers.{i}", functools.partial(block, model, kind), like=kind.name, compiles=True)
-            for i, kind in enumerate(kinds)
+            LayerPlan(f"layers.{i}", functools.partial(block, model), like="block", compiles=True)
+            for i in range(model.layers)
         ),
         LayerPlan("head", functools.partial(_head, model), ties=ties),
     ]
@@ -156,7 +155,7 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
         return _grouped(model, made)
     if isinstance(made, Mapping):
         text = f"model: {model.family} returned groups of layers ({', '.join(map(str, made))}), there is no model.graph"
-        raise ZbcError("E502", text, hint="say in model.graph which group reads which, in model.groups their layers")
+        raise ZbcError("E502", text, hint="say in model.graph how many layers each has, and what it reads")
     found = _as_list(made, model.family)
     if len(found) != model.layers:
         text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
@@ -181,9 +180,9 @@ def _grouped(model: spec.Model, made: Any) -> list[LayerPlan]:
     for group, span in graph.spans(model).items():
         found = _as_list(made[group], f"group {group} of {model.family}")
         if len(found) != len(span):
-            text = f"model: {model.family} returned {len(found)} layers for {group}, model.groups has {len(span)}"
-            raise ZbcError("E505", text, hint=f"set groups.{group} = {len(found)} and model.layers, and plan again")
-        after = tuple(f"{source}.{model.groups[source] - 1}" for source in model.graph[group])
+            text = f"model: {model.family} returned {len(found)} layers for {group}, model.graph has {len(span)}"
+            raise ZbcError("E505", text, hint=f"write {len(found)} in graph.{group} and model.layers, and plan again")
+        after = tuple(f"{source}.{model.groups[source] - 1}" for source in model.reads[group])
         for i, item in enumerate(found):
             plans.append(LayerPlan(f"{group}.{i}", _builder(item), after=after, compiles=True))
             after = (f"{group}.{i}",)
@@ -194,7 +193,7 @@ def _grouped(model: spec.Model, made: Any) -> list[LayerPlan]:
 def _ties(model: spec.Model, layer: int) -> dict[str, str]:
     """The parameters of a layer that `model.ties` ties to another layer's."""
     start = f"layers.{layer}."
-    return {name.removeprefix(start): owner for name, owner in model.ties.items() if name.startswith(start)}
+    return {name.removeprefix(start): owner for name, owner in model.tied.items() if name.startswith(start)}
 
 
 def _as_list(made: Any, family: str) -> list[Any]:

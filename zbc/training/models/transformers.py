@@ -38,7 +38,7 @@ from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
-from zbc.runtime.features.words.words import Shaped
+from zbc.runtime.features.words.words import AS_IS, Shaped
 from zbc.training.models.experts import keep_own
 from zbc.training.models.hfsharding import Entered, by_words, check, ends_by_words, shard
 from zbc.training.models.model import hollow
@@ -533,13 +533,14 @@ class Back(Part):
     def __init__(self, model: TakenApart, chunk: int | None) -> None:
         super().__init__(model)
         self.root, self.chunk = model.filled(hollow(model.end(1), torch.get_default_device())), chunk
-        self.ends_before = chunk is not None  # the logits
+        self.ends_before, self.shaped = chunk is not None, model.output[1] if model.output else AS_IS
 
     def without_words(self) -> tuple[str, Tensor]:
         """Ends before the logits; returns the name of the table of their words, and it."""
         (name,) = (name for name, one in self.named_modules() if one is self.logits)
-        self.ends_before, self.chunk = True, None
-        return f"{name}.weight", self.logits._parameters.pop("weight")
+        self.ends_before, self.chunk, table = True, None, self.logits._parameters.pop("weight")
+        self.logits.__dict__["weight"] = table.new_empty(0)  # some forwards read its type
+        return f"{name}.weight", table
 
     def shard(self, met: Entered) -> Shares:
         self.apart = ends_by_words(self.model)[1]
@@ -567,10 +568,6 @@ class Back(Part):
     @property
     def logits(self) -> Any:
         return self.root.get_output_embeddings()
-
-    @property
-    def shaped(self) -> Shaped:
-        return Shaped() if self.model.output is None else self.model.output[1]
 
 
 def layers(config: Mapping[str, Any], chunk: int | None = None) -> list[Any]:

@@ -63,7 +63,7 @@ def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[P
         stage = stages.index(kind)
         done = {name: kernels.kernels((stage, part, name)) for name in ("f", "b", "w", "bw")}
         done["again"] = kernels.kernels((stage, part, "again"), less=(stage, part, "bw"))
-        if job.model.matmul == "fp8" and kind not in ("embed", "head"):
+        if job.model.dtype == "fp8" and kind not in ("embed", "head"):
             done = {name: [(FP8 if k[0] == PRODUCT else k[0], *k[1:]) for k in each] for name, each in done.items()}
         joined = {name: kernels.collectives((stage, part, name)) for name in ("f", "b", "w", "bw")}
         both: dict[str, dict[str, list[Any]]] = {"kernels": done, "collectives": joined}
@@ -101,8 +101,8 @@ def weighed(
 
 
 def _rig(job: Job, policy: str = "keep") -> Rig:
-    model = job.model.model_copy(update={"matmul": "dtype"})  # nothing multiplies in FP8: the kernels are renamed
-    return build_rig(replace(job, model=model), CPU, policy, apart=bool(job.vocabulary))
+    plain = {"dtype": "bfloat16"} if job.model.dtype == "fp8" else {}  # nothing multiplies in it: kernels are renamed
+    return build_rig(replace(job, model=job.model.model_copy(update=plain)), CPU, policy, apart=bool(job.vocabulary))
 
 
 def _told(causes: Sequence[BaseException]) -> list[str]:

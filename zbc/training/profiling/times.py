@@ -19,7 +19,6 @@ from zbc.job.profile import Measured, spread
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import Masters, build_optimizer
 from zbc.runtime.core.state import Worker
-from zbc.training.building.context import LOWERED
 from zbc.training.devices import Laps
 from zbc.training.profiling.rig import FUSED, IDLE, SPLIT, Rig
 
@@ -105,7 +104,8 @@ class Stopwatch:
         def run(worker: Worker, op: Op) -> None:
             if not built:
                 of, model = worker.stages[stage], self.rig.job.model
-                how: Any = {"lowered": LOWERED[model.parameters], "masters": model.master, "ahead": True}
+                low = torch.bfloat16 if model.lowered else None
+                how: Any = {"lowered": low, "masters": model.master, "ahead": True}
                 options = self.rig.job.optimizer.model_copy(update={"lr": 0.0})
                 made: Any = build_optimizer(options, of.parameters, of.casts, **how)
                 made.commit(None)

@@ -58,7 +58,7 @@ def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
     if job.parallel.vocabulary == "ends" or not model.seq_len or any(unshareable(vars(job))):
         return None
     torch.manual_seed(job.train.seed)
-    kind = torch.bfloat16 if model.parameters == "bfloat16" else torch.float32
+    kind = torch.bfloat16 if model.lowered else torch.float32
     tokens = job.schedule.microbatch_size * model.seq_len // job.parallel.cp
     widths = [size for _, size in ends_of(model).tables.values()]
     share = _Share(job, *(torch.randn(tokens, widths[i], device=device, dtype=kind) for i in (0, -1)))
