@@ -69,11 +69,7 @@ def test_a_token_gets_what_its_experts_give(gated, normed, shared, scores):
     torch.testing.assert_close(layer(x).flatten(0, 1), of_one_token(layer, x.flatten(0, 1)), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [{}, {"variant": "gpt2"}, {"family": "llama"}],
-    ids=str,
-)
+@pytest.mark.parametrize("kind", [{}, {"variant": "gpt2"}, {"family": "llama"}], ids=str)
 def test_one_expert_that_all_tokens_meet_is_the_mlp_of_its_family(kind):
     model = Model(layers=2, hidden=16, heads=2, vocab=32, seq_len=8, ffn_hidden=24, **kind)
     torch.manual_seed(0)

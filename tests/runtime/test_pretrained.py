@@ -318,7 +318,6 @@ MIXED = {**SIZED, "model_type": "qwen3_moe", **MET, "head_dim": 8, "moe_intermed
         ({**SIZED, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
         ({**SIZED, "layer_types": 3}, "layer_types = 3"),
         ({**MIXED, "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-        ({**MIXED, "mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
         ({**MIXED, "num_local_experts": 5}, "num_experts = 6"),
         ({**MIXED, "output_router_logits": True}, "output_router_logits = true"),
         ({**SIZED, "hidden_size": "big"}, "hidden"),

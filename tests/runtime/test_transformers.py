@@ -158,32 +158,26 @@ def test_a_step_is_that_of_transformers_itself(kind, tmp_path):
     torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3", "gpt2", "gpt_oss", "qwen3_next"), 1))
+@pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3", "opt", "gpt_oss", "qwen3_next"), 1))
 def test_a_folder_that_four_ranks_trained_by_zb_v_is_loaded_by_transformers(kind, tmp_path):
-    """Layouts: latent attention, dense, tied, experts in stacks, hybrid. Each tensor is read by one rank."""
+    """Latent attention, dense, tied, experts in stacks, hybrid. A rank reads the tensors of its layers alone."""
     reads, made, source, out = [], hfweights.Weights.made, tmp_path / "weights", tmp_path / "out"
-
-    def read(self, name):
-        found = made(self, name)
-        reads.extend(found)
-        return found
-
-    with mock.patch.dict(CONFIGS, {kind: {**CONFIGS[kind], "num_hidden_layers": 6}}):
+    deeper = mock.patch.dict(CONFIGS, {kind: {**CONFIGS[kind], "num_hidden_layers": 6}})
+    with deeper, mock.patch.dict(globals(), {"RATE": 0.05}):
         (theirs := peer(kind)).save_pretrained(source)
         plan = plan_of(tmp_path, kind, weights=source, pp=4, schedule="zb-v")
-        with mock.patch.object(hfweights.Weights, "made", read):
+        with mock.patch.object(hfweights.Weights, "made", lambda self, name: reads.append(name) or made(self, name)):
             workers = run_threads(plan, 3)
-    tied = kind == "gpt2"
-    assert sorted(reads) == sorted([*theirs.state_dict()][: -1 if tied else None])
-    model, first = Settings.of(plan.manifest).model, next(worker for worker in workers if 0 in worker.stages)
-    losses = [one_step(theirs, first, step=step) for step in range(3)]
-    assert [result.loss for result in workers[-1].results] == pytest.approx(losses, rel=1e-5)
+        first = next(worker for worker in workers if 0 in worker.stages)
+        losses = [one_step(theirs, first, step=step) for step in range(3)]
+    assert len({*reads}) + (kind == "opt") == len(reads)  # but for the tied one
+    assert [result.loss for result in workers[-1].results] == pytest.approx(losses, rel=1e-4)
     out.mkdir()
-    hffolder.write_index(out, model, [hffolder.write_shard(out, 0, 1, written(workers, model, source))], source)
+    ours = written(workers, model := Settings.of(plan.manifest).model, source)
+    hffolder.write_index(out, model, [hffolder.write_shard(out, 0, 1, ours)], source)
     again, ids = transformers.AutoModelForCausalLM.from_pretrained(out), torch.arange(32).view(2, 16)
-    torch.testing.assert_close(again.train()(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
-    assert before == after
+    torch.testing.assert_close(again.train()(ids).logits, theirs(ids).logits, rtol=1e-3, atol=1e-3)
+    assert (source / "config.json").read_text().split() == (out / "config.json").read_text().split()
 
 
 @pytest.mark.parametrize("kind", few(("opt", "deepseek_v3", "mamba"), 1))
@@ -206,11 +200,6 @@ def test_the_loss_of_a_head(kind, chunk, tmp_path, parallel=None):
 @pytest.mark.parametrize("chunk", [7, None])
 def test_the_loss_of_a_head_that_ranks_share(chunk, tmp_path):
     test_the_loss_of_a_head("deepseek_v3", chunk, tmp_path, parallel={"tp": 2})
-
-
-def test_a_loss_by_chunks_needs_a_plain_head():
-    with refused("E521", "not products of a linear layer without a bias", hint="drop model.loss_chunk"):
-        facts({"model_type": "phi", **SIZES}, None, True)
 
 
 MEASURED = [("qwen3", 1, {}), ("gpt_oss", 1, {}), ("deepseek_v3", 1, {}), ("deepseek_v3", 2, {}), ("opt", 2, {})]
@@ -294,6 +283,8 @@ def copied(folder):
 def test_settings_that_a_model_does_not_go_with_are_refused(tmp_path):
     with refused("E130", "8 stages need 8 layers, the model has 6"):
         compiled(tmp_path, "opt", pp=8)
+    with refused("E521", "not products of a linear layer without a bias", hint="drop model.loss_chunk"):
+        facts({"model_type": "phi", **SIZES}, None, True)
     with refused("E110", "model.family stands beside it"):
         compiled(tmp_path, "opt", model={"family": "llama"})
     with refused("E110", "a model of transformers exclude each other: its layers do not say what is cheap"):

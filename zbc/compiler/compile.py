@@ -599,7 +599,5 @@ def _boundary(job: Job) -> plans.Boundary | None:
     if not model.builtin or model.seq_len is None or model.hidden is None:
         return None
     longest = max((b - a for a, b in pairwise(cuts_of(job))), default=model.seq_len)
-    return plans.Boundary(
-        shape=[job.schedule.microbatch_size, longest // job.parallel.cp, model.hidden],
-        dtype=model.parameters.split()[0],
-    )
+    rows, kind = longest // job.parallel.cp, model.parameters.split()[0]
+    return plans.Boundary(shape=[job.schedule.microbatch_size, rows, model.hidden], dtype=kind)
