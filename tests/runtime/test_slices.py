@@ -82,7 +82,7 @@ def capped(block):
 
 def block_of(family, **options):
     model = Model(family=family, layers=2, hidden=32, heads=4, vocab=16, seq_len=24, ffn_hidden=48, **options)
-    return (GptBlock if family == "gpt" else LlamaBlock)(model, model.block(0))
+    return (GptBlock if family == "gpt" else LlamaBlock)(model)
 
 
 def run_slices(block, x, grad, cuts, slot=Slot, split=False):

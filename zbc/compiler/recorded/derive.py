@@ -161,7 +161,7 @@ class _Work:
         if self.base is not None and self.base.order != FAMILY:
             return list(self.base.order)
         if self.job.model.builtin:
-            return ["embed", *(self.job.model.block(i).name for i in range(self.job.model.layers)), "head"]
+            return ["embed", *["block"] * self.job.model.layers, "head"]
         self.notes.append("which layers are alike is not known: those of a stage share its time evenly")
         stage_of = {i: s for s, part in enumerate(stages) for i in part}
         return [f"stage-{stage_of[i]}" for i in range(len(self.table))]
