@@ -158,9 +158,9 @@ def test_a_step_is_that_of_transformers_itself(kind, tmp_path):
     torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3", "opt", "gpt_oss", "qwen3_next"), 1))
+@pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3", "opt", "gpt_oss"), 1))
 def test_a_folder_that_four_ranks_trained_by_zb_v_is_loaded_by_transformers(kind, tmp_path):
-    """Latent attention, dense, tied, experts in stacks, hybrid. A rank reads the tensors of its layers alone."""
+    """Latent attention, dense, tied, experts in stacks. A rank reads the tensors of its layers alone."""
     reads, made, source, out = [], hfweights.Weights.made, tmp_path / "weights", tmp_path / "out"
     deeper = mock.patch.dict(CONFIGS, {kind: {**CONFIGS[kind], "num_hidden_layers": 6}})
     with deeper, mock.patch.dict(globals(), {"RATE": 0.05}):
