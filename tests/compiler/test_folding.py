@@ -14,7 +14,6 @@ from zbc.compiler.compile import load_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.job import world
 from zbc.job.toml import loads
-from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.topology import Topology
 from zbc.training.models.experts import Experts
 
@@ -59,6 +58,7 @@ def test_every_group_has_all_experts_once_and_every_copy_is_in_another_group(ep,
 
 WAYS = [
     {"dp": 2, "tp": 2, "ep": 4},
+    {"cp": 2, "ep": 2},
     {"tp": 2, "ep": 2, "tp_sequence": True},
     {"tp": 2, "dp": 2, "ep": 2, "expert_tp": 2},
 ]
@@ -67,22 +67,20 @@ WAYS = [
 @pytest.mark.parametrize("parallel", WAYS, ids=str)
 @pytest.mark.parametrize("shared", [None, 32])
 def test_a_rank_sends_the_bytes_that_are_priced(tmp_path, monkeypatch, parallel, shared):
-    """In F and B: rows of experts, with even loads, and what ranks that share layers sum and gather."""
+    """In F and B: rows of experts, with even loads, and what ranks that share layers, or tokens, sum and gather."""
     monkeypatch.setattr(Experts, "_chosen", in_turn)
     way = {"schedule": {"kind": "1f1b"}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0, "shared_hidden": shared}}
     way["hardware"] = {"link_gbps": 1.0, "link_us": 0.0}
     made, sent = plan(tmp_path, way, **parallel), dict[tuple[int, str], float]()
+    inner = "tp" if "tp" in parallel else "cp"
 
     def watch(worker):
-        layers = worker.features.of(SharedLayers)
         transport = worker.transport
-
         start = transport.start
 
         def started(offer, ranks):
-            axis = {layers.swaps.ranks: "ep", layers.group.ranks: "tp"}.get(ranks)
-            axis = "ep" if offer.what == "swap" else "tp" if axis else None
-            if axis and worker.plan.ops[worker.progress.index].kind.computes:
+            axis = "ep" if offer.what == "swap" else inner
+            if worker.plan.ops[worker.progress.index].kind.computes:
                 key, halves = (worker.rank, axis), 1 + (offer.what == "sum")
                 whole = offer.target if offer.what == "gather" else offer.source
                 sent[key] = sent.get(key, 0.0) + halves * (len(ranks) - 1) / len(ranks) * whole.nbytes
@@ -93,7 +91,7 @@ def test_a_rank_sends_the_bytes_that_are_priced(tmp_path, monkeypatch, parallel,
     run_threads(made, 1, setup=watch)
     found = load_job(tmp_path / "zbc.toml")
     exchanged = pricing.exchanges(found, [[0, 1, 2], [3, 4, 5]], estimate.layers(found))
-    for axis, one in zip(("tp", "ep"), exchanged, strict=True):
+    for axis, one in zip((inner, "ep"), exchanged, strict=True):
         ms = made.manifest.microbatches * (one.forward[0] + one.backward[0])
         for rank in (rank for rank in range(made.manifest.topology.world) if made.manifest.topology.of(rank).pp == 0):
             assert sent[rank, axis] == pytest.approx(ms * 1e6 / 8), (rank, axis)

@@ -2,8 +2,11 @@
 
 import hashlib
 import io
+import itertools
+from collections import Counter
 from datetime import timedelta
 
+import pytest
 import torch
 
 from zbc.ir import Kind
@@ -13,9 +16,11 @@ from zbc.runtime.core.execute import finish, run_step
 from zbc.runtime.core.feature import Pause
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.shards.gathers import Gathers
+from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.words.vocabulary_state import Vocabulary
 from zbc.runtime.transports.around import Staged
 from zbc.runtime.transports.network import Network
+from zbc.training.models.experts import Experts
 from zbc.training.warm import warm
 from zbc.training.worker import build_worker
 
@@ -84,3 +89,34 @@ def digests(rank: int, plan: StoredPlan, steps: int) -> tuple[list[dict[int, str
         found.append({s: hashlib.sha256(b"".join(parts)).hexdigest() for s, parts in bits.items()})
     worker.transport.close()
     return found, norms
+
+
+def every(self, likely):
+    """All choices of top_k experts, in turn."""
+    those = torch.tensor([*itertools.combinations(range(self.count), self.top_k)])
+    return those[torch.arange(len(likely)) % len(those)]
+
+
+def exchanging(
+    rank: int, plan: StoredPlan, steps: int
+) -> tuple[list[tuple[float, float]], bytes, dict[bool, int], dict[tuple[int, tuple[int, ...]], int]]:
+    """Losses and norms, and packed weights, with `every` choice of experts; the rows sent to ranks of this node and of
+    others; and how often counts were exchanged, by op and ranks."""
+    worker, sent, counts = open_worker(rank, plan), Counter[bool](), Counter[tuple[int, tuple[int, ...]]]()
+    transport = worker.features.of(SharedLayers).swaps.transport
+    start = transport.start_swap
+
+    def started(mine, out, parts, into, ranks):
+        place = ranks.index(rank)
+        if mine.is_floating_point():
+            sent[ranks[1] - ranks[0] > 1] += sum(count for at, count in enumerate(out) if at != place)
+        else:
+            counts[worker.progress.index, ranks] += 1
+        return start(mine, out, parts, into, ranks)
+
+    transport.start_swap = started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experts, "_chosen", every)
+        found = [(result.loss, result.grad_norm) for result in (run_step(worker, step) for step in range(steps))]
+    worker.transport.close()
+    return found, pack({name: p.detach() for name, p in primary(worker).items()}), sent, counts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.paced import run_on_a_slow_disk, run_paced
-from tests.processes.plans import killing, metrics, processes, run_here, write_plan, write_troubled_plan
+from tests.processes.plans import GPT, killing, metrics, processes, run_here, write_plan, write_troubled_plan
 from tests.refusals import error_of, refused
 from zbc.errors import ZbcError
 from zbc.training.launch import launch, local
@@ -18,15 +18,15 @@ from zbc.training.train import RankFailed
 STEPS = 12
 
 
-def plan_of(tmp_path, **changes):
+def plan_of(tmp_path, name="plan", **changes):
     tables = {"parallel": {"pp": 2}, "schedule": {"kind": "zb-h1"}, "optimizer": {"lr": 0.01, "clip_grad_norm": 1.0}}
     tables |= {"train": {"steps": STEPS}, "checkpoint": {"every": 2}}
-    return write_plan(tmp_path, **{**tables, **changes})
+    return write_plan(tmp_path, name, **{**tables, **changes})
 
 
-def result(out):
+def result(out, steps=STEPS):
     """The losses of all steps, and the bytes of the last checkpoint."""
-    files = (out / f"checkpoints/step-{STEPS:08d}").glob("*.safetensors")
+    files = (out / f"checkpoints/step-{steps:08d}").glob("*.safetensors")
     return [(row["step"], row["loss"]) for row in metrics(out)], {file.name: file.read_bytes() for file in files}
 
 
@@ -73,6 +73,24 @@ def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_pa
     thread.join()
     assert killed and len(restarts(lines)) <= len(killed)
     assert result(out) == expected
+
+
+@pytest.mark.limit(500)
+@pytest.mark.repeats
+def test_a_killed_rank_with_a_share_of_experts_leaves_no_trace_and_the_run_goes_on_with_other_shares(tmp_path, out):
+    """Experts of a group along tp, cp and dp."""
+    model = {"family": "llama", "experts": 8, "top_k": 2, "expert_hidden": 16, "balance_loss": 0.01}
+    tables = {"model": {**GPT, **model}, "train": {"steps": STEPS // 2, "watchdog_s": 200.0}}
+    folded = {"pp": 1, "tp": 2, "cp": 2, "dp": 2, "ep": 8, "shard": "optimizer"}
+    plan, whole = plan_of(tmp_path, **tables, parallel=folded, schedule={"kind": "1f1b"}), tmp_path / "whole"
+    run_here(plan, 8, whole, steps=STEPS // 2)
+    run_paced(plan, 8, out, each=killing(out, {4: 5}), max_restarts=1)
+    assert result(out, STEPS // 2) == result(whole, STEPS // 2)
+    other = {"pp": 2, "tp": 2, "ep": 2, "tp_sequence": True}
+    split = plan_of(tmp_path, name="other", **tables, parallel=other, schedule={"kind": "zb-h1", "microbatches": 8})
+    run_here(split, 4, tmp_path / "after", resume=str(whole / "checkpoints/step-00000004"))
+    losses = [row["loss"] for row in metrics(whole)]
+    assert [row["loss"] for row in metrics(tmp_path / "after")] == pytest.approx(losses[4:], rel=1e-6)
 
 
 @pytest.mark.repeats

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-
 import pytest
 import torch
 
@@ -13,10 +10,7 @@ from tests.runtime.test_expert_parallel import numbers, plan
 from tests.runtime.test_experts import SLICED
 from tests.threads import each_parameter, run_threads
 from tests.tiers import few
-from zbc.compiler.compile import load_job
-from zbc.compiler.cost import estimate, pricing
 from zbc.runtime.features.experts.expert_parallel import Copies
-from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.training.models.experts import Experts
 
 FAST, SLOW = 8.0, 0.01  # Gbit/s inside a node and between nodes
@@ -77,46 +71,6 @@ def test_weights_after_two_steps_are_those_after_one_whatever_the_loads(tmp_path
         found.append({(worker.rank, name): p for worker, name, p in each_parameter(workers)})
     for key, weight in found[0].items():
         torch.testing.assert_close(weight, found[1][key], rtol=1e-5, atol=1e-7)
-
-
-def every(self, likely):
-    """All choices of top_k experts, in turn."""
-    those = torch.tensor([*itertools.combinations(range(self.count), self.top_k)])
-    return those[torch.arange(len(likely)) % len(those)]
-
-
-def test_a_rank_sends_the_rows_that_are_priced(tmp_path, monkeypatch):
-    """In F and B, over each link; counts are exchanged once per step."""
-    monkeypatch.setattr(Experts, "_chosen", every)
-    model = {**MODEL, "seq_len": 56, "balance_loss": 0.0, "router_z_loss": 0.0}
-    way, sent, counts = {"schedule": {"kind": "1f1b"}, "model": model}, Counter(), Counter()
-    made = planned(tmp_path, way, dp=4, ep=4)
-
-    def watch(worker):
-        transport = worker.features.of(SharedLayers).swaps.transport
-        start = transport.start_swap
-
-        def started(mine, out, parts, into, ranks):
-            place = ranks.index(worker.rank)
-            if mine.is_floating_point():
-                rows = sum(count for at, count in enumerate(out) if at != place)
-                sent[worker.rank, ranks[1] - ranks[0] > 1] += rows
-            else:
-                counts[worker.rank, worker.progress.index, ranks] += 1
-            return start(mine, out, parts, into, ranks)
-
-        transport.start_swap = started
-
-    run_threads(made, 1, setup=watch)
-    found = load_job(tmp_path / "zbc.toml")
-    placement = made.manifest.to_placement()
-    stages, table = [[0, 1, 2], [3, 4, 5]], estimate.layers(found)
-    (one,) = pricing.exchanges(pricing._seated(found, placement, stages, table), stages, table)
-    ms = made.manifest.microbatches * (one.forward[0] + one.backward[0])
-    for rank in (rank for rank in range(8) if made.manifest.topology.of(rank).pp == 0):
-        size = 32 * 4 * 8 / 1e6
-        assert size * (sent[rank, True] / SLOW + sent[rank, False] / FAST) == pytest.approx(ms, rel=1e-3)  # and counts
-    assert {*counts.values()} == {2}  # of two blocks
 
 
 def test_copies_are_added_row_by_row_in_their_order():

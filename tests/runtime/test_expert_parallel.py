@@ -20,7 +20,7 @@ from tests.runtime.test_checkpoints import at
 from tests.runtime.test_experts import MODEL, OFFLOADED, SLICED, tables
 from tests.runtime.weighed import most_held
 from tests.threads import each_parameter, run_threads
-from tests.tiers import few
+from tests.tiers import dealt, few
 from zbc.compiler.check import check_complete
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory.per_rank import peaks
@@ -99,19 +99,13 @@ WAYS = [
 UNEVEN = {"schedule": {"kind": "1f1b"}, "model": {"heads": 3, "hidden": 24, "shared_hidden": 24}}  # shares of tokens
 FOLDED = [
     ({"schedule": {"kind": "1f1b"}, "optimizer": {"sync": "two-versions"}}, {"ep": 2, "tp": 4, "shard": "optimizer"}),
-    ({"schedule": {"kind": "1f1b"}}, {"dp": 2, "ep": 4, "tp": 2}),
-    ({"schedule": {"kind": "braid-v"}}, {"ep": 2, "tp": 2, "tp_sequence": True}),
     ({"schedule": {"kind": "zb-v"}, "model": {"shared_hidden": None}}, {"ep": 2, "tp": 2}),
-    ({"schedule": {"kind": "zb-v"}}, {"cp": 2, "ep": 2}),
     ({"schedule": {"kind": "1f1b"}, "model": {"shared_hidden": None}}, {"ep": 2, "tp": 2, "tp_sequence": "regather"}),
     ({"schedule": {"kind": "braid-v"}}, {"cp": 2, "ep": 4, "tp": 2, "tp_sequence": True}),
     ({"schedule": {"kind": "1f1b"}}, {"ep": 2, "tp": 4}),
     (UNEVEN, {"ep": 2, "tp": 3, "dp": 2}),
-    ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "optimizer"}),
-    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "gradients"}),
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 4, "shard": "weights"}),
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "cp": 2, "shard": "weights", "exchange": "one-sided"}),
-    ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 4, "ep": 4, "tp": 2, "shard": "all"}),
     ({"schedule": {"kind": "chimera"}}, {"dp": 2, "ep": 4, "tp": 2, "shard": "all"}),
     # Copies of experts alone share them out.
     ({"schedule": {"kind": "interleaved-1f1b"}}, {"ep": 2, "tp": 4, "shard": "all"}),
@@ -124,9 +118,7 @@ FOLDED = [
     ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, {"ep": 2, "tp": 2}),
     ({"schedule": {"kind": "1f1b"}, "model": {"dtype": "bfloat16"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "all"}),
     ({"schedule": {"kind": "zb-h1"}}, {"ep": 2, "tp": 2, "vocabulary": "shared"}),
-    ({"schedule": {"kind": "1f1b"}, "adapter": {"rank": 2}}, {"dp": 2, "ep": 4, "tp": 2}),
     ({"schedule": {"kind": "zb-h1"}, "data": {"balance": "length"}}, {"ep": 2, "tp": 2}),
-    (SLICED, {"ep": 2, "tp": 2}),
     ({"schedule": {"kind": "1f1b"}, "optimizer": {"qk_clip": 0.001}}, {"dp": 2, "ep": 4, "tp": 2}),
     (
         {"schedule": {"kind": "zb-h1"}, "train": {"eval_every": 1, "eval_batches": 1}, "data": {"validation": 0.2}},
@@ -142,6 +134,31 @@ def test_experts_on_several_replicas_train_as_in_one_process(tmp_path, way, para
     found = numbers(run_threads(plan(tmp_path / "all", way, **parallel), 3))
     low = "bfloat16" in str(way)
     assert apart(found, numbers(run_threads(single, 3))) <= (0.02 if low else TOLERANCE)
+
+
+SHARDS = ("optimizer", "gradients", "weights", "all")
+LAYOUTS = [
+    {"tp": 2, "dp": 2, "ep": 4},
+    {"cp": 2, "ep": 2},
+    {"tp": 2, "ep": 2, "tp_sequence": True},
+]
+FEATURES = [
+    ({"schedule": {"kind": "braid-v"}}, {}),
+    *(({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 2, "shard": shard}) for shard in SHARDS),
+    ({"schedule": {"kind": "1f1b"}, "optimizer": {"kind": "muon"}}, {}),
+    ({"schedule": {"kind": "1f1b"}, "adapter": {"rank": 2}}, {}),
+    (SLICED, {}),
+]
+
+
+@pytest.mark.parametrize(("way", "more", "layout"), dealt(FEATURES, LAYOUTS), ids=str)
+def test_folded_experts_with_each_feature_train_as_in_one_process(tmp_path, way, more, layout):
+    """Losses to 1e-6. Muon makes rounding errors of norms ten times as large."""
+    single = plan(tmp_path / "one", {key: way[key] for key in ALONE if key in way}, pp=1)
+    expected = numbers(run_threads(single, 3))
+    found = numbers(run_threads(plan(tmp_path / "all", way, **{**layout, **more}), 3))
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
+    assert apart(found, expected) <= (10 if "muon" in str(way) else 1) * TOLERANCE
 
 
 def test_experts_that_alone_have_copies_are_gathered_freed_and_scattered_alone(tmp_path):
@@ -170,16 +187,6 @@ def test_experts_on_several_replicas_step_without_a_barrier_to_the_bit(tmp_path,
         found.append((numbers(workers), weights))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(weight, found[1][1][key]) for key, weight in found[0][1].items())
-
-
-@pytest.mark.parametrize(
-    "parallel", few([{"dp": 2, "tp": 2, "ep": 4}, {"dp": 2, "tp": 4, "ep": 2, "shard": "all"}], 1), ids=str
-)
-def test_muon_steps_whole_experts_as_in_one_process(tmp_path, parallel):
-    """It makes rounding errors ten times as large."""
-    way = {"schedule": {"kind": "1f1b"}, "optimizer": {"kind": "muon"}}
-    found = numbers(run_threads(plan(tmp_path / "all", way, **parallel), 3))
-    assert apart(found, numbers(run_threads(plan(tmp_path / "one", way, pp=1), 3))) <= 10 * TOLERANCE
 
 
 def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away(tmp_path):
