@@ -266,7 +266,8 @@ def mixtures(only: Collection[str] = ()) -> Iterator[Step]:
         kind |= {"overlap": True, "early": 1} if row["overlap"] else {}
         tables = {"model": {**LOW, **sizes, "seq_len": seq}, "schedule": {**kind, "microbatch_size": 1}}
         tables |= {"hardware": {"gpu": "h100", "memory_gib": 1000}, "train": {"fused_gradients": True}}
-        tables |= {"memory": {"activations": row["activations"]}}
+        kept = {"attention": "keep"} if row["activations"] == "selective" else {}
+        tables |= {"memory": {"activations": row["activations"], **kept}}
         axes = {"tp": tp, "cp": cp, "dp": dp, "ep": ep, "shard": "optimizer", "tp_sequence": "regather"}
         made = compile_job(job(layers=layers, pp=pp, m=m, parallel=axes, **tables), suggest=False, budget=0.0)
         work = _flops(sizes, layers, seq) * m * dp * seq / (pp * tp * cp * dp)

@@ -87,9 +87,9 @@ def test_a_block_that_gathers_again_keeps_what_korthikanti_count_but_what_they_n
     assert kept == pytest.approx(34 - 2 - 4, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["experts over 4 nodes", "16k tokens", "32k tokens", "1 chunk"])
-def test_mixtures_of_experts_take_as_long_as_they_were_measured_or_a_third_longer(name):
+@pytest.mark.parametrize("name", ["experts over 4 nodes", "16k tokens", "32k tokens", "7 chunks"])
+def test_mixtures_of_experts_take_about_as_long_as_they_were_measured(name):
     """The authors fuse rotary positions, SwiGLU and the exchange of rows: these move three times as much here."""
     (step,) = published.mixtures([name])
-    assert 1 < step.ratio < 1.35, step
+    assert step.ratio == pytest.approx(1, abs=0.15), step
     assert name != "experts over 4 nodes" or step.measured == pytest.approx(19.7, rel=0.01)

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from tests.jobs import job
 from zbc.job.flops import keys_seen
+from zbc.runtime.features.slices.slicing import causal
 from zbc.runtime.transports.transport import Offer
 from zbc.training.profiling import dry
 from zbc.training.profiling.kernels import Kernels
@@ -84,6 +85,14 @@ def test_causal_attention_leaves_out_whole_tiles(device):
     (causal,) = counted(lambda q, k, v: mix(q, k, v, is_causal=True), shape, shape, shape, device=device)["attention"]
     assert whole[0] == 4 * 2 * 3 * 1024 * 1024 * 8
     assert causal[0] == whole[0] * keys_seen(1024, {"cpu": 512, "cuda": 128}[device]) / 1024
+
+
+def test_on_a_gpu_the_last_rows_attend_by_a_kernel_without_a_mask():
+    rows, length = (((1, 2, count, 8), F32) for count in (512, 1024))
+    moved = 4 * 2 * (2 * 512 * 8 + 2 * 1024 * 8 + 512)  # queries and outputs, keys and values, a number per row
+    flops = 4 * 2 * 512 * (512 + keys_seen(512, 128)) * 8
+    assert counted(causal, rows, length, length, device="cuda") == {"attention": [(flops, moved, 1)]}
+    assert counted(causal, rows, length, length)["attention"] == [(4 * 2 * 512 * 1024 * 8, moved + 4 * 512 * 1024, 1)]
 
 
 def test_backward_of_attention_makes_five_products():

@@ -206,7 +206,6 @@ def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
     raise _none_fits(found, [*rows.values()])
 
 
-_FAST = 1e-3  # seconds of a search: the fast tier, with kernels that are compiled once for all shapes
 # Schedules to weigh a shape with if the schedule is open: the first two that the job allows.
 _STANDINS = ("v-auto", "zb-auto", "interleaved-1f1b", "1f1b")
 ENOUGH = 3  # times the ranks of a pipeline: microbatches beyond which a step grows by its busiest rank's work
@@ -233,7 +232,7 @@ def _planned(job: Job, shape: world.Shape, enough: float) -> world.Weighed:
     rest = shape.microbatches - count
     changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
     try:
-        compiled = _compile(decided(asked_again(replace(job, schedule=changed))), _FAST)
+        compiled = _compile(decided(asked_again(replace(job, schedule=changed))), 0.0)
         held = compiled.report.peak_bytes if compiled.report.bytes_known else None
         busiest = max(rank.busy_ms for rank in compiled.report.per_rank) / count
         took = compiled.settled_ms + rest * busiest

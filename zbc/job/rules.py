@@ -454,11 +454,15 @@ def _expert_rules(parallel: Parallel, model: Model) -> Found:
         text = "shares out whole experts over ranks that share layers, and layers of your own route all tokens on each"
         hint = f"set parallel.expert_tp = {parallel.tp}"
     elif model.experts and model.experts % parallel.ep:
-        text, hint = f"does not divide model.experts = {model.experts}", "use a divisor of both, or 1"
+        both = math.gcd(model.experts, count)
+        near = next(ep for ep in range(min(both, parallel.ep), 0, -1) if both % ep == 0)
+        text = f"does not divide model.experts = {model.experts}"
+        hint = f"set ep = {near}, which divides the {count} ranks, too"
     elif count % parallel.ep:
         ranks = " x ".join(f"parallel.{axis}" for axis, size in axes.items() if size > 1 or axis == "dp")
         text = f"does not divide {ranks} = {count}"
         hint = f"set dp = {parallel.ep // math.gcd(parallel.ep, listed)} or a multiple of it"
+        hint += ", or drop expert_tp" if parallel.tp > 1 and not parallel.folded else ""
     if text:
         yield "E110", "parallel.ep", f"parallel.ep = {parallel.ep} {text}", hint
 

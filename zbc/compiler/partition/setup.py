@@ -206,9 +206,10 @@ class Setup:
         lower = (rung for rung in takewhile(promising, rungs) if rung.limit.units != self.limit.units)
         by_hand = (order for order in self.by_hand() if promising(self))
         for order in chain((rung.ordered(seconds, **search) for rung in lower), by_hand):
-            now = self._over(order), order.step_ms(self.job)
-            if now[0] < over or (now[0] <= over and now[1] < step * (1 - TINY)):
-                best, (over, step) = order, now
+            took = order.step_ms(self.job)
+            shorter = took < step * (1 - TINY)
+            if (over or shorter) and ((now := self._over(order)) < over or (shorter and now <= over)):
+                best, over, step = order, now, took
         return best
 
     def _over(self, order: Ordered) -> float:

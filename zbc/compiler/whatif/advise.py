@@ -127,7 +127,10 @@ class _Shape(NamedTuple):
         return self.shape._replace(ep=1)
 
     def planned_as(self, kind: str) -> Iterator[toml.Document]:
-        """Yields its job under a schedule; of a large step first with its own policy, which is one of many."""
+        """Yields its job under a schedule; of a large step first with its own policy, which is one of many. Without a
+        pipeline schedules are alike."""
+        if self.shape.pp == 1 and kind != BASELINE:
+            return
         own = _with(self.document, {("schedule", "kind"): kind})
         if self.policy is not None and _is_large(self.shape):
             yield _with(own, {ACTIVATIONS: self.policy})
@@ -199,21 +202,24 @@ def advise(
         if guess is not None:
             shapes.append(_Shape(guess, k, shape, own, policy))
     chosen, rows = _best(shapes), list[tuple[float, int, toml.Document, world.Shape]]()
+    jobs = [(one.shape, [*one.planned_as(kind)]) for one in chosen for kind in KINDS]
+    whole = dict[int, list[Row]]()
     if chosen and _is_large(chosen[0].shape):
-        for early in _whole(next(chosen[0].planned_as(BASELINE))):
-            first(early)
-    for k, (candidate, kind) in enumerate((candidate, kind) for candidate in chosen for kind in KINDS):
-        done(PLANNING, k / len(chosen) / len(KINDS))
-        for own in candidate.planned_as(kind) if candidate.shape.pp > 1 or kind == BASELINE else ():
-            row = _weighed(own, candidate.shape)
-            if row.error is None and row.sample_ms is not None:
-                rows.append((row.sample_ms, k, own, candidate.shape))
+        early = jobs[0][1][0]
+        for row in whole.setdefault(id(early), [*_whole(early)]):
+            first(row)
+    for k, (shape, ways) in enumerate(jobs):
+        done(PLANNING, k / len(jobs))
+        for own in ways:
+            look = _weighed(own, shape)
+            if look.error is None and look.sample_ms is not None:
+                rows.append((look.sample_ms, k, own, shape))
                 break
-            _remember(least, row)
+            _remember(least, look)
     best = list[Row]()
     for own in _few(sorted(rows, key=lambda row: row[:2])):
         done(FINISHING, len(best) / ROWS)
-        best += _whole(own)
+        best += whole[id(own)] if id(own) in whole else _whole(own)
     if not best:
         raise _nothing_fits(state, document, least)
     best.sort(key=lambda row: row.sample_ms)
@@ -337,7 +343,7 @@ def _under_all(row: Row) -> Row:
 
 def _mixed(row: Row) -> Row:
     """The row, with less recompute in some stages if it was planned with one policy and that is faster."""
-    if row.document.values["memory"]["activations"] == "auto":
+    if row.document.values["memory"]["activations"] in ("auto", "keep"):
         return row
     return min([row, *_whole(_with(row.document, {ACTIVATIONS: "auto"}))], key=lambda one: one.sample_ms)
 

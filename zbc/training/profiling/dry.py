@@ -27,6 +27,7 @@ from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
 from zbc.runtime.core.grouped import Loads
 from zbc.runtime.core.private import NUMBERLESS, FakeTensor, FakeTensorMode, grouped_kernel, load_fakes, pytree, reader
+from zbc.runtime.features.slices.slicing import last_rows
 from zbc.topology import INNER, Topology
 from zbc.training import frames
 from zbc.training.profiling import words
@@ -215,6 +216,10 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
     return found
 
 
+def _last_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[-3] < q.shape[-3])
+
+
 def _wide(func: Callable[..., Any]) -> Callable[..., Any]:
     """The function under a GPU's autocast, which runs it in float32."""
 
@@ -241,5 +246,6 @@ WIDE = (functional.layer_norm, functional.softmax, torch.softmax, Tensor.softmax
 GPU: dict[Any, Callable[..., Any]] = {
     **{func: _wide(func) for func in WIDE},
     functional.rms_norm: _wide(_rms_norm),
+    last_rows: _last_rows,
     Tensor.is_cuda.__get__: lambda x: True,  # type: ignore[attr-defined]
 }

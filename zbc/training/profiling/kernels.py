@@ -146,12 +146,13 @@ def _product(_: Kernels, packet: Any, args: Any, kwargs: Any, result: Any) -> tu
 
 def _attention(products: int, first: int) -> Callable[..., tuple[str, float]]:
     """The operations of a kernel of attention with so many products of queries and keys; argument `first` is the
-    queries. Causal attention leaves out whole tiles of keys only."""
+    queries, the last ones. Causal attention leaves out whole tiles of keys only."""
 
     def rule(self: Kernels, packet: Any, args: Sequence[Any], kwargs: Any, result: Any) -> tuple[str, float]:
         q, k, v = args[first : first + 3]
         causal = bool(next((one for one in args[first + 3 :] if isinstance(one, bool)), kwargs.get("is_causal", False)))
-        seen = keys_seen(k.shape[-2], TILE[self.device]) if causal else k.shape[-2]
+        rows, length = q.shape[-2], k.shape[-2]
+        seen = length - rows + keys_seen(rows, TILE[self.device]) if causal else length
         width = (q.shape[-1] + v.shape[-1]) / 2
         return ATTENTION, products * 2 * math.prod(q.shape[:-1]) * seen * width
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import handle_torch_function, has_torch_function
 
 from zbc.errors import ZbcError
 from zbc.runtime.core.again import Around, around
@@ -237,12 +239,18 @@ def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
         return _limited(q, k, v, limits)
     if rows == length:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if q.device.type == "cuda":  # flash attention has a kernel for this mask, which takes no memory
-        from torch.nn.attention.bias import causal_lower_right
-
-        return functional.scaled_dot_product_attention(q, k, v, causal_lower_right(rows, length), enable_gqa=grouped)
+    if q.is_cuda:
+        return last_rows(q, k, v)
     mask = _lower_right(rows, length, length, q.dtype, q.device)
     return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
+
+
+def last_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`causal` by flash attention, which has a kernel for this mask that takes no memory. A dry run answers for it."""
+    if has_torch_function((q, k, v)):
+        return handle_torch_function(last_rows, (q, k, v), q, k, v)  # type: ignore[no-any-return]
+    mask = causal_lower_right(q.shape[-2], k.shape[-2])
+    return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=k.shape[-3] < q.shape[-3])
 
 
 CHUNK = 512  # queries whose scores exist at once
