@@ -227,20 +227,20 @@ def _planned(job: Job, shape: world.Shape, enough: float) -> world.Weighed:
 
     Each microbatch that is left out adds the busiest rank's work on one: a step takes at least that.
     """
-    row = world.Weighed(shape)
+    row, memory = world.Weighed(shape), list[RankMemory]()
     count = int(min(shape.microbatches, enough * shape.pp))
     rest = shape.microbatches - count
     changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
     try:
         compiled = _compile(decided(asked_again(replace(job, schedule=changed))), 0.0)
         held = compiled.report.peak_bytes if compiled.report.bytes_known else None
-        busiest = max(rank.busy_ms for rank in compiled.report.per_rank) / count
+        busiest, memory = max(rank.busy_ms for rank in compiled.report.per_rank) / count, compiled.memory
         took = compiled.settled_ms + rest * busiest
         sequences = compiled.sequences // count * shape.microbatches
         row = world.Weighed(shape, compiled.schedule, took, took / sequences, held, at_least=rest > 0)
-        check_memory(job, compiled.memory, compiled.costs)
+        check_memory(job, memory, compiled.costs)
     except ZbcError as error:
-        other = chunked(job)
+        other = chunked(job, memory)
         return replace(row, error=error) if other is None else _planned(other, shape, enough)
     return row
 
@@ -336,7 +336,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
         compiled = _compile(job, budget)
         check_memory(job, compiled.memory, compiled.costs)
     except ZbcError as error:
-        if (other := chunked(asked)) is not None:
+        if (other := chunked(asked, [] if compiled is None else compiled.memory)) is not None:
             with suppress(ZbcError):
                 return compile_job(other, suggest=False, budget=budget)
         if compiled is not None and suggest and not _unknown(job, compiled):

@@ -16,6 +16,7 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cards import with_card
 from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine
+from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.initial import is_open
 from zbc.compiler.partition.replicas import Problem, joined, plans
@@ -31,6 +32,7 @@ from zbc.job.spec import Job
 WORTH = 0.002  # of a step: least saving for twice as many slices, or for vocabulary parallelism
 MOST = 64  # slices
 CHUNK = 1024  # tokens whose logits a loss makes at once
+LOGIT = 16  # bytes that a logit takes at most, in both types and with its gradient
 _LAYERS, _SLACK, _PLANNED = 10, 0.05, 6  # layers of the closed form, slack of plans, and number of plans
 
 
@@ -119,13 +121,18 @@ def shareable(job: Job) -> bool:
     return job.parallel.pp > 1 and not any(apart) and not any(unshareable(vars(job)))
 
 
-def chunked(job: Job) -> Job | None:
+def chunked(job: Job, memory: Sequence[RankMemory] = ()) -> Job | None:
     """The job with a loss that makes the logits of some tokens at a time, for one that does not fit without. None if it
-    says what its loss does, or if that is impossible."""
+    says what its loss does, if that is impossible, or if a rank of this `memory` is too large by more than logits."""
     model, tokens = job.model, job.schedule.microbatch_size * (job.model.seq_len or 1)
     words = model.causal and model.loss == "cross_entropy" and model.vocab
     measured = job.profile is not None and not job.carded
     if not words or measured or job.hardware.memory_gib is None or model.loss_chunk or tokens < 2:
+        return None
+    logits = LOGIT * model.vocab * tokens / (job.parallel.tp * job.parallel.cp)
+    if any(
+        rank.bytes - (1 + rank.in_flight) * logits > room for rank, room in zip(memory, job.rooms or (), strict=False)
+    ):
         return None
     job = job.with_vocabulary("ends") if job.parallel.vocabulary == "auto" else job
     model = model.model_copy(update={"loss_chunk": min(CHUNK, tokens // 2)})
