@@ -97,26 +97,34 @@ def every(self, likely):
     return those[torch.arange(len(likely)) % len(those)]
 
 
-def exchanging(
-    rank: int, plan: StoredPlan, steps: int
-) -> tuple[list[tuple[float, float]], bytes, dict[bool, int], dict[tuple[int, tuple[int, ...]], int]]:
-    """Losses and norms, and packed weights, with `every` choice of experts; the rows sent to ranks of this node and of
+def skewed(self, likely):
+    """Most tokens choose the same experts, so that a node and some ranks get few rows; none chooses the last one."""
+    found = likely[:, :-1].topk(self.top_k, -1).indices
+    found[len(likely) // 8 :] = torch.arange(self.top_k)
+    return found
+
+
+def one_node(self, likely):
+    return torch.arange(self.top_k).repeat(len(likely), 1)
+
+
+def exchanging(rank: int, plan: StoredPlan, steps: int, choose):
+    """Losses and norms, and packed weights, with these choices of experts; the rows sent to ranks of this node and of
     others; and how often counts were exchanged, by op and ranks."""
     worker, sent, counts = open_worker(rank, plan), Counter[bool](), Counter[tuple[int, tuple[int, ...]]]()
     transport = worker.features.of(SharedLayers).swaps.transport
     start = transport.start_swap
 
     def started(mine, out, parts, into, ranks):
-        place = ranks.index(rank)
         if mine.is_floating_point():
-            sent[ranks[1] - ranks[0] > 1] += sum(count for at, count in enumerate(out) if at != place)
+            sent[ranks[1] - ranks[0] > 1] += sum(out) - out[ranks.index(rank)]
         else:
             counts[worker.progress.index, ranks] += 1
         return start(mine, out, parts, into, ranks)
 
     transport.start_swap = started
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Experts, "_chosen", every)
+        patch.setattr(Experts, "_chosen", choose)
         found = [(result.loss, result.grad_norm) for result in (run_step(worker, step) for step in range(steps))]
     worker.transport.close()
     return found, pack({name: p.detach() for name, p in primary(worker).items()}), sent, counts

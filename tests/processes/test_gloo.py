@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.composed import apart
-from tests.processes.gloo_ranks import every, exchanging, open_network, train, unpack, without_step
+from tests.processes.gloo_ranks import every, exchanging, one_node, open_network, skewed, train, unpack, without_step
 from tests.runtime import test_exchanges, test_given_steps, test_scaling, test_tensor_parallel, test_ties
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import VECTORS, slack
@@ -26,7 +26,6 @@ from zbc.ir import Message, Op, Placement, Program
 from zbc.ops import MAKER, experts_of
 from zbc.plan.directory import assemble, meeting, program_of
 from zbc.plan.groups import gatherings, swapping
-from zbc.runtime.core.answers import primary
 from zbc.runtime.features.groups.units import Braids
 from zbc.runtime.transports.network import directions
 from zbc.training.models.experts import Experts
@@ -123,29 +122,31 @@ def test_ranks_that_share_layers_find_the_numbers_of_one_process(pool, kind, pp,
     assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(train, plan, 3)], "bit by bit"
 
 
-def test_rows_of_experts_cross_to_each_node_once_as_priced(pool, tmp_path, monkeypatch):
-    """Two nodes of two processes: forwards have the bits of threads, and steps the numbers, as in one step of exchange;
-    counts are exchanged once per step of a block, and rows are as many over each link as the price says."""
-    monkeypatch.setattr(Experts, "_chosen", every)
+@pytest.mark.parametrize("choose", few([every, skewed, one_node], 2))
+def test_rows_of_experts_cross_to_each_node_once_as_priced(pool, tmp_path, monkeypatch, choose):
+    """Two nodes of two processes: forwards have the bits of threads, and weights are those after one step of exchange;
+    counts are exchanged once per step of a block. With even loads rows are as many over each link as the price says."""
+    monkeypatch.setattr(Experts, "_chosen", choose)
     model = {**test_exchanges.MODEL, "seq_len": 56, "balance_loss": 0.0, "router_z_loss": 0.0}
-    way, shape = {"schedule": {"kind": "1f1b"}, "model": model}, {"pp": 1, "dp": 4, "ep": 4}
-    one, two = (test_exchanges.planned(tmp_path / str(steps), way, steps=steps, **shape) for steps in (1, 2))
-    workers, found = run_threads(two, 2), pool.run(exchanging, two, 2)
-    numbers = [(result.loss, result.grad_norm) for result in workers[0].results]
-    assert {own[0][0] for own, *_ in found} == {numbers[0][0]}, "bit by bit"
-    assert found == pool.run(exchanging, two, 2), "again, bit by bit"
-    for own, _ in (found[0][:2], pool.run(exchanging, one, 2)[0][:2]):
-        assert apart(own, numbers) <= 1e-6
-    for worker, (_, weights, *_) in zip(workers, found, strict=True):
-        same(unpack([weights]), {name: p.detach() for name, p in primary(worker).items()}, 1e-5)
-    asked = load_job(tmp_path / "2" / "zbc.toml")
-    stages, table = [range(6)], estimate.layers(asked)
-    seated = pricing._seated(asked, two.manifest.to_placement(), stages, table)
-    (priced,) = pricing.exchanges(seated, stages, table)
-    ms, size = 2 * two.manifest.microbatches * (priced.forward[0] + priced.backward[0]), 32 * 4 * 8 / 1e6
-    for *_, sent, counts in found:
-        assert size * (sent[True] / test_exchanges.SLOW + sent[False] / test_exchanges.FAST) == pytest.approx(ms, 1e-3)
-        assert {*counts.values()} == {2 * 4}  # steps, blocks
+    way = {"schedule": {"kind": "1f1b"}, "model": model, "optimizer": {"kind": "sgd", "lr": 0.1}}
+    plans = [test_exchanges.planned(tmp_path / str(n), way, steps=n, pp=1, dp=4, ep=4) for n in (1, 2)]
+    (one, two), workers = (pool.run(exchanging, plan, 2, choose) for plan in plans), run_threads(plans[1], 2)
+    assert two == pool.run(exchanging, plans[1], 2, choose), "bit by bit"
+    assert {own[0][0] for own, *_ in two} == {workers[0].results[0].loss}
+    for (numbers, weights, *_), (others, own, sent, counts) in zip(one, two, strict=True):
+        assert apart(numbers, others) <= 1e-6 and {*counts.values()} == {2 * 4}  # steps, blocks
+        same(unpack([own]), unpack([weights]), 1e-5)
+        assert choose is not every or priced(plans[1], tmp_path / "2") == pytest.approx(
+            test_exchanges.ms_of(sent), 1e-3
+        )
+
+
+def priced(plan, folder):
+    """ms of two steps."""
+    job, stages = load_job(folder / "zbc.toml"), [range(6)]
+    table = estimate.layers(job)
+    (one,) = pricing.exchanges(pricing._seated(job, plan.manifest.to_placement(), stages, table), stages, table)
+    return 2 * plan.manifest.microbatches * (one.forward[0] + one.backward[0])
 
 
 SPREADING = [

@@ -129,7 +129,7 @@ def chunked(job: Job, memory: Sequence[RankMemory] = ()) -> Job | None:
     measured = job.profile is not None and not job.carded
     if not words or measured or job.hardware.memory_gib is None or model.loss_chunk or tokens < 2:
         return None
-    logits = LOGIT * model.vocab * tokens / (job.parallel.tp * job.parallel.cp)
+    logits = LOGIT * (model.vocab or 0) * tokens / (job.parallel.tp * job.parallel.cp)
     if any(
         rank.bytes - (1 + rank.in_flight) * logits > room for rank, room in zip(memory, job.rooms or (), strict=False)
     ):

@@ -248,7 +248,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
 def last_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`causal` by flash attention, which has a kernel for this mask that takes no memory. A dry run answers for it."""
     if has_torch_function((q, k, v)):
-        return handle_torch_function(last_rows, (q, k, v), q, k, v)  # type: ignore[no-any-return]
+        return handle_torch_function(last_rows, (q, k, v), q, k, v)
     mask = causal_lower_right(q.shape[-2], k.shape[-2])
     return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=k.shape[-3] < q.shape[-3])
 
