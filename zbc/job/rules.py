@@ -454,10 +454,8 @@ def _expert_rules(parallel: Parallel, model: Model) -> Found:
         text = "shares out whole experts over ranks that share layers, and layers of your own route all tokens on each"
         hint = f"set parallel.expert_tp = {parallel.tp}"
     elif model.experts and model.experts % parallel.ep:
-        both = math.gcd(model.experts, count)
-        near = next(ep for ep in range(min(both, parallel.ep), 0, -1) if both % ep == 0)
         text = f"does not divide model.experts = {model.experts}"
-        hint = f"set ep = {near}, which divides the {count} ranks, too"
+        hint = f"use a divisor of {math.gcd(model.experts, count)}, which divides the {count} ranks, too"
     elif count % parallel.ep:
         ranks = " x ".join(f"parallel.{axis}" for axis, size in axes.items() if size > 1 or axis == "dp")
         text = f"does not divide {ranks} = {count}"

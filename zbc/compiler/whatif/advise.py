@@ -127,10 +127,7 @@ class _Shape(NamedTuple):
         return self.shape._replace(ep=1)
 
     def planned_as(self, kind: str) -> Iterator[toml.Document]:
-        """Yields its job under a schedule; of a large step first with its own policy, which is one of many. Without a
-        pipeline schedules are alike."""
-        if self.shape.pp == 1 and kind != BASELINE:
-            return
+        """Yields its job under a schedule; of a large step first with its own policy, which is one of many."""
         own = _with(self.document, {("schedule", "kind"): kind})
         if self.policy is not None and _is_large(self.shape):
             yield _with(own, {ACTIVATIONS: self.policy})
@@ -202,7 +199,8 @@ def advise(
         if guess is not None:
             shapes.append(_Shape(guess, k, shape, own, policy))
     chosen, rows = _best(shapes), list[tuple[float, int, toml.Document, world.Shape]]()
-    jobs = [(one.shape, [*one.planned_as(kind)]) for one in chosen for kind in KINDS]
+    pairs = ((one, kind) for one in chosen for kind in KINDS if one.shape.pp > 1 or kind == BASELINE)
+    jobs = [(one.shape, [*one.planned_as(kind)]) for one, kind in pairs]
     whole = dict[int, list[Row]]()
     if chosen and _is_large(chosen[0].shape):
         early = jobs[0][1][0]
