@@ -141,6 +141,28 @@ def test_a_plugin_is_found_in_the_current_directory(zbc, folder):
     assert StoredPlan.read(Path("plan")).manifest.schedule == "my_order:make"
 
 
+PASSES = {  # what a pass returns: what is said of it
+    "1 / 0": "E121.*schedule.passes = passes:f0 failed.*ZeroDivisionError",
+    "ranks": "E121.*pass passes:f1 returned tuple",
+    "program.with_ranks([[*ops, 1] for ops in ranks], by='f')": "E121.*pass passes:f2 has 1 in the order",
+    "replace(program, dp=2)": "E121.*pass passes:f3 returned .* other stages",
+    "program.with_ranks([ops[:-1] for ops in ranks], by='f')": "E202.*pass passes:f4 .*never runs",
+    "program.with_ranks([ops[::-1] for ops in ranks], by='f')": "E20[16].*pass passes:f5 made an order",
+}
+
+
+def test_a_pass_that_breaks_an_order_is_named(zbc, job, folder):
+    lines = [
+        f"def f{n}(program, context):\n    ranks = program.ranks\n    return {made}" for n, made in enumerate(PASSES)
+    ]
+    (folder / "passes.py").write_text("\n".join(["from dataclasses import replace", *lines]))
+    for n, said in enumerate(PASSES.values()):
+        named = f'schedule.passes=["passes:f{n}"]'
+        ran = zbc("plan", job(layers=10, schedule={"kind": "auto"}), "-q", "--budget", "0", "--set", named)
+        assert ran.code in (3, 4) and re.search(said, ran.err, re.DOTALL), ran.err
+        assert not (folder / "plan").exists()
+
+
 def test_a_plugin_is_told_what_the_job_asks_of_an_order(zbc, folder):
     asks = "(request.v, request.group, request.early, request.overlap) == (1, 3, 1, True)"
     code = PLUGIN.replace("return", f"return {asks} and")

@@ -151,15 +151,19 @@ def test_tables_that_make_docs_writes_are_those_of_the_pages():
     assert len(named) > 40 and all(f"| `{key}` |" in make.reference().split(f"[{table}]")[1] for table, key in named)
 
 
-def test_the_plugin_of_the_docs_plans(tmp_path, monkeypatch):
-    """docs/extending.md claims that this order works; zbc proves it."""
+def test_the_plugin_and_the_pass_of_the_docs_plan(tmp_path, monkeypatch):
+    """docs/extending.md claims that they work; zbc proves it."""
     from tests.jobs import toml_text
     from zbc.compiler.compile import compile_job, load_job
 
-    (tmp_path / "my_order.py").write_text(blocks_of("extending.md")[0])
-    (tmp_path / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'kind = "my_order:make"'))
+    for name, block in zip(("my_order", "my_passes"), blocks_of("extending.md"), strict=False):
+        (tmp_path / f"{name}.py").write_text(block)
+    schedule = {"kind": "my_order:make", "passes": ["my_passes:receive_first"]}
+    (tmp_path / "zbc.toml").write_text(toml_text(schedule=schedule))
     monkeypatch.syspath_prepend(tmp_path)
-    assert compile_job(load_job(tmp_path / "zbc.toml")).report.deadlock_free
+    found = compile_job(load_job(tmp_path / "zbc.toml"))
+    assert found.report.deadlock_free and found.program.history[-1] == "receive-first"
+    assert all(op.kind.is_recv for ops in found.program.ranks for op in ops[:8])
 
 
 def blocks_of(name):
@@ -185,7 +189,7 @@ def extended(tmp_path_factory):
     """A copy of zbc with all changes of docs/extending.md."""
     folder = tmp_path_factory.mktemp("extended")
     shutil.copytree(ROOT / "zbc", folder / "zbc", ignore=shutil.ignore_patterns("__pycache__"))
-    for block in blocks_of("extending.md")[1:]:
+    for block in blocks_of("extending.md")[2:]:
         follow(block, folder)
     (folder / "job.toml").write_text((ROOT / "plans" / "lesson.toml").read_text())
     return folder

@@ -12,14 +12,15 @@ The order matters:
 6. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
    For steps without a flush one pass, flushless, does all of this at once: the places of ops depend on the steps
    before and after.
-7. freeze, on request, leaves the list as it is and shortens some of its ops.
+7. the passes of the job (`schedule.passes`) change a program that is complete.
+8. freeze, on request, leaves the list as it is and shortens some of its ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from zbc.compiler.passes.flushless import Flushless, Several, never
 from zbc.compiler.passes.freeze import Freeze
@@ -40,7 +41,8 @@ from zbc.job.spec import Job
 class Pass(Protocol):
     """A frozen dataclass whose fields are its options."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str: ...
 
     def run(self, program: Program, context: Context) -> Program:
         """Returns the changed program; `context` is of the given one."""
@@ -61,6 +63,7 @@ class Lowering:
     every: int = 0  # microbatches from one step of a stage to its next, if each steps on its own
     several: Several = never  # without a flush: makes several steps of the schedule
     group: int | None = None  # of the schedule
+    own: tuple[Pass, ...] = ()  # of the job, on the complete program
     freeze: Freeze | None = None  # of skipped weight gradients; set once an order is found
 
     @classmethod
@@ -102,7 +105,7 @@ class Lowering:
     @property
     def moves(self) -> bool:
         """Whether a pass moves F and B, or lets steps overlap: only the complete program tells time and memory then."""
-        return self.sync != "before-step" or self.offload is not None or self.weave is not None
+        return self.sync != "before-step" or self.offload is not None or self.weave is not None or bool(self.own)
 
     @property
     def first(self) -> list[Pass]:
@@ -113,11 +116,11 @@ class Lowering:
 
     def _last(self, *, sharded: bool) -> list[Pass]:
         if self.sync in FLUSHLESS:
-            return []
+            return [*self.own]
         ahead = self.sync == "post-validate"  # which gathers the results of its tentative steps
         gather = self.gather or (RenewWeights() if sharded and not ahead else None)
         close = PostValidate() if ahead else OptimizerStep()
-        return [*_some(self.offload, gather), ReduceGrads(), close, *_some(self.freeze)]
+        return [*_some(self.offload, gather), ReduceGrads(), close, *self.own, *_some(self.freeze)]
 
 
 def _some(*passes: Pass | None) -> list[Pass]:

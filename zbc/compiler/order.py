@@ -14,13 +14,14 @@ from zbc.compiler.cost.cost import refuse_slices
 from zbc.compiler.graphs import of_graph
 from zbc.compiler.partition.limits import bounds_of
 from zbc.compiler.partition.setup import Ordered, finished, lowering_of, start_of
+from zbc.compiler.partition.userpass import refuse_what_is_no_op
 from zbc.compiler.planner.planner import entrants, planned
 from zbc.compiler.planner.planner import glance as looked
 from zbc.compiler.schedules import AUTO, Request, ScheduleCard, find, replicated
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Placement, Program
 from zbc.job import userobject
 from zbc.job.sections import is_name
 from zbc.job.spec import Job
@@ -99,7 +100,7 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     if not isinstance(program, Program):
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
         raise ZbcError("E121", text, where=where, hint="return zbc.ir.Program(placement, microbatches, ranks)")
-    _refuse_what_is_no_op(program, name, where)
+    refuse_what_is_no_op(program, f"plugin {name}", where)
     if program.slices != job.slices:
         _refuse_other_slices(program, job, name, where)
     _refuse_what_is_no_pipeline(program.placement, name, where)
@@ -131,16 +132,6 @@ def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer
     stages, costs = start_of(job, program.placement, table)
     least = bounds_of(job, program.placement, costs.hidden() if program.grouped else costs)
     return Ordered(name, finished(job, program, costs, stages), stages, costs, least, lowering_of(job))
-
-
-def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:
-    """Raises E121 if a plugin put something other than an op into the order of a rank, or a non-number into an op."""
-    for rank, step, op in program:
-        if not (isinstance(op, Op) and isinstance(op.kind, Kind) and all(type(part) is int for part in op[1:])):
-            text = f"schedule: plugin {name} has {op!r} in the order of rank {rank}, step {step}"
-            # Names a kind: so does a plugin.
-            hint = "an entry is zbc.ir.Op(Kind.F, stage, microbatch), with whole numbers"
-            raise ZbcError("E121", text, where=where, hint=hint)
 
 
 def _refuse_what_is_no_pipeline(placement: Placement, name: str, where: str) -> None:

@@ -205,6 +205,9 @@ class Schedule(Section):
     memory_limit: str | None = key(
         None, 'activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
     )
+    passes: list[str] = key(
+        [], 'passes of yours, "package.module:function", (Program, Context) -> Program, run last'
+    )
     objective: Literal["makespan", "span", "period"] | None = key(
         None, "default: makespan with the optimizer's barrier, span without"
     )

@@ -17,6 +17,7 @@ from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.initial import Stages, initial
 from zbc.compiler.partition.limits import Limit, bounds_of, limit_of, room_of, under
+from zbc.compiler.partition.userpass import passes_of
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard, several
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
@@ -57,7 +58,8 @@ class Choice(NamedTuple):
 
 def lowering_of(job: Job) -> Lowering:
     """The lowering of the programs of a job."""
-    return Lowering.of(job, partial(several, group=job.schedule.group, early=job.schedule.early))
+    lowering = Lowering.of(job, partial(several, group=job.schedule.group, early=job.schedule.early))
+    return replace(lowering, own=passes_of(job)) if job.schedule.passes else lowering
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from zbc.compiler.cost import copies, estimate
 from zbc.compiler.partition.limits import smallest, unlimited
 from zbc.compiler.partition.moving import places, planned
 from zbc.compiler.partition.setup import Choice, Ordered, Setup, freezing_refused, held_in, limited, over_of, start_of
+from zbc.compiler.partition.userpass import PassFailed
 from zbc.compiler.passes.offload import TooTight
 from zbc.compiler.planner.case import Case
 from zbc.compiler.schedules.searched import own_limit
@@ -145,7 +146,9 @@ class Best:
         return [(case, choice) for *_, case, choice in sorted(promising, key=lambda one: one[0])]
 
     def refuse(self, error: ZbcError, needed: float = INF) -> None:
-        """Records an impossible variant, and the limit from which it would be possible."""
+        """Records an impossible variant, and the limit from which it would be possible. Raises an error of a pass."""
+        if isinstance(error, PassFailed):
+            raise error
         self._refused.append((error.code != "E303", needed, error))
 
     def refuse_for(self, case: Case, choice: Choice, error: ZbcError) -> None:
