@@ -49,6 +49,8 @@ def test_the_data_of_the_page_are_the_timeline(name):
     where = {piece.id: k for k, (_, piece) in enumerate(flat)}
     sources = list(one.strip.sources())
     assert panel["source"] == [where.get(sources[piece.id], -1) for _, piece in flat]
+    stages = {"zb-v": 8, "zb-h2": 4}.get(name, 0)  # whose B and W, joined by a pass, are drawn apart
+    assert panel["apart"] == {str(stage): 0.5 for stage in range(stages)}
     timeline = one.strip.steps[0]
     nodes = chain(timeline, max(range(4), key=timeline.closes))
     path = [i for i in nodes if i < len(timeline.graph.ops)]

@@ -52,7 +52,7 @@ def test_slots_of_unit_ops_are_the_figure_of_the_paper():
     """arXiv 2401.10241, figure 3, ZB-H1: with F = B = W = 1 a slot is a time."""
     found = rows(picture("zb-h1", 4, 8, View(width=120, by="slot")).plain)
     assert found == {
-        0: "F0F1F2F3......D0  F4D1  F5D2  F6D3  F7B4W4B5W5B6W6D7  ",
+        0: "F0F1F2F3......B0W0F4B1W1F5B2W2F6B3W3F7B4W4B5W5B6W6B7W7",
         1: "..F0F1F2....B0F3B1W0F4B2W1F5B3W2F6B4W3F7B5W4B6W5B7W6W7",
         2: "....F0F1..B0F2B1F3B2W0F4B3W1F5B4W2F6B5W3F7B6W4B7W5W6W7",
         3: "......F0B0F1B1F2B2F3B3W0F4B4W1F5B5W2F6B6W3F7B7W4W5W6W7",
@@ -121,8 +121,11 @@ def test_of_a_long_step_three_windows_show_every_op_in_its_order(width):
     found = rows(text)
     for rank, row in found.items():
         ops = [op for op in program.ranks[rank] if op.kind.computes]
-        order = "".join(letter(op, odd=op.stage >= 16) for op in ops for _ in range(2 if op.kind is Kind.BW else 1))
-        begin, middle, end = (part.replace("D ", "DD").strip(".") for part in row.split("~"))
+        halves = [
+            op._replace(kind=kind) for op in ops for kind in ((Kind.B, Kind.W) if op.kind is Kind.BW else (op.kind,))
+        ]
+        order = "".join(letter(op, odd=op.stage >= 16) for op in halves)
+        begin, middle, end = (part.strip(".") for part in row.split("~"))
         assert order.startswith(begin) and order.endswith(end)
         assert middle in order and set(middle) == set("fbwFBW")
     left = next(line for line in text.split("\n") if line.startswith("left out at ~: "))
@@ -143,4 +146,4 @@ def test_a_step_that_fits_and_a_window_asked_for_have_no_gaps():
 
 def test_colours_tell_kinds_and_neighbouring_microbatches_apart():
     spans = {str(span.style) for span in picture("zb-v", 4, 8, View(width=120)).spans}
-    assert len([style for style in spans if " on " in style]) == 8  # four kinds, two shades each
+    assert len([style for style in spans if " on " in style]) == 6  # three kinds, two shades each

@@ -113,6 +113,7 @@ def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: S
         "ranks": rows,
         "durations": [ms for ms in durations],
         "source": [number.get(sources[piece.id], -1) for rank in shown for piece in pieces[rank]],
+        "apart": one.apart,
         "path": [number[i] for i in _path(one) if i in number],
         "held": [[_held(one.costs, Op(kind, stage)) for stage in range(placement.stages)] for kind in kinds],
         "comm": [list(pipe.values()) for pipe in one.costs.links],
@@ -183,9 +184,9 @@ def _path(one: Drawn) -> list[int]:
 
 
 def _legend(drawn: Sequence[Drawn], kinds: Sequence[Kind]) -> str:
-    two = signs(drawn).two
+    shown, two, *_ = signs(drawn)
     words = []
-    for appearance, text in entries(set(kinds), two=two):
+    for appearance, text in entries({kind for kind in kinds if kind in shown or not kind.computes}, two=two):
         words.append(f'<span class="swatch" style="background:{appearance.fills[0]}"></span>{escape(text)}')
     for appearance, _ in entries({kind for plan in drawn for kind in plan.strip.collectives}, two=two):
         swatch = f'<span class="swatch" style="background:{appearance.fills[0]}"></span>'

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
@@ -15,8 +15,11 @@ from zbc.compiler.sim.shared import Shared, shared
 from zbc.compiler.sim.simulate import Timeline, run
 from zbc.compiler.steps import consecutive, in_a_row
 from zbc.ir import COPY, Kind, Op, Program
+from zbc.ops import round_trip
 from zbc.viz.words import title
 
+_HALVES, _BOTH = round_trip(split=True)[1:], round_trip(split=False)[-1]
+_SECOND = 1 << 40  # added to the id of a BW: that of its W
 Window = tuple[float, float]  # ms from the first start on
 
 
@@ -34,6 +37,7 @@ class Strip:
     """The timelines of consecutive steps of one program, on one axis."""
 
     steps: tuple[Timeline, ...]
+    apart: Mapping[int, float] = field(default_factory=dict)  # see `Drawn.apart`
 
     @property
     def ranks(self) -> int:
@@ -69,8 +73,9 @@ class Strip:
                     yield DrawnOp(-1, collective.op, collective.start - begin, collective.end - begin)
 
     def row(self, rank: int) -> Iterator[DrawnOp]:
-        """The compute ops of a rank, and its collectives as far as they run after the last op of their step."""
-        begin, row = self.begin, [*self.pieces(rank)]
+        """The compute ops of a rank, a BW as its B and W where these are drawn apart, and its collectives as far as
+        they run after the last op of their step."""
+        begin, row = self.begin, [half for piece in self.pieces(rank) for half in self._halves(piece)]
         for timeline in self.steps:
             last = timeline.last_end(rank) - begin
             for collective in timeline.sums:
@@ -79,6 +84,15 @@ class Strip:
                     row.append(DrawnOp(-1, collective.op, start, end))
                     last = end
         return iter(sorted(row, key=lambda piece: (piece.start, piece.end)))
+
+    def _halves(self, piece: DrawnOp) -> Iterator[DrawnOp]:
+        op, share = piece.op, self.apart.get(piece.op.stage, 1.0)
+        if op.kind is not _BOTH or share == 1.0:
+            yield piece
+            return
+        middle = piece.start + share * (piece.end - piece.start)
+        yield piece._replace(op=op._replace(kind=_HALVES[0]), end=middle)
+        yield DrawnOp(piece.id + _SECOND, op._replace(kind=_HALVES[1]), middle, piece.end)
 
     def copies(self, rank: int) -> Iterator[DrawnOp]:
         """The offloads and reloads of a rank, in the order of their starts; their ids are -1."""
@@ -147,6 +161,19 @@ class Drawn:
     recorded: Recording | None = None
     groups: str = ""  # the groups of layers of the stages of a graph
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strip", replace(self.strip, apart=self.apart))
+
+    @property
+    def apart(self) -> dict[int, float]:
+        """By stage B's share of a BW. Drawn as its B and its W, as in papers, is one of a schedule of separate B and W:
+        a pass has joined the two where no other rank waits for B."""
+        sent = {op[1:] for ops in self.program.ranks for op in ops if op.kind is Kind.SEND_B}
+        joined = sent and not any(op.kind is _BOTH and op[1:] in sent for ops in self.program.ranks for op in ops)
+        there = self.program.split and joined
+        pairs = zip(self.costs.column("b"), self.costs.column("w"), strict=True) if there else ()
+        return {stage: b / (b + w) for stage, (b, w) in enumerate(pairs) if w > 0}
+
     @property
     def braided(self) -> bool:
         """Whether overlap groups hide sums, which are then drawn below their ops."""
@@ -173,7 +200,9 @@ class Signs(NamedTuple):
 def signs(drawn: Sequence[Drawn]) -> Signs:
     placements = [plan.program.placement for plan in drawn]
     kinds = {kind for plan in drawn for kind in plan.strip.collectives}
-    kinds |= {op.kind for plan in drawn for ops in plan.program.ranks for op in ops if op.kind.computes}
+    for plan in drawn:
+        there = {op.kind for ops in plan.program.ranks for op in ops if op.kind.computes}
+        kinds |= there - {_BOTH} if plan.apart else there
     kinds |= {kind for plan in drawn for kind in plan.program.kinds & COPY if kind.row.look}
     stages = (pipe.count(rank) for placed in placements for pipe in placed.pipes for rank in range(placed.ranks))
     replicas = any(placed.replicas for placed in placements)

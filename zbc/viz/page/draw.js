@@ -35,6 +35,7 @@ for (const [p, panel] of D.panels.entries()) {
   panel.onPath = new Set(panel.path);
 }
 const kindOf = (row, i) => D.kinds[row.k[i]];
+const HALVES = ["B", "W"].map((op) => D.kinds.find((kind) => kind.op === op));  // of a BW, where they are drawn apart
 const pipeOf = (row, i) => (row.u ? row.u[i] : 0);
 const partOf = (entry, mb) => (Array.isArray(entry) ? entry[mb % entry.length] : entry);  // of unequal microbatches
 const chunkOf = (row, i) => D.panels[row.panel].chunks[row.rank][pipeOf(row, i) * 100000 + row.s[i]] || 0;
@@ -44,8 +45,8 @@ function opText(row, i) {
   const share = row.w && row.w[i] < 100 ? " " + row.w[i] + "%" : "";
   return kindOf(row, i).op + " s" + row.s[i] + " m" + row.m[i] + slice + (pipeOf(row, i) ? " up" : "") + share;
 }
-function labelOf(row, i) {
-  const kind = kindOf(row, i), letter = pipeOf(row, i) ? kind.other : kind.letter;
+function labelOf(row, i, kind = kindOf(row, i)) {
+  const letter = pipeOf(row, i) ? kind.other : kind.letter;
   if (kind.alone) return letter;
   return (chunkOf(row, i) % 2 ? letter.toLowerCase() : letter) + row.m[i];
 }
@@ -171,19 +172,22 @@ function drawRow(pen, row, s, matched) {
       const chosen = (state.path && panel.onPath.has(row.first + i)) || matched.has(row.index + ":" + i);
       pen.globalAlpha = chosen ? 1 : 0.3;
     }
-    pen.fillStyle = kind.fills[row.m[i] % 2];
-    pen.fillRect(x, top, Math.max(0.8, wide - (wide > 4 ? 0.7 : 0)), rowHeight);
+    const share = kind.op === "BW" ? panel.apart[row.s[i]] || 1 : 1, middle = x + wide * share;
+    const parts = share === 1 ? [[kind, x, wide]] : [[HALVES[0], x, middle - x], [HALVES[1], middle, x + wide - middle]];
+    for (const [part, from, room] of parts) {
+      pen.fillStyle = part.fills[row.m[i] % 2];
+      pen.fillRect(from, top, Math.max(0.8, room - (room > 4 ? 0.7 : 0)), rowHeight);
+    }
     if (wide < 9) continue;
     pen.fillStyle = kind.ink;
     if (pipeOf(row, i)) for (let d = 0; d < wide; d += 6) pen.fillRect(x + d, top, 1.2, rowHeight);
     const chunk = rowHeight > 12 ? chunkOf(row, i) : 0;
     if (chunk & 1) pen.fillRect(x, top + rowHeight - 3.5, wide - 0.7, 2);
     if (chunk & 2) pen.fillRect(x, top + 1.5, wide - 0.7, 2);
-    const text = labelOf(row, i);
-    for (const part of [text, text.slice(1)]) {
-      if (pen.measureText(part).width > wide - 3) continue;
-      pen.fillText(part, x + wide / 2, top + rowHeight / 2);
-      break;
+    for (const [part, from, room] of parts) {
+      const text = labelOf(row, i, part), fits = [text, text.slice(1)].find((one) => pen.measureText(one).width <= room - 3);
+      pen.fillStyle = part.ink;
+      if (fits) pen.fillText(fits, from + room / 2, top + rowHeight / 2);
     }
   }
   pen.globalAlpha = 1;
