@@ -212,6 +212,30 @@ def test_too_little_data_is_refused_with_the_file(text, m, said, end):
     assert caught.value.where.startswith("data.path = ") and caught.value.where.endswith(end)
 
 
+def test_each_of_several_sets_has_the_numbers_that_it_has_alone_and_the_first_says_which_is_best(text, tmp_path):
+    (other := tmp_path / "other.txt").write_text("ab" * 16 * 50)
+    sets = {"odd": str(other), "same": text}
+
+    def evaluated(paths):
+        data = {"kind": "text", "path": text, "validation": paths}
+        plan = make_plan(
+            make_program("zb-v", 2, 4), model=GPT | {"vocab": 256}, data=data, train=EVERY | {"eval_batches": 2}
+        )
+        return [worker.evaluation.results for worker in run_threads(plan, 4)]
+
+    both, alone = evaluated(sets), {name: evaluated(path)[0] for name, path in sets.items()}
+    for found in both:
+        assert [[row.name for row in (each, *each.others)] for each in found] == [["odd", "same"]] * 2
+        for number, each in enumerate(found):
+            for row in (each, *each.others):
+                single = alone[row.name][number]
+                assert (row.loss, row.samples, row.kept) == (single.loss, single.samples, single.kept)
+    with refused("E504", "kept for evaluation", hint="to a larger file") as caught:
+        (tmp_path / "few.txt").write_text("abc" * 16)
+        evaluated({"odd": text, "few": str(tmp_path / "few.txt")})
+    assert caught.value.where.startswith("data.validation.few = ")
+
+
 def test_a_synthetic_set_is_not_evaluated_whole_unless_asked_to():
     data = {"kind": "synthetic", "validation": 0.5}
     (worker,) = run_threads(make_plan(make_program("1f1b", 1, 1), model=GPT, data=data, train={"eval_every": 1}), 1)

@@ -8,6 +8,7 @@ import pytest
 from tests.compiler.grid import make
 from tests.jobs import job
 from tests.listing import listing
+from tests.lowered import lower
 from tests.viz import browser
 from tests.viz.drawing import drawn, whole
 from zbc.compiler.compile import compile_job
@@ -17,7 +18,7 @@ from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.why import chain
 from zbc.ir import Kind, Placement
 from zbc.viz import html
-from zbc.viz.strip import Drawn
+from zbc.viz.strip import Drawn, signs
 
 
 def data_of(page):
@@ -49,12 +50,18 @@ def test_the_data_of_the_page_are_the_timeline(name):
     where = {piece.id: k for k, (_, piece) in enumerate(flat)}
     sources = list(one.strip.sources())
     assert panel["source"] == [where.get(sources[piece.id], -1) for _, piece in flat]
-    stages = {"zb-v": 8, "zb-h2": 4}.get(name, 0)  # whose B and W, joined by a pass, are drawn apart
-    assert panel["apart"] == {str(stage): 0.5 for stage in range(stages)}
     timeline = one.strip.steps[0]
     nodes = chain(timeline, max(range(4), key=timeline.closes))
     path = [i for i in nodes if i < len(timeline.graph.ops)]
     assert [flat[k][1].op for k in panel["path"][-len(path) :]] == [timeline.graph.ops[i] for i in path]
+
+
+@pytest.mark.parametrize(("name", "stages"), [("zb-v", 8), ("1f1b", 0), ("dualpipe", 0)])
+def test_a_joined_backward_is_drawn_as_two_where_the_schedule_splits_all(name, stages):
+    one = whole(lower(make(name, 4, 8)), Costs.uniform(make(name, 4, 8).placement, 1.0, 3.0, 1.0))
+    (panel,) = data_of(html.draw([one]))["panels"]
+    assert panel["apart"] == {str(stage): 0.75 for stage in range(stages)}
+    assert (Kind.BW in signs([one]).kinds) == (stages == 0) and Kind.BW in one.program.kinds
 
 
 def test_the_page_is_one_file_that_asks_for_nothing():

@@ -112,7 +112,7 @@ def plan(
 
 def _missing(job: Job) -> list[str]:
     """A line for each path of data that is not on this machine, which a run elsewhere may have."""
-    paths = [("path", job.data.path), ("validation", job.data.others)]
+    paths = [("path", job.data.path), *(("validation", path) for path in job.data.sets.values())]
     each = [(key, path) for key, value in paths for path in ([value] if isinstance(value, str) else value or [])]
     return [f"data.{key}: {path} is not there, and a run needs it" for key, path in each if not os.path.exists(path)]
 

@@ -96,7 +96,7 @@ def _data_rules(data: Data, model: Model | None = None) -> Found:
         yield "E105", "[data]", f"data.path is missing (files of {data.kind})", hint
     if data.dtype is not None and data.kind != "tokens":
         yield "E150", "data.dtype", f'data.dtype is for kind = "tokens", kind is "{data.kind}"', "drop it"
-    if data.others is not None and data.kind not in KINDS_OF_FILES:
+    if any(data.sets.values()) and data.kind not in KINDS_OF_FILES:
         text = f"data.validation names files of text, tokens or chat, data.kind is {data.kind!r}"
         yield "E150", "data.validation", text, "write the share of the samples that is kept, such as 0.01"
     if model is None:
@@ -376,7 +376,9 @@ def _evaluation_rules(train: Train, data: Data, checkpoint: Checkpoint | None = 
     if said and train.eval_every:
         return
     reads: list[tuple[Any, str]] = [(train, "train.patience"), (checkpoint, "checkpoint.keep_best")]
-    reads += [] if said else [(train, "train.eval_batches"), (None if data.others is None else data, "data.validation")]
+    reads += (
+        [] if said else [(train, "train.eval_batches"), (data if any(data.sets.values()) else None, "data.validation")]
+    )
     for section, key in reads:
         if section is not None and asks(section, key.partition(".")[2]):
             text = f"train.eval_every is missing, without which nothing is evaluated and {key} not read"

@@ -205,9 +205,7 @@ class Schedule(Section):
     memory_limit: str | None = key(
         None, 'activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
     )
-    passes: list[str] = key(
-        [], 'passes of yours, "package.module:function", (Program, Context) -> Program, run last'
-    )
+    passes: list[str] = key([], 'passes of yours, "package.module:function", (Program, Context) -> Program, run last')
     objective: Literal["makespan", "span", "period"] | None = key(
         None, "default: makespan with the optimizer's barrier, span without"
     )
@@ -548,6 +546,10 @@ class Train(Section):
     )
 
 
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+Sets = Annotated[dict[SetName, str | list[str]], Field(min_length=1)]
+
+
 class Data(Section):
     """`[data]`."""
 
@@ -555,8 +557,10 @@ class Data(Section):
     path: str | list[str] | None = key(None, "text files or folders (default: Python's own sources), or token files")
     tokenizer: str | None = key(None, "chat: folder of the tokenizer and its chat template; default: model.pretrained")
     dtype: Literal["uint16", "uint32"] | None = key(None, "type of the numbers in token files without a JSON file")
-    validation: Annotated[float, Field(ge=0, lt=1)] | str | list[str] = key(
-        0.0, "share of the samples, at the end of the data, that is kept for evaluation; or other files"
+    validation: Annotated[float, Field(ge=0, lt=1)] | str | list[str] | Sets = key(
+        0.0,
+        "share of the samples, at the end of the data, that is kept for evaluation; or other files; a table of names has "
+        "several sets, the first says which is best",
     )
     args: dict[str, Any] = key({}, "keyword arguments of the factory; chat: of the template")
     items: Literal["samples", "steps"] = key(
@@ -574,9 +578,10 @@ class Data(Section):
         return self.validation if isinstance(self.validation, float | int) else 0.0
 
     @property
-    def others(self) -> str | list[str] | None:
-        """The files for evaluation."""
-        return None if isinstance(self.validation, float | int) else self.validation
+    def sets(self) -> dict[str, str | list[str] | None]:
+        """The paths of each validation set by its name; without names one, "", maybe of no files of its own."""
+        one = None if isinstance(self.validation, float | int) else self.validation
+        return one if isinstance(one, dict) else {"": one}
 
 
 class Checkpoint(Section):

@@ -10,10 +10,10 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +44,21 @@ KEY = "checkpoint.keep_best"
 BATCHES = 100  # of an evaluation at most, unless train.eval_batches says otherwise
 
 
+class Kept(NamedTuple):
+    """A validation set; on ranks that read no data without batches, and of 0 microbatches and samples."""
+
+    batches: BatchSource | None = None
+    total: int = 0  # microbatches per evaluation, in all replicas
+    samples: int = 0
+
+
 @dataclass
 class EvaluationRun(PhaseRun):
-    """The PhaseRun of an evaluation: the forward-only program; `batches` is None on ranks that read no data."""
+    """The PhaseRun of an evaluation: the forward-only program; `batches` of the set that is evaluated, None on ranks
+    that read no data."""
 
     every: int = 0
-    total: int = 0  # microbatches per evaluation, in all replicas; 0 if the rank does not know
-    kept: int = 0  # validation samples, likewise
+    sets: dict[str, Kept] = field(default_factory=dict)  # by name; without names one
     results: list[EvaluationResult] = field(default_factory=list)
     counts: Callable[[Tensor], float] | None = None  # number of targets that count, if microbatches may differ in it
     weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, on ranks with losses
@@ -88,29 +96,30 @@ def build_evaluation(site: Site, layout: VectorLayout, counts: Callable[[Tensor]
     Floating-point inputs are cast to the type of the weights, as in training.
     Raises E504 if there are fewer validation samples than a step has samples.
     """
-    manifest, settings, train = site.manifest, site.settings, site.settings.train
-    deal = site.dealer is not None
-    every = whole_rows if deal else all_samples
-    kept = build_validation(settings.data, settings.model, train.seed, every) if site.reads else None
-    per_step, size = manifest.topology.batch, manifest.microbatch_size
-    batches, total = None, 0
-    if kept is not None:
-        if len(kept) < per_step * size:
-            text = f"data: {len(kept)} samples are kept for evaluation, which takes {per_step * size} at once"
-            hint = "set data.validation higher, or to a larger file"
-            raise ZbcError("E504", text, where=place(settings.data, settings.model, kept=True), hint=hint)
-        # A seed of its own, so that few batches are a random sample of all, the same one every time.
-        seed = seed_of(train.seed, "evaluation")
-        batches = Batches(
-            kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered, tokens=site.tokens
-        )
-        total = min(len(kept) // size, (train.eval_batches or BATCHES) * per_step)
-    run = forward_run(EvaluationRun, site.plan, layout, site.rank, batches)
-    run.every, run.total, run.kept = train.eval_every, total, len(kept or ())
-    run.counts = counts or (counting if deal else None)
+    settings = site.settings
+    run = forward_run(EvaluationRun, site.plan, layout, site.rank, None)
+    run.every, run.sets = settings.train.eval_every, {name: _kept(site, name) for name in settings.data.sets}
+    run.counts = counts or (None if site.dealer is None else counting)
     if by := settings.checkpoint.metric:
         run.by, run.metric = by, userobject.call(partial(ByName, userobject.load(by, KEY)), {}, by, KEY)
     return run
+
+
+def _kept(site: Site, name: str) -> Kept:
+    manifest, settings, train = site.manifest, site.settings, site.settings.train
+    every = all_samples if site.dealer is None else whole_rows
+    kept = build_validation(settings.data, settings.model, train.seed, every, name) if site.reads else None
+    if kept is None:
+        return Kept()
+    per_step, size = manifest.topology.batch, manifest.microbatch_size
+    if len(kept) < per_step * size:
+        text = f"data: {len(kept)} samples are kept for evaluation, which takes {per_step * size} at once"
+        hint = "set data.validation higher, or to a larger file"
+        raise ZbcError("E504", text, where=place(settings.data, settings.model, kept=name), hint=hint)
+    # A seed of its own, so that few batches are a random sample of all, the same one every time.
+    seed = seed_of(train.seed, "evaluation")
+    batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered, tokens=site.tokens)
+    return Kept(batches, min(len(kept) // size, (train.eval_batches or BATCHES) * per_step), len(kept))
 
 
 def forward_run(kind: type[_Run], plan: RankPlan, layout: VectorLayout, rank: int, batches: BatchSource | None) -> _Run:
@@ -186,10 +195,19 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     run = worker.evaluation
     if not isinstance(run, EvaluationRun):
         raise ZbcError("E703", "run: this plan has no evaluation", hint="set train.eval_every and plan again")
+    first, *others = (_evaluated(worker, run, name, step) for name in run.sets)
+    result = replace(first, others=tuple(others))
+    run.results.append(result)
+    return result
+
+
+def _evaluated(worker: Worker, run: EvaluationRun, name: str, step: int) -> EvaluationResult:
+    """The result of one set."""
     began = time.monotonic()
-    manifest, progress = worker.plan.manifest, worker.progress
+    manifest, progress, given = worker.plan.manifest, worker.progress, run.sets[name]
+    run.batches = given.batches
     reads = worker.copy == worker.share == 0 and worker.placement.rank_of(0) == worker.plan.rank
-    count, kept = total(worker, *((run.total, run.kept) if reads else (0, 0)))
+    count, kept = total(worker, *(given[1:] if reads else (0, 0)))
     per_batch = run.count * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may be filled up with earlier samples, which do not count
     losses = torch.zeros(3, batches * per_batch, dtype=torch.float64, device=worker.device)  # weighted: loss, 1, metric
@@ -209,9 +227,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     progress.waiting, worker.step = False, step
     samples, (mean, measured) = count * manifest.microbatch_size, (totals[i] / (totals[1] or 1.0) for i in (0, 2))
     metric = None if run.metric is None else measured
-    result = EvaluationResult(step, mean, samples, time.monotonic() - began, kept, metric)
-    run.results.append(result)
-    return result
+    return EvaluationResult(step, mean, samples, time.monotonic() - began, kept, metric, name)
 
 
 def total(worker: Worker, *numbers: int) -> list[int]:

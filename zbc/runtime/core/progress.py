@@ -93,3 +93,5 @@ class EvaluationResult:
     seconds: float
     kept: int = 0  # samples to choose from
     metric: float | None = None  # the mean of the function that checkpoint.keep_best names
+    name: str = ""  # of the validation set, if they have names
+    others: tuple[EvaluationResult, ...] = ()  # of the sets after the first

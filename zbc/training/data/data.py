@@ -414,30 +414,30 @@ def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool =
 
 
 def build_validation(
-    data: spec.Data, model: spec.Model, seed: int, every: Callable[..., Samples] | None = None
+    data: spec.Data, model: spec.Model, seed: int, every: Callable[..., Samples] | None = None, name: str = ""
 ) -> Samples | None:
-    """The validation samples, which are never trained on, of `every` one, by default `all_samples`; None if the job has
-    none. Raises as `build_samples`."""
+    """The validation samples of the set `name`, which are never trained on, of `every` one, by default `all_samples`;
+    None if the job has none. Raises as `build_samples`."""
     every = every or all_samples
-    if data.others is not None:
-        return every(data.model_copy(update={"path": data.others, "validation": 0.0}), model, seed)
+    if (path := data.sets[name]) is not None:
+        return every(data.model_copy(update={"path": path, "validation": 0.0}), model, seed)
     if not data.kept:
         return None
     samples = every(data, model, seed)
     return SampleRange(samples, len(samples) - kept_of(data, samples), len(samples))
 
 
-def place(data: spec.Data, model: spec.Model, *, kept: bool = False) -> str:
-    """The source of the training samples, or of those `kept` for evaluation, by the job's keys."""
+def place(data: spec.Data, model: spec.Model, *, kept: str | None = None) -> str:
+    """The source of the training samples, or of those of a set `kept` for evaluation, by the job's keys."""
     key, path = ("path", data.path)
-    if kept and data.others is not None:
-        key, path = ("validation", data.others)
+    if kept is not None and data.sets[kept] is not None:
+        key, path = (f"validation{kept and '.'}{kept}", data.sets[kept])
     listed = path if path is None or isinstance(path, str) else ", ".join(path[:3]) + ", ..." * (len(path) > 3)
     named = f"data.kind = {data.kind}" if path is None else f"data.{key} = {listed}"
     if data.kind in KINDS:
         named += f", in samples of {model.seq_len} tokens"
     if data.kept:
-        named += f", {'of which' if kept else 'less what'} data.validation = {data.kept:g} keeps"
+        named += f", {'less what' if kept is None else 'of which'} data.validation = {data.kept:g} keeps"
     return named
 
 

@@ -133,16 +133,21 @@ class RunRecord:
 
     def record_evaluation(self, result: EvaluationResult) -> str:
         """Writes an evaluation; returns its line for the console."""
-        numbers = {"step": result.step + 1, "eval_loss": result.loss, "eval_samples": result.samples}
-        numbers["eval_ms"], metric = 1e3 * result.seconds, ""
-        if result.metric is not None:
-            numbers["eval_metric"], metric = result.metric, f", metric {result.metric:.4f}"
+        every, parts = (result, *result.others), list[str]()
+        took = 1e3 * sum(each.seconds for each in every)
+        numbers = {"step": result.step + 1, "eval_loss": result.loss, "eval_samples": result.samples, "eval_ms": took}
+        for each in every:
+            metric, of = "", f" of {each.kept}" * (each.kept > each.samples)
+            if each.name:
+                numbers[f"eval_{each.name}_loss"] = each.loss
+            if each.metric is not None:
+                numbers.setdefault("eval_metric", each.metric)
+                numbers |= {f"eval_{each.name}_metric": each.metric} if each.name else {}
+                metric = f", metric {each.metric:.4f}"
+            parts.append(f"{each.name} loss {each.loss:.4f}{metric} over {each.samples}{of} samples".lstrip())
         self._write(numbers)
-        width, of = len(str(self._steps)), f" of {result.kept}" * (result.kept > result.samples)
-        return (
-            f"step {result.step + 1:{width}d}/{self._steps}  evaluation: loss {result.loss:.4f}{metric} over "
-            f"{result.samples}{of} samples, {1e3 * result.seconds:.1f} ms"
-        )
+        width = len(str(self._steps))
+        return f"step {result.step + 1:{width}d}/{self._steps}  evaluation: {'; '.join(parts)}, {took:.1f} ms"
 
     def _write(self, numbers: dict[str, Any]) -> None:
         """Writes a line of metrics. Raises E608 if that fails; existing lines stay complete."""
