@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import parametrize
 
 from tests.composed import apart, settings, trained
 from tests.jobs import job
@@ -24,10 +25,12 @@ from zbc.job import adapterfolder
 from zbc.job.adapter import ENDS
 from zbc.job.hffolder import write_shard
 from zbc.job.spec import Adapter
+from zbc.runtime.core.grouped import Groups, of_expert
 from zbc.runtime.core.slot import Slot, using
 from zbc.training.building.context import Settings
 from zbc.training.models import adapters, compiled
-from zbc.training.models.adapters import LoraLinear
+from zbc.training.models.adapters import LoraLinear, LoraStack
+from zbc.training.models.stacks import stacks_of, unstacked
 
 # torch hides this warning while it compiles, which fails if several threads do.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -72,11 +75,33 @@ class Lora(nn.Module):
         return self.base(x) + self.scale * (x @ self.down.T) @ self.up.T
 
 
+class StackedLora(nn.Module):
+    """The same on a stack of weights (E, outputs, inputs), of tensors as peft has them."""
+
+    def __init__(self, down, up, scale):
+        super().__init__()
+        self.scale, self.down, self.up = scale, nn.Parameter(down), nn.Parameter(up)
+
+    def forward(self, weights):
+        count = len(weights)
+        downs = self.down.unflatten(0, (count, -1))
+        ups = self.up.unflatten(1, (-1, count)).permute(2, 0, 1)
+        return weights + self.scale * ups @ downs
+
+
+def in_files(worker):
+    """The weights of a rank by their names in files."""
+    named = (pair for stage in worker.stages.values() for pair in stage.parameters.items())
+    return dict(unstacked(named, stacks_of(worker)))
+
+
 def tensors_of(workers):
     """The adapters of a run as peft calls them."""
     settings = Settings.of(workers[0].plan.manifest)
-    found = {name: p for worker in workers for s in worker.stages.values() for name, p in s.parameters.items()}
-    return {k: t.clone() for k, t in adapters.tensors_of(settings.adapter, settings.model, found).items()}
+    found = {name: p for worker in workers for name, p in in_files(worker).items()}
+    tensors = {k: t.clone() for k, t in adapters.tensors_of(settings.adapter, settings.model, found).items()}
+    adapterfolder._stacked(tensors)
+    return tensors
 
 
 def with_lora(folder, tensors, saved=None):
@@ -89,8 +114,12 @@ def with_lora(folder, tensors, saved=None):
     for name in sorted(n for n in modules if not n.endswith("weight")):
         down, up = (tensors[f"base_model.model.{name}.lora_{side}.weight"].clone() for side in "AB")
         path, _, leaf = name.rpartition(".")
-        layer = Lora(peer.get_submodule(name), down, up, 1.5)  # 3 / sqrt(4)
-        setattr(peer.get_submodule(path), leaf, layer)
+        if leaf in ("experts", "base_layer"):  # peft's wrapper of gate_up_proj is inside of that of down_proj
+            layer, stack = StackedLora(down, up, 1.5), "down_proj" if leaf == "experts" else "gate_up_proj"
+            parametrize.register_parametrization(peer.get_submodule(name.removesuffix(".base_layer")), stack, layer)
+        else:
+            layer = Lora(peer.get_submodule(name), down, up, 1.5)  # 3 / sqrt(4)
+            setattr(peer.get_submodule(path), leaf, layer)
         found |= {f"base_model.model.{name}.lora_{side}.weight": p for side, p in (("A", layer.down), ("B", layer.up))}
     return peer, found
 
@@ -129,12 +158,13 @@ CASES = [
     ("gpt2", ["c_attn", "mlp.c_proj"]),
     ("mistral", ["self_attn.*", "layers.1.gate_up"]),
     ("llama", ["q_proj", *WHOLE, "whole model.norm"]),
+    ("qwen3_moe", ["q_proj", "experts.*"]),
 ]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("by", [with_lora, with_peft])
-@pytest.mark.parametrize(("kind", "targets"), few(CASES, CASES[::4]), ids=str)
+@pytest.mark.parametrize(("kind", "targets"), few(CASES, CASES[:5:4]), ids=str)
 def test_losses_and_adapters_are_those_of_lora_in_plain_torch_and_of_peft(folders, tmp_path, by, kind, targets):
     plan = plan_of(folders(kind), targets)
     started = [make_worker(plan, rank) for rank in range(2)]
@@ -217,14 +247,19 @@ def test_a_loss_by_chunks_of_a_frozen_head_trains_alike(dtype):
 
 
 MIXTURE = {"family": "llama", "experts": 4, "top_k": 2, "ffn_hidden": 64}
-MIXED = ("slices", "tp", "sharded optimizer", "autocast", "cp", "ep")
+MIXED = ("slices", "sharded optimizer", "autocast", "cp", "ep")
 
 
-@pytest.mark.parametrize("traits", few([[], *([one] for one in MIXED)], 2))
-def test_attention_beside_frozen_experts_trains_alike(traits):
-    model = {f"model__{key}": value for key, value in MIXTURE.items()}
+IN_EXPERTS = ["q_proj", "experts.*"]
+SHARED = [([], ["*"]), *(([one], IN_EXPERTS) for one in ("tp", *MIXED, "folded"))]
+
+
+@pytest.mark.parametrize(("traits", "targets"), few(SHARED, 2), ids=str)
+def test_adapters_of_attention_and_of_experts_train_alike(traits, targets):
+    model = {f"model__{key}": value for key, value in MIXTURE.items()} | {"adapter__targets": targets}
     plain = tables(*(trait for trait in traits if trait == "autocast"), **model, parallel__pp=1)
     how = {"parallel__ep": 2, "parallel__dp": 2, "schedule__microbatches": 4} if traits == ["ep"] else {}
+    how = {"parallel__ep": 2, "parallel__tp": 2} if traits == ["folded"] else how
     assert apart(trained(tables(*([] if how else traits), **model, **how)), trained(plain)) <= 2e-5
 
 
@@ -358,8 +393,7 @@ def save(folder, settings, workers):
     """Saves as every rank of a run does; the first rank completes it."""
     said = []
     for number, worker in enumerate(workers):
-        named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}
-        found = adapters.tensors_of(settings.adapter, settings.model, named)
+        found = adapters.tensors_of(settings.adapter, settings.model, in_files(worker))
         said.append(write_shard(folder, number, len(workers), found) if found else "")
     adapterfolder.complete(folder, settings.adapter, settings.model, said, settings.pretrained)
 
@@ -393,20 +427,32 @@ def test_files_have_the_names_that_peft_publishes(folders, tmp_path, kind, targe
     assert config["fan_in_fan_out"] is (kind == "gpt2")
 
 
-def test_merged_weights_compute_what_adapters_beside_them_do(folders):
-    plan = plan_of(folders("llama-grouped"), ["*", *WHOLE])
+@pytest.mark.parametrize(("kind", "targets"), [("llama-grouped", ["*", *WHOLE]), ("qwen3_moe", ["experts.*"])])
+def test_merged_weights_compute_what_adapters_beside_them_do(folders, kind, targets):
+    plan = plan_of(folders(kind), targets)
     workers, settings = run_threads(plan, 3), Settings.of(plan.manifest)
-    found = dict(parameters(workers))
+    found, begun = ({}, {})
+    for named, some in ((found, workers), (begun, [make_worker(plan, rank) for rank in range(2)])):
+        named.update(pair for worker in some for pair in in_files(worker).items())
     merged = adapters.merged(settings.adapter, settings.model, found)
     assert merged.keys() == {name for name in found if ".lora." not in name}
-    begun = parameters([make_worker(plan, rank) for rank in range(2)])
-    assert [merged[f"{name}.weight"].equal(begun[f"{name}.weight"]) for name in ENDS] == [False, True, False]
+    whole = kind == "llama-grouped"
+    assert [merged[f"{name}.weight"].equal(begun[f"{name}.weight"]) for name in ENDS] == [not whole, True, not whole]
     layer = next(one for w in workers for s in w.stages.values() for one in s.layers if one.name == "layers.1")
-    for name, module in ((n, m) for n, m in layer.module.named_modules() if isinstance(m, LoraLinear)):
-        x = torch.randn(3, module.in_features)
-        plain = nn.functional.linear(x, merged[f"layers.1.{name}.weight"])
-        torch.testing.assert_close(plain, module(x), rtol=1e-5, atol=1e-5)
-        assert not merged[f"layers.1.{name}.weight"].equal(module.weight)
+    several = [(n, m) for n, m in layer.module.named_modules() if isinstance(m, LoraLinear | LoraStack)]
+    assert len(several) == (4 if whole else 2)
+    for name, module in several:
+        x, path = torch.randn(6, module.in_features), f"layers.1.{name}.weight"
+        if whole:
+            plain, made, old = nn.functional.linear(x, merged[path]), module(x), [(path, module.weight)]
+        else:
+            counts = torch.tensor([3, 0, 1, 2, 0, 0])
+            old = [(of_expert(path, i), weight) for i, weight in enumerate(module.weight)]
+            parts = zip(x.split(counts.tolist()), old, strict=True)
+            plain = torch.cat([nn.functional.linear(rows, merged[one]) for rows, (one, _) in parts])
+            made = module(x, Groups.of(counts, counts.tolist()))
+        torch.testing.assert_close(plain, made, rtol=1e-5, atol=1e-5)
+        assert not any(merged[one].equal(weight) for one, weight in old)
 
 
 REFUSED = [({"rank": 4}, "adapter.rank", {"dp": 2, "shard": "all"}), ({"alpha": 2.0}, "alpha", {})]

@@ -2,6 +2,8 @@
 
     y = W x + b + alpha / rank B A drop(x)  A: rank x inputs, B: outputs x rank, 0 at first; all else is frozen
 
+Weights of experts, which are stacked in a layer, have adapters for each expert where a target names "experts".
+
 A linear layer of a built-in model may stack several layers of its Hugging Face folder: each target among these has an
 adapter of its own, as in Hugging Face. Targets with "whole" before the name train whole, as peft's modules_to_save do.
 """
@@ -65,10 +67,12 @@ class Adapter(Section):
         drops = {"dropout": self.dropout} if self.dropout else {}
         return {"rank": self.rank, "targets": self.targets, **drops} if self.rank else {}
 
-    def names(self, *called: str, whole: bool = False) -> bool:
-        """Whether a linear layer with these names is a target; `whole`: whether a module is one that trains whole."""
+    def names(self, *called: str, whole: bool = False, stacked: bool = False) -> bool:
+        """Whether a linear layer with these names is a target; `whole`: whether a module is one that trains whole,
+        `stacked`: whether a stack of experts' weights is one, of the targets that name experts."""
         ends = [".".join(parts[i:]) for name in called if (parts := name.split(".")) for i in range(len(parts))]
         asked = [target.removeprefix(WHOLE) for target in self.targets if target.startswith(WHOLE) == whole]
+        asked = [target for target in asked if "experts" in target] if stacked else asked
         return any(fnmatchcase(end, target) for end in ends for target in asked)
 
 
@@ -85,8 +89,20 @@ class Part(NamedTuple):
         return self.name.rpartition(".")[2]
 
 
-def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Part]:
-    """The parts with adapters of a linear layer (`layers.3.qkv`) with `outputs` outputs; [] if it is no target."""
+def stack(model: Model, path: str) -> str:
+    """The name in its folder of a stack of experts' weights, `layers.3.mlp.experts.gate_up`."""
+    if model.builtin:
+        _, block, *_, name = path.split(".")
+        return f"model.layers.{block}.mlp.experts.{name}_proj" if model.family == "llama" else path
+    return hfmodel.called(model, path)
+
+
+def parts(adapter: Adapter, model: Model, linear: str, outputs: int, *, stacked: bool = False) -> list[Part]:
+    """The parts with adapters of a linear layer (`layers.3.qkv`) with `outputs` outputs, or of a stack of experts; []
+    if it is no target."""
+    if stacked:
+        name = stack(model, linear)
+        return [Part(name, 0, outputs)] if adapter.names(linear, name, stacked=True) else []
     if not model.builtin:
         name = hfmodel.called(model, linear)
         return [Part(name, 0, outputs)] if name and adapter.names(linear, name) else []
@@ -122,6 +138,13 @@ def linears(model: Model, block: int = 0) -> tuple[str, ...]:
     return names[:2] if model.experts else names
 
 
+def stacks(model: Model) -> Iterator[tuple[str, ...]]:
+    """The names of the stacks of experts in a built-in model's blocks, its own and in a Hugging Face folder."""
+    for i in range(model.first_dense, model.layers if model.builtin and model.experts else 0):
+        for name in ("gate_up" if model.family == "llama" else "up", "down"):
+            yield (path := f"layers.{i}.mlp.experts.{name}"), stack(model, path)
+
+
 def called(model: Model) -> Iterator[tuple[str, ...]]:
     """The names of each linear layer of a built-in model's blocks: its own, then its names in a Hugging Face folder."""
     for i in range(model.layers if model.builtin else 0):
@@ -130,13 +153,20 @@ def called(model: Model) -> Iterator[tuple[str, ...]]:
 
 
 def unknown(
-    adapter: Adapter, layers: Iterable[Sequence[str]], others: Iterable[Sequence[str]], where: str | None = None
+    adapter: Adapter,
+    layers: Iterable[Sequence[str]],
+    others: Iterable[Sequence[str]],
+    stacked: Iterable[Sequence[str]] = (),
+    where: str | None = None,
 ) -> Iterator[ZbcError]:
     """E110 for targets that match nothing; `layers`: the names of each linear layer, `others`: of each module that may
-    train whole."""
+    train whole, `stacked`: of each stack of experts."""
+    each_stack = list(stacked)
     all_names = {False: list(layers), True: list(others)}
     for target in adapter.targets if adapter.rank else ():
         asked, is_whole = adapter.model_copy(update={"targets": [target]}), target.startswith(WHOLE)
+        if not is_whole and any(asked.names(*names, stacked=True) for names in each_stack):
+            continue
         if not any(asked.names(*names, whole=is_whole) for names in all_names[is_whole]):
             last = dict.fromkeys(name.rpartition(".")[2] for names in all_names[is_whole] for name in names)
             kind, name = "module" if is_whole else "linear layer", target.removeprefix(WHOLE)
@@ -151,5 +181,9 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
         return
     few = model.model_copy(update={"layers": min(model.layers, LAYERS)})  # another rule rejects more layers
     yield from unknown(
-        adapter, called(few), [ends(few, name) for name in ENDS], draft.document.where(("adapter", "targets"))
+        adapter,
+        called(few),
+        [ends(few, name) for name in ENDS],
+        stacks(few),
+        draft.document.where(("adapter", "targets")),
     )

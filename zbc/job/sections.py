@@ -559,8 +559,8 @@ class Data(Section):
     dtype: Literal["uint16", "uint32"] | None = key(None, "type of the numbers in token files without a JSON file")
     validation: Annotated[float, Field(ge=0, lt=1)] | str | list[str] | Sets = key(
         0.0,
-        "share of the samples, at the end of the data, that is kept for evaluation; or other files; a table of names has "
-        "several sets, the first says which is best",
+        "share of the samples, at the end of the data, that is kept for evaluation; or other files; a table of names "
+        "has several sets, the first says which is best",
     )
     args: dict[str, Any] = key({}, "keyword arguments of the factory; chat: of the template")
     items: Literal["samples", "steps"] = key(

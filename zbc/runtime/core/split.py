@@ -194,7 +194,7 @@ class GroupedLinear(nn.Module):
     def keep(self, first: int, stop: int) -> None:
         """Keeps the layers from `first` to before `stop`."""
         self.first = first
-        for name, p in self.named_parameters():
+        for name, p in self.named_parameters(recurse=False):
             setattr(self, name, nn.Parameter(p.detach()[first:stop].clone(), p.requires_grad))
 
 

@@ -21,7 +21,7 @@ from zbc.runtime.core.tensors import AUTOCAST
 from zbc.runtime.features.slices.stage_slice import in_slices
 from zbc.runtime.seeding import Watch, draws
 from zbc.training.building.context import Site, group_of
-from zbc.training.models.adapters import LoraLinear
+from zbc.training.models.adapters import LoraLinear, LoraStack
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes
 
@@ -70,7 +70,8 @@ def _build(site: Site, index: int, share: Share, *, splits: bool) -> Stage:
         layers.append(StageLayer(plan.name, module, seen, places(module, seen.remembers), compiled))
         patches += found
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
-    casts += [inner.frozen for layer in layers for inner in layer.module.modules() if isinstance(inner, LoraLinear)]
+    inside = (inner for layer in layers for inner in layer.module.modules())
+    casts += [inner.frozen for inner in inside if isinstance(inner, LoraLinear | LoraStack)]
     return Stage(
         index,
         tuple(layers),

@@ -6,15 +6,19 @@ A linear layer keeps its name, and gets modules inside of it:
     layers.3.qkv.lora.q_proj.down.weight        (rank, inputs), drawn as nn.Linear draws it
     layers.3.qkv.lora.q_proj.up.weight          (outputs of q_proj, rank), 0 at first
 
+A stack of experts' weights has them for each expert, `lora.stacked`, as stacks: down (E, rank, inputs), up (E, outputs,
+rank).
+
 `down` and `up` are linear layers like others: their W is deferred, they are cast once per step, and sharded with tensor
 parallelism. B of the frozen layer is its input gradient only, and its F saves nothing.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -22,13 +26,16 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError, raise_all
 from zbc.job import hfmodel
-from zbc.job.adapter import Adapter, Part, ends, parts, unknown, whole
+from zbc.job.adapter import Adapter, Part, ends, parts, stack, unknown, whole
 from zbc.job.spec import Model
 from zbc.runtime.core.again import remade_of
 from zbc.runtime.core.feature import Feature
-from zbc.runtime.core.split import SplitLinear, plain
+from zbc.runtime.core.grouped import Groups
+from zbc.runtime.core.split import GroupedLinear, SplitLinear, plain
 from zbc.runtime.core.stage import Stage
 from zbc.training.models.model import LayerPlan
+
+STACKED = "stacked"  # the name of an adapter of a stack
 
 
 class Lora(nn.Module):
@@ -75,6 +82,40 @@ class LoraLinear(nn.Linear):
         return SplitLinear(self)
 
 
+class LoraExperts(nn.Module):
+    """`up(scale * down(x))` of each expert, for the rows of each."""
+
+    def __init__(self, of: GroupedLinear, rank: int) -> None:
+        super().__init__()
+        made = partial(GroupedLinear, len(of.weight), bias=False)
+        self.down, self.up = made(of.in_features, rank), made(rank, of.out_features)
+        for side in (self.down, self.up):
+            side.weight = nn.Parameter(of.weight.new_empty(side.weight.shape))
+        for matrix in self.down.weight.unbind():
+            nn.init.kaiming_uniform_(matrix, a=5**0.5)  # as nn.Linear
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor, groups: Groups, scale: float) -> Tensor:
+        inside = self.down(x, groups)
+        return self.up(inside if scale == 1.0 else inside * scale, groups)  # type: ignore[no-any-return]
+
+
+class LoraStack(GroupedLinear):
+    """Beside the class of a frozen stack of linear layers: adapters of each, whose outputs are added to its own."""
+
+    lora: nn.Module
+    scale: float
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        added: Tensor = self.lora.stacked(x, groups, self.scale)  # type: ignore[operator]
+        return self.frozen(x, groups) + added
+
+    @cached_property
+    def frozen(self) -> SplitLinear:
+        """The stack without adapters."""
+        return SplitLinear(self)
+
+
 def _cast(x: Tensor) -> Tensor:
     """The input of several layers, cast once to autocast's type."""
     kind = x.device.type
@@ -97,15 +138,19 @@ def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[
     if not adapter.rank:
         return list(plans)
     found, kinds, names, others = list[LayerPlan](), dict[str, list[Any]](), list[list[str]](), list[tuple[str, ...]]()
+    stacked = list[list[str]]()
     for plan in plans:
         layer = plan.on_meta()
         owners = [name.rpartition(".")[0] for name, _ in layer.named_parameters(remove_duplicate=False)]
         full = {path: f"{plan.name}.{path}".removesuffix(".") for path in owners}
         kept = [path for path, name in full.items() if whole(adapter, model, name)]
         linears = {path: one.out_features for path, one in _linears(layer) if path not in kept}
+        grouped = {path: one.out_features for path, one in _stacks(layer)}
         others += [ends(model, name) for name in full.values()]
+        stacked += [[full[path], stack(model, full[path])] for path in grouped]
         names += [[full[path], theirs] for path in linears if (theirs := hfmodel.called(model, full[path]))]
         spans = {path: parts(adapter, model, full[path], count) for path, count in linears.items()}
+        spans |= {path: parts(adapter, model, full[path], count, stacked=True) for path, count in grouped.items()}
         like, has = plan.like, [kept, *((path, [part[1:] for part in some]) for path, some in spans.items())]
         if like is not None:
             known = kinds.setdefault(like, [])
@@ -113,7 +158,7 @@ def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[
             like += f" {known.index(has) + 1}" if known.index(has) else ""
         found.append(replace(plan, like=like, alter=partial(_adapt, adapter, spans, kept)))
     if not model.builtin:  # built-in ones were checked before (job/adapter.py)
-        raise_all(unknown(adapter, names, others))
+        raise_all(unknown(adapter, names, others, stacked))
     return found
 
 
@@ -126,17 +171,33 @@ def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
     ]
 
 
+def _stacks(layer: nn.Module) -> list[tuple[str, GroupedLinear]]:
+    """The stacks of experts' weights, by their path in a layer."""
+    found = [(path, module) for path, module in layer.named_modules() if isinstance(module, GroupedLinear)]
+    return [(path, module) for path, module in found if ".lora." not in path]
+
+
+@cache
+def _with_lora(kind: type[GroupedLinear]) -> type[GroupedLinear]:
+    return kind if issubclass(kind, LoraStack) else type(f"Lora{kind.__name__}", (LoraStack, kind), {})
+
+
 def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], kept: Sequence[str], layer: nn.Module) -> None:
     """Freezes a layer but for its modules `kept`, and adds its adapters, whose weights are drawn now, also if the layer
     got adapters before: when a user returns it twice, or in a trial."""
-    linears = dict(_linears(layer))
-    if not any(isinstance(linear, LoraLinear) for linear in linears.values()):
+    linears, stacked = dict(_linears(layer)), dict(_stacks(layer))
+    if not any(isinstance(one, LoraLinear | LoraStack) for one in (*linears.values(), *stacked.values())):
         layer.requires_grad_(False)
         for parameter in (p for path in kept for p in layer.get_submodule(path).parameters(recurse=False)):
             parameter.requires_grad_(True)
         layer.__dict__[_DIGEST] = _digest(layer)
     for path, some in spans.items():
-        if some:
+        if some and (grouped := stacked.get(path)) is not None:
+            grouped.__class__ = _with_lora(type(grouped))
+            assert isinstance(grouped, LoraStack)
+            grouped.lora, grouped.scale = nn.Module(), adapter.scale
+            grouped.lora.add_module(STACKED, LoraExperts(grouped, adapter.rank))
+        elif some:
             linear = linears[path]
             linear.__class__ = LoraLinear  # in place, so that all references get the adapters
             assert isinstance(linear, LoraLinear)
@@ -188,13 +249,18 @@ class Frozen(Feature):
 # ---- files ---------------------------------------------------------------------------------------------------
 
 _SIDES = {"down": "lora_A", "up": "lora_B"}
+_EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(.*)")  # the name of an expert's weight in a stack
 
 
 def _of_file(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Part]]:
     """The linear layer, the key and the part of each adapter among the parameters."""
     for name in parameters:
         linear, there, rest = name.partition(".lora.")
-        if there and rest.endswith(".down.weight"):
+        if there and rest == f"{STACKED}.down.weight" and (expert := _EXPERT.fullmatch(linear)) is not None:
+            outputs, (experts, number, own) = len(parameters[f"{linear}.weight"]), expert.groups()
+            for part in parts(adapter, model, f"{experts}.{own}", outputs, stacked=True):
+                yield linear, STACKED, part._replace(name=f"{part.name}.{number}")
+        elif there and rest.endswith(".down.weight"):
             some = parts(adapter, model, linear, len(parameters[f"{linear}.weight"]))
             yield from ((linear, part.key, part) for part in some if f"{part.key}.down.weight" == rest)
 

@@ -29,7 +29,7 @@ from zbc.job import userobject
 from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
-from zbc.training.models.adapters import LoraLinear
+from zbc.training.models.adapters import STACKED, LoraLinear, LoraStack
 from zbc.training.models.experts import Expert, Experts
 from zbc.training.models.gpt import Embed, GptBlock, GptHead
 from zbc.training.models.llama import LlamaBlock
@@ -180,6 +180,10 @@ def columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> dict
 
 def _adapters(linear: nn.Module, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
     """Shards the adapters of a column parallel layer: `down` is whole on each rank, `up` has its outputs only."""
+    if isinstance(linear, LoraStack):
+        up = linear.lora.get_submodule(f"{STACKED}.up")
+        yield f"{name}.lora.{STACKED}.up.weight", keep(up, "weight", -2, parts, group)
+        up.out_features = up.weight.shape[-2]
     if isinstance(linear, LoraLinear):
         starts = [*accumulate(parts, initial=0)]
         for key, start, stop in linear.spans:
@@ -201,9 +205,10 @@ def rows(layer: nn.Module, name: str, parts: list[int], group: Group) -> dict[st
         linear.register_parameter("bias", None)
     found = {f"{name}.weight": cut}
     downs = {key: linear.pair(key).down for key, *_ in linear.spans} if isinstance(linear, LoraLinear) else {}
+    downs |= {STACKED: linear.lora.get_submodule(f"{STACKED}.down")} if isinstance(linear, LoraStack) else {}
     for key, down in downs.items():
-        found[f"{name}.lora.{key}.down.weight"] = keep(down, "weight", 1, parts, group)
-        down.in_features = down.weight.shape[1]
+        found[f"{name}.lora.{key}.down.weight"] = keep(down, "weight", -1, parts, group)
+        down.in_features = down.weight.shape[-1]
     return found
 
 

@@ -36,7 +36,7 @@ def stacks_in(layers: Iterable[tuple[str, nn.Module]]) -> dict[str, Stack]:
         for name, layer in layers
         for path, inner in layer.named_modules()
         if isinstance(inner, GroupedLinear)
-        for key, _ in inner.named_parameters()
+        for key, _ in inner.named_parameters(recurse=False)
     }
 
 
