@@ -76,17 +76,18 @@ class Lora(nn.Module):
 
 
 class StackedLora(nn.Module):
-    """The same on a stack of weights (E, outputs, inputs), of tensors as peft has them."""
+    """The same on a stack of weights (E, outputs, inputs), or `turned` ones, of tensors as peft has them."""
 
-    def __init__(self, down, up, scale):
+    def __init__(self, down, up, scale, turned):
         super().__init__()
-        self.scale, self.down, self.up = scale, nn.Parameter(down), nn.Parameter(up)
+        self.turned, self.scale = turned, scale
+        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
 
     def forward(self, weights):
         count = len(weights)
         downs = self.down.unflatten(0, (count, -1))
         ups = self.up.unflatten(1, (-1, count)).permute(2, 0, 1)
-        return weights + self.scale * ups @ downs
+        return weights + self.scale * ((ups @ downs).mT if self.turned else ups @ downs)
 
 
 def in_files(worker):
@@ -115,8 +116,10 @@ def with_lora(folder, tensors, saved=None):
         down, up = (tensors[f"base_model.model.{name}.lora_{side}.weight"].clone() for side in "AB")
         path, _, leaf = name.rpartition(".")
         if leaf in ("experts", "base_layer"):  # peft's wrapper of gate_up_proj is inside of that of down_proj
-            layer, stack = StackedLora(down, up, 1.5), "down_proj" if leaf == "experts" else "gate_up_proj"
-            parametrize.register_parametrization(peer.get_submodule(name.removesuffix(".base_layer")), stack, layer)
+            experts = peer.get_submodule(name.removesuffix(".base_layer"))
+            stack = "down_proj" if leaf == "experts" else "gate_up_proj"
+            layer = StackedLora(down, up, 1.5, experts.is_transposed)
+            parametrize.register_parametrization(experts, stack, layer)
         else:
             layer = Lora(peer.get_submodule(name), down, up, 1.5)  # 3 / sqrt(4)
             setattr(peer.get_submodule(path), leaf, layer)
@@ -263,7 +266,12 @@ def test_adapters_of_attention_and_of_experts_train_alike(traits, targets):
     assert apart(trained(tables(*([] if how else traits), **model, **how)), trained(plain)) <= 2e-5
 
 
-def test_experts_have_no_adapters():
+def test_experts_have_adapters_where_a_target_names_them():
+    assert job(adapter={**SMALL, "targets": ["experts.down_proj"]}, model=MIXTURE).adapter.rank == 4
+    with refused("E110", match=r"no linear layer is called experts.up_proj"):
+        job(adapter={**SMALL, "targets": ["experts.up_proj"]}, model=MIXTURE)
+    with refused("E110", match="adapter.dropout"):
+        job(adapter={**SMALL, "targets": ["experts.*"], "dropout": 0.1}, model=MIXTURE)
     with refused("E110", match=r"(?s)no linear layer is called gate_proj.*q_proj"):
         job(adapter={**SMALL, "targets": ["gate_proj"]}, model=MIXTURE)
 

@@ -309,7 +309,9 @@ WAYS = {
     "tp of experts": {"parallel": {"tp": 2, "dp": 2, "ep": 2, "expert_tp": 2}, "schedule": "zb-v"},
     "tp of adapters": {"parallel": {"tp": 2}, "slices": 2, "adapter": {"rank": 2, "targets": ["*"]}},
     "words": {"parallel": {"vocabulary": "shared"}},
-    "words of slices": {"parallel": {"vocabulary": "shared", "vocabulary_sums": 2, "tp": 2}, "slices": 2},
+    "words of slices": {"parallel": {"vocabulary": "shared-2", "tp": 2}, "slices": 2},
+    "tp of experts' adapters": {"parallel": {"tp": 2}, "adapter": {"rank": 2, "targets": ["experts.*"]}},
+    "ep of adapters": {"parallel": {"dp": 2, "ep": 2}, "adapter": {"rank": 2, "targets": ["o_proj", "experts.*"]}},
     "cp": {"parallel": {"cp": 2}},
     "cp of slices": {"parallel": {"cp": 2}, "slices": 2},
 }
@@ -342,7 +344,9 @@ def test_a_run_goes_on_from_its_checkpoint(kind, tp, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "targets"), [("deepseek_v3", ["q_b_proj", "mlp.down_proj", "whole lm_head"]), ("opt", ["*"])]
+    ("kind", "targets"),
+    [("deepseek_v3", ["q_b_proj", "mlp.down_proj", "whole lm_head"]), ("opt", ["*"])]
+    + [("deepseek_v3", ["o_proj", "experts.*"]), ("gpt_oss", ["experts.*"])],
 )
 def test_adapters_are_those_of_lora_by_the_names_of_peft(kind, targets, tmp_path):
     """After one step; at first B is 0."""

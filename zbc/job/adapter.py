@@ -47,7 +47,8 @@ class Adapter(Section):
     targets: list[str] = key(
         ["*"],
         "linear layers, as the model or its Hugging Face folder calls them or ends their names, with *: "
-        '"q_proj", "mlp.*", "layers.3.qkv"; those of blocks in a built-in model; "whole lm_head": trains itself',
+        '"q_proj", "mlp.*", "layers.3.qkv"; those of blocks in a built-in model; "experts.*": those of each expert; '
+        '"whole lm_head": trains itself',
         min_length=1,
     )
 
@@ -166,6 +167,12 @@ def unknown(
     for target in adapter.targets if adapter.rank else ():
         asked, is_whole = adapter.model_copy(update={"targets": [target]}), target.startswith(WHOLE)
         if not is_whole and any(asked.names(*names, stacked=True) for names in each_stack):
+            if adapter.dropout:
+                text = (
+                    f"config: adapter.dropout and adapters of experts, {target}, do not go together: rows of an expert"
+                )
+                text += " come in another order on other ranks"
+                yield ZbcError("E110", text, where=where, hint="set dropout = 0.0, or leave the target out")
             continue
         if not any(asked.names(*names, whole=is_whole) for names in all_names[is_whole]):
             last = dict.fromkeys(name.rpartition(".")[2] for names in all_names[is_whole] for name in names)

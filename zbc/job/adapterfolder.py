@@ -24,8 +24,9 @@ def check_target(folder: Path, adapter: Adapter) -> None:
     hffolder.make_folder(folder, (CONFIG, WEIGHTS))
 
 
-def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str], source: str | None) -> None:
-    """Merges the shards of all ranks (`hffolder.write_shard`) into one file, and writes the config of peft."""
+def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str], source: str | None) -> list[str]:
+    """Merges the shards of all ranks (`hffolder.write_shard`) into one file, and writes the config of peft. Returns the
+    names of layers whose adapters peft drops."""
     library, tensors, paths = hffolder.safetensors(), dict[str, Any](), list[Path]()
     for text in filter(None, shards):
         paths.append(folder / json.loads(text)["file"])
@@ -54,8 +55,11 @@ def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str]
         "inference_mode": True,
     }
     hffolder.write_json(folder, CONFIG, config)
+    ends = {name.rpartition(".")[2] for name in adapted_ones}
+    return sorted(ends & _OF_EXPERTS) if model.experts else []
 
 
+_OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}  # peft takes these for the stacked experts'
 _EACH = re.compile(r"base_model\.model\.(.*\.experts)\.(\w+)\.(\d+)\.lora_A\.weight")  # of an expert
 _OF_STACK = re.compile(r"\.experts(\.base_layer)?\.lora_")
 

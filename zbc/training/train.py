@@ -473,8 +473,11 @@ def _save(run: _Run) -> None:
         run.board.meet("saved adapters", run.limit)
         if run.rank == 0:
             shards = run.board.collect("adapters")
-            adapterfolder.complete(beside, asked, model, shards, settings.pretrained)
+            dropped = adapterfolder.complete(beside, asked, model, shards, settings.pretrained)
             run.show(f"wrote the {what}adapters to {beside}")
+            if dropped:
+                lost = f"beside experts peft drops the adapters of {', '.join(dropped)} without an error"
+                run.show(f"{lost}: use --save-hf, or targets of attention and of experts alone")
     if folder is None:
         return
     if asked.rank:
