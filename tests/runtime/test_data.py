@@ -58,17 +58,17 @@ def test_too_little_data_for_one_step_is_refused():
 @pytest.mark.parametrize(
     ("data", "kept", "where"),
     [
-        ({"path": "a.txt"}, False, "data.path = a.txt, in samples of 4 tokens"),
-        ({"path": list("abcd")}, False, "data.path = a, b, c, ..., in samples of 4 tokens"),
-        ({}, False, "data.kind = text, in samples of 4 tokens"),
-        ({"kind": "my.data:make"}, False, "data.kind = my.data:make"),
+        ({"path": "a.txt"}, None, "data.path = a.txt, in samples of 4 tokens"),
+        ({"path": list("abcd")}, None, "data.path = a, b, c, ..., in samples of 4 tokens"),
+        ({}, None, "data.kind = text, in samples of 4 tokens"),
+        ({"kind": "my.data:make"}, None, "data.kind = my.data:make"),
         (
             {"path": "a", "validation": 0.5},
-            True,
+            "",
             "data.path = a, in samples of 4 tokens, of which data.validation = 0.5 keeps",
         ),
-        ({"path": "a", "validation": "b"}, True, "data.validation = b, in samples of 4 tokens"),
-        ({"path": "a", "validation": "b"}, False, "data.path = a, in samples of 4 tokens"),
+        ({"path": "a", "validation": "b"}, "", "data.validation = b, in samples of 4 tokens"),
+        ({"path": "a", "validation": "b"}, None, "data.path = a, in samples of 4 tokens"),
     ],
 )
 def test_the_place_of_data_is_what_the_job_calls_them(data, kept, where):

@@ -168,10 +168,8 @@ def unknown(
         asked, is_whole = adapter.model_copy(update={"targets": [target]}), target.startswith(WHOLE)
         if not is_whole and any(asked.names(*names, stacked=True) for names in each_stack):
             if adapter.dropout:
-                text = (
-                    f"config: adapter.dropout and adapters of experts, {target}, do not go together: rows of an expert"
-                )
-                text += " come in another order on other ranks"
+                text = f"config: adapter.dropout and adapters of experts, {target}, do not go together:"
+                text += " an expert's rows come in another order on other ranks"
                 yield ZbcError("E110", text, where=where, hint="set dropout = 0.0, or leave the target out")
             continue
         if not any(asked.names(*names, whole=is_whole) for names in all_names[is_whole]):
