@@ -581,7 +581,7 @@ class Data(Section):
     def sets(self) -> dict[str, str | list[str] | None]:
         """The paths of each validation set by its name; without names one, "", maybe of no files of its own."""
         one = None if isinstance(self.validation, float | int) else self.validation
-        return one if isinstance(one, dict) else {"": one}
+        return {**one} if isinstance(one, dict) else {"": one}
 
 
 class Checkpoint(Section):

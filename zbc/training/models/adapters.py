@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -107,8 +107,15 @@ class LoraStack(GroupedLinear):
     scale: float
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        added: Tensor = self.lora.stacked(x, groups, self.scale)  # type: ignore[operator]
+        added: Tensor = self.experts(x, groups, self.scale)
         return self.frozen(x, groups) + added
+
+    @property
+    def experts(self) -> LoraExperts:
+        """The adapters."""
+        found = getattr(self.lora, STACKED)
+        assert isinstance(found, LoraExperts)
+        return found
 
     @cached_property
     def frozen(self) -> SplitLinear:
@@ -177,11 +184,6 @@ def _stacks(layer: nn.Module) -> list[tuple[str, GroupedLinear]]:
     return [(path, module) for path, module in found if ".lora." not in path]
 
 
-@cache
-def _with_lora(kind: type[GroupedLinear]) -> type[GroupedLinear]:
-    return kind if issubclass(kind, LoraStack) else type(f"Lora{kind.__name__}", (LoraStack, kind), {})
-
-
 def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], kept: Sequence[str], layer: nn.Module) -> None:
     """Freezes a layer but for its modules `kept`, and adds its adapters, whose weights are drawn now, also if the layer
     got adapters before: when a user returns it twice, or in a trial."""
@@ -193,7 +195,8 @@ def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], kept: Sequence
         layer.__dict__[_DIGEST] = _digest(layer)
     for path, some in spans.items():
         if some and (grouped := stacked.get(path)) is not None:
-            grouped.__class__ = _with_lora(type(grouped))
+            kind = type(grouped)
+            grouped.__class__ = kind if issubclass(kind, LoraStack) else type(kind.__name__, (LoraStack, kind), {})
             assert isinstance(grouped, LoraStack)
             grouped.lora, grouped.scale = nn.Module(), adapter.scale
             grouped.lora.add_module(STACKED, LoraExperts(grouped, adapter.rank))

@@ -181,9 +181,8 @@ def columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> dict
 def _adapters(linear: nn.Module, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
     """Shards the adapters of a column parallel layer: `down` is whole on each rank, `up` has its outputs only."""
     if isinstance(linear, LoraStack):
-        up = linear.lora.get_submodule(f"{STACKED}.up")
-        yield f"{name}.lora.{STACKED}.up.weight", keep(up, "weight", -2, parts, group)
-        up.out_features = up.weight.shape[-2]
+        yield f"{name}.lora.{STACKED}.up.weight", keep(linear.experts.up, "weight", -2, parts, group)
+        linear.experts.up.out_features = linear.out_features
     if isinstance(linear, LoraLinear):
         starts = [*accumulate(parts, initial=0)]
         for key, start, stop in linear.spans:
@@ -204,8 +203,11 @@ def rows(layer: nn.Module, name: str, parts: list[int], group: Group) -> dict[st
     if group.place:
         linear.register_parameter("bias", None)
     found = {f"{name}.weight": cut}
-    downs = {key: linear.pair(key).down for key, *_ in linear.spans} if isinstance(linear, LoraLinear) else {}
-    downs |= {STACKED: linear.lora.get_submodule(f"{STACKED}.down")} if isinstance(linear, LoraStack) else {}
+    downs = dict[str, nn.Linear | GroupedLinear]()
+    if isinstance(linear, LoraLinear):
+        downs.update((key, linear.pair(key).down) for key, *_ in linear.spans)
+    elif isinstance(linear, LoraStack):
+        downs[STACKED] = linear.experts.down
     for key, down in downs.items():
         found[f"{name}.lora.{key}.down.weight"] = keep(down, "weight", -1, parts, group)
         down.in_features = down.weight.shape[-1]
