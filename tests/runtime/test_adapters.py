@@ -254,7 +254,7 @@ MIXED = ("slices", "sharded optimizer", "autocast", "cp", "ep")
 
 
 IN_EXPERTS = ["q_proj", "experts.*"]
-SHARED = [([], ["*"]), *(([one], IN_EXPERTS) for one in ("tp", *MIXED, "folded"))]
+SHARED = [([], ["*"]), ([], IN_EXPERTS), *(([one], IN_EXPERTS) for one in ("tp", *MIXED, "folded"))]
 
 
 @pytest.mark.parametrize(("traits", "targets"), few(SHARED, 2), ids=str)
