@@ -168,7 +168,8 @@ class Drawn:
     def apart(self) -> dict[int, float]:
         """By stage B's share of a BW. Drawn as its B and its W, as in papers, is one of a schedule of separate B and W:
         a pass has joined the two where no other rank waits for B."""
-        sent = {op[1:] for ops in self.program.ranks for op in ops if op.kind is Kind.SEND_B}
+        gradients = {kind for kind in Kind if kind.is_send and any(ref.what == "grad" for ref in kind.row.reads)}
+        sent = {op[1:] for ops in self.program.ranks for op in ops if op.kind in gradients}
         joined = sent and not any(op.kind is _BOTH and op[1:] in sent for ops in self.program.ranks for op in ops)
         there = self.program.split and joined
         pairs = zip(self.costs.column("b"), self.costs.column("w"), strict=True) if there else ()
