@@ -141,7 +141,7 @@ def linears(model: Model, block: int = 0) -> tuple[str, ...]:
 
 def stacks(model: Model) -> Iterator[tuple[str, ...]]:
     """The names of the stacks of experts in a built-in model's blocks, its own and in a Hugging Face folder."""
-    for i in range(model.first_dense, model.layers if model.builtin and model.experts else 0):
+    for i in range(model.layers if model.builtin and model.experts else 0):
         for name in ("gate_up" if model.family == "llama" else "up", "down"):
             yield (path := f"layers.{i}.mlp.experts.{name}"), stack(model, path)
 
