@@ -23,7 +23,8 @@ mean(logsumexp(logits)^2) (arXiv 2202.08906).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -215,3 +216,30 @@ def experts_of(model: Model, activation: nn.Module, *, gated: bool) -> Experts |
         rate=model.balances[1],
         groups=model.expert_groups or (1, 1),
     )
+
+
+class Balance(NamedTuple):
+    """The loss of routers, of `experts` of which a token meets `met`: `weight` x experts x the sum over these of
+    the choices of each, and of its scores, both per token of a microbatch in all layers.
+
+    Layers pass on both, (2, experts), of the routers so far.
+    """
+
+    experts: int
+    met: int
+    weight: float
+
+    def told(self, told: Tensor, logits: Iterable[Tensor]) -> Tensor:
+        """With those of routers with `logits` (N, experts)."""
+        for each in logits:
+            scores = each.softmax(-1)
+            chosen = scores.topk(self.met, -1).indices.flatten()
+            counts = torch.zeros_like(told[0]).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=told.dtype))
+            told = told + torch.stack([counts, scores.float().sum(0)])
+        return told
+
+    def loss(self, told: Tensor, group: Group | None = None) -> Tensor:
+        """Of this rank's tokens, of which a group's choices are counted together."""
+        mine = told.detach()[0]
+        counts = mine if group is None else group.collect(mine).sum(0)
+        return self.weight * self.experts * self.met**2 * (counts / counts.sum() * told[1]).sum() / mine.sum()

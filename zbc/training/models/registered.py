@@ -2,7 +2,7 @@
 
 Attention: models that ask the registry and need no more than `zbc.attention` has run in slices and on packed rows;
 others have their own attention. Experts: their products are grouped, their weight gradients can wait, and replicas can
-share them out; `Balance` is the loss of their routers.
+share them out.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +26,7 @@ from zbc.runtime.core.private import real_tensors
 from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.slices.slicing import attention
-from zbc.runtime.features.tensor_parallel import Group
-from zbc.training.models.experts import lowered
+from zbc.training.models.experts import Balance, lowered
 
 ZBC, HINT = "zbc", "a factory of your own layers is the way: docs/extending.md"
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -125,33 +123,6 @@ def _of_rows(self: Any, rows: Tensor, groups: Groups) -> Tensor:
     inner = self._apply_gate(self.gate_up_proj(rows, groups)) if gated else self.act_fn(self.up_proj(rows, groups))
     made: Tensor = self.down_proj(inner, groups)
     return made
-
-
-class Balance(NamedTuple):
-    """The loss of routers, of `experts` of which a token meets `met`: `weight` x experts x the sum over these of
-    the choices of each, and of its scores, both per token of a microbatch in all layers.
-
-    Layers pass on both, (2, experts), of the routers so far.
-    """
-
-    experts: int
-    met: int
-    weight: float
-
-    def told(self, told: Tensor, logits: Iterable[Tensor]) -> Tensor:
-        """With those of routers with `logits` (N, experts)."""
-        for each in logits:
-            scores = each.softmax(-1)
-            chosen = scores.topk(self.met, -1).indices.flatten()
-            counts = torch.zeros_like(told[0]).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=told.dtype))
-            told = told + torch.stack([counts, scores.float().sum(0)])
-        return told
-
-    def loss(self, told: Tensor, group: Group | None = None) -> Tensor:
-        """Of this rank's tokens, of which a group's choices are counted together."""
-        mine = told.detach()[0]
-        counts = mine if group is None else group.collect(mine).sum(0)
-        return self.weight * self.experts * self.met**2 * (counts / counts.sum() * told[1]).sum() / mine.sum()
 
 
 def balance(root: Any, config: Any) -> Balance | None:

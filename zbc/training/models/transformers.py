@@ -38,9 +38,10 @@ from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
-from zbc.runtime.features.words.words import AS_IS, Shaped
+from zbc.runtime.features.words.words import AS_IS
 from zbc.training.models.experts import keep_own
 from zbc.training.models.hfsharding import Entered, by_words, check, ends_by_words, shard
+from zbc.training.models.hfwords import UNLIKE, output, read, tables
 from zbc.training.models.model import hollow
 from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, stack
 from zbc.training.models.sharding import Shares
@@ -50,8 +51,6 @@ _KEPT = 64  # calls of layers that are kept
 _COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}  # attributes with a layer's number
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")  # lists in a config
 _UNEQUAL = ("biogpt", "inkling2_text")  # of 189 (bench/models.py)
-_UNLIKE = "its logits are not products of a linear layer without a bias, maybe scaled, or capped at 35 or less"
-_LITTLE, _MUCH, _CAP = 2.0**-13, 2.0**13, 35  # of logits: where caps are not seen, where they are all; exp(-2 _CAP) > 0
 _lock = threading.RLock()  # ranks may be threads
 
 
@@ -177,7 +176,7 @@ class TakenApart:
                     raise refused(self.root, "its layers do not return hidden states")
             self.kinds.append(f"{type(layer).__name__}-{known.setdefault(key, len(known))}")
         self.width, self.words = embedded.shape[-1], int(self.root.config.get_text_config().vocab_size)
-        before, after = _read(embedded), _read(self.head(self.root, hidden))
+        before, after = read(embedded), read(self.head(self.root, hidden))
         stacked = {id(p) for p in self.stack.parameters()}
         rest = {id(p) for p in self.root.parameters()} - stacked - after  # some are read without a gradient
         self.ends = before | rest, after
@@ -257,43 +256,6 @@ class TakenApart:
         other = self.root.get_input_embeddings() if side else self.root.get_output_embeddings()
         return _pruned(self.root, self.ends[side], self.stack, other)
 
-    @functools.cached_property
-    def output(self) -> tuple[str, Shaped] | None:
-        """The name of the linear layer whose products make the logits, and how: maybe scaled or capped. None if there
-        is no such layer."""
-        own = self.root.get_output_embeddings()
-        with real_tensors(), contextlib.suppress(Exception):  # of its own code
-            (name,) = (name for name, one in self.root.named_children() if one is own and type(own) is nn.Linear)
-            x = torch.linspace(-8, 8, 8, device="cpu").view(1, 1, -1)
-            scale, most = (self.head_of(name, x * by).abs().max().item() / (8 * by) for by in (_LITTLE, _MUCH))
-            shaped = Shaped(scale) if most > scale / 2 else Shaped(float(f"{scale:.6g}"), most * 8 * _MUCH)
-            same = torch.allclose(shaped.logits(x.clone()), self.head_of(name, x).float(), rtol=1e-6, atol=0)
-            if own.bias is None and same and shaped.cap <= _CAP:
-                return str(name), shaped
-        return None
-
-    @functools.cached_property
-    def words_apart(self) -> Ends | str:
-        """The tables of which ranks can have the rows of some words; a text that says why they cannot."""
-        table, output, found = self.root.get_input_embeddings(), self.output, list[set[int]]()
-        if output is None:
-            return _UNLIKE
-        if not ends_by_words(self)[0] or self.words != table.num_embeddings:
-            return "its embedding is not a table of words"
-        ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
-        given = {"input_ids": ids}, {"inputs_embeds": torch.empty(1, 8, table.embedding_dim, device="meta")}
-        with real_tensors(), contextlib.suppress(Exception):  # of its own code
-            found += (_read(self.stubbed(self.root, self.path, 0, **inputs)[0]) for inputs in given)
-        if len(found) < 2 or found[0] - found[1] != {id(table.weight)}:
-            return "its forward reads words beside its embedding"
-        parts = (0, table), (len(self.stack) + 1, self.root.get_submodule(output[0]))
-        named = {id(one): path for path, one in self.root.named_modules()}
-        names = [f"layers.{place}.root.{named[id(one)]}.weight" for place, one in parts]
-        if self.ties and self.ties != {names[1]: names[0]}:
-            return "it ties other weights than its embedding and its head"
-        tables = {name: (self.words, one.weight.shape[1]) for name, (_, one) in zip(names, parts, strict=True)}
-        return Ends({k: size for k, size in tables.items() if k not in self.ties}, output[1], table.padding_idx)
-
     def head_of(self, name: str, y: Tensor) -> Tensor:
         """The logits, of the output `y` of the head, a module of that name."""
         hidden = torch.empty(1, 1, self.width, device="meta")
@@ -310,18 +272,6 @@ class TakenApart:
                 if owner != place:
                     found[f"layers.{place}.{name}.{local}"] = tied
         return found
-
-
-def _read(y: Tensor) -> set[int]:
-    """The ids of the leaves that a tensor is computed from."""
-    found, seen, left = set[int](), set[Any](), [y.grad_fn]
-    while left:
-        node: Any = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found |= {id(node.variable)} if hasattr(node, "variable") else set()
-            left += [before for before, _ in node.next_functions]
-    return found
 
 
 def _trunk(base: nn.Module) -> tuple[str, str]:
@@ -533,7 +483,7 @@ class Back(Part):
     def __init__(self, model: TakenApart, chunk: int | None) -> None:
         super().__init__(model)
         self.root, self.chunk = model.filled(hollow(model.end(1), torch.get_default_device())), chunk
-        self.ends_before, self.shaped = chunk is not None, model.output[1] if model.output else AS_IS
+        self.ends_before, self.shaped = chunk is not None, (output(model) or ("", AS_IS))[1]
 
     def without_words(self) -> tuple[str, Tensor]:
         """Ends before the logits; returns the name of the table of their words, and it."""
@@ -554,8 +504,8 @@ class Back(Part):
         if self.model.balance is not None and self.training:
             hidden = add_loss(hidden, self.model.balance.loss(told[0], self.own and self.own.tokens.group))
         met = self.met
-        if self.ends_before and self.model.output is not None:
-            y = self.model.before_logits(self.root, hidden, self.model.output[0])
+        if self.ends_before and (made := output(self.model)) is not None:
+            y = self.model.before_logits(self.root, hidden, made[0])
             return y if met is None else met.group.enter(y)
         y = self.model.head(self.root, hidden)
         if met is None:
@@ -598,14 +548,14 @@ def shared(config: Mapping[str, Any], ranks: int) -> None:
 
 def words_of(config: Mapping[str, Any]) -> Ends | str:
     """The tables of a model of which ranks can have the rows of some words; or why they cannot. Raises E521."""
-    return apart(config).words_apart
+    return tables(apart(config))
 
 
 def facts(config: Mapping[str, Any], folder: str | None, chunked: bool) -> tuple[dict[str, Any], int | None]:
     """The keys of [model] of a configuration, and its longest sequence. Raises E521; for a `folder` of weights E520."""
     model = apart(config)
-    if chunked and model.output is None:
-        raise refused(model.root, f"model.loss_chunk is not for it, {_UNLIKE}", "drop model.loss_chunk")
+    if chunked and output(model) is None:
+        raise refused(model.root, f"model.loss_chunk is not for it, {UNLIKE}", "drop model.loss_chunk")
     if folder is not None:
         from zbc.training.models.hfweights import Weights
 
