@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -161,15 +160,6 @@ def by_words(end: nn.Module, module: Any, met: Entered, *, meets: bool) -> dict[
     if meets:
         _become(module, _Meets, (_COLUMNS, met))
     return {f"{path}.{local}".lstrip("."): cut for local, cut in found.items()}
-
-
-@cache
-def ends_by_words(model: Any) -> tuple[bool, bool]:
-    """Whether ranks can share the embedding and the head of a model by words: each word's logits are its own."""
-    table, head = model.root.get_input_embeddings(), model.root.get_output_embeddings()
-    rows_apart, apart = isinstance(table, nn.Embedding) and table.max_norm is None, model.output is not None
-    tied = head is not None and table.weight is head.weight
-    return (rows_apart and apart,) * 2 if tied else (rows_apart, apart)
 
 
 def check(model: Any, found: Sequence[Shares]) -> None:

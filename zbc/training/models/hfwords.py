@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from zbc.runtime.core.private import real_tensors
 from zbc.runtime.features.words.words import Shaped
-from zbc.training.models.hfsharding import ends_by_words
 from zbc.training.models.shared_words import Ends
 
 UNLIKE = "its logits are not products of a linear layer without a bias, maybe scaled, or capped at 35 or less"
@@ -44,6 +43,15 @@ def output(model: Any) -> tuple[str, Shaped] | None:
         if own.bias is None and same and shaped.cap <= _CAP:
             return str(name), shaped
     return None
+
+
+@lru_cache(8)
+def ends_by_words(model: Any) -> tuple[bool, bool]:
+    """Whether ranks can share the embedding and the head of a model by words: each word's logits are its own."""
+    table, head = model.root.get_input_embeddings(), model.root.get_output_embeddings()
+    rows_apart, apart = isinstance(table, nn.Embedding) and table.max_norm is None, output(model) is not None
+    tied = head is not None and table.weight is head.weight
+    return (rows_apart and apart,) * 2 if tied else (rows_apart, apart)
 
 
 @lru_cache(8)
