@@ -39,9 +39,9 @@ def keys(schema, whole):
 
 COUNTED = {
     "commands": (len(COMMANDS), 13),
-    "options": (len({*OPTIONS}), 55),
-    "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 101),
-    "keys": (keys(json_schema(), json_schema()), 183),
+    "options": (len({*OPTIONS}), 46),
+    "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 95),
+    "keys": (keys(json_schema(), json_schema()), 151),
     "codes": (len(errors.CATALOGUE), 65),
 }
 
