@@ -334,7 +334,7 @@ def test_a_limit_in_bytes_of_a_model_that_nobody_has_weighed_is_refused_without_
         (["visualize", "zbc.toml", "--steps", "3-4"], "--steps: works with a recorded run"),
         (["explain", "machine", "--set", "model.layers=3"], "--set change a job"),
         (["compare", "zbc.toml", "-o", "a.gif"], "ends in none of csv, md"),
-        (["report", "zbc.toml", "--plan", "zbc.toml"], "--plan: works with a log"),
+        (["report", ".", "--jitter", "5%"], "--jitter: works with a plan, a job or a CSV"),
         *((["report", "zbc.toml", f"--jitter={share}"], "5% or 0.05") for share in ("five", "-5%", "5%%", "nan")),
         (["check", "zbc.toml", "--fix"], "works on torch CSV"),
         (["run", "plan", "--local", "0"], "--local"),

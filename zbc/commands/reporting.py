@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zbc.commands import foreign, predicting
+from zbc.commands import predicting
 from zbc.commands.console import indented, labelled, show, show_json, table
 from zbc.commands.opening import Changes, is_planned
 from zbc.commands.options import (
@@ -25,6 +25,7 @@ from zbc.commands.options import (
 )
 from zbc.commands.quantities import QUANTITY, rates, throughput, times
 from zbc.commands.summary import layer_ranges, ranges
+from zbc.errors import ZbcError
 from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap
 
 if TYPE_CHECKING:
@@ -46,9 +47,8 @@ def report(
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="PLAN|JOB.toml|FILE.csv|RUN|LOG",
-            help="A plan, a job, a torch CSV, a run directory (RUN/trace/m4: a phase), or a log of Megatron-LM or "
-            "torchtitan.",
+            metavar="PLAN|JOB.toml|FILE.csv|RUN",
+            help="A plan, a job, a torch CSV, or a run directory (RUN/trace/m4: a phase).",
         ),
     ],
     jitter: Annotated[
@@ -60,9 +60,6 @@ def report(
     straggler: Annotated[
         float | None,
         typer.Option(metavar="10%", parser=share, help="Make one rank slower by this much, each rank in turn."),
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(metavar="PLAN|JOB.toml", help="Of a log: what the same job was planned to do.")
     ] = None,
     schedule: ScheduleName = None,
     settings: Settings = None,
@@ -76,24 +73,20 @@ def report(
 
     Of a plan or job: the time of a step, how noise spreads it, and when ranks idle, why, and how much memory is free
     then. Of a run: step times, idle time by cause, ops and memory as measured, and the gain of a plan from the measured
-    times (record some steps first: `zbc run PLAN --trace 10-19`). Of a log: step times, tokens/s, MFU and memory.
+    times (record some steps first: `zbc run PLAN --trace 10-19`).
     """
     changes = Changes(settings, schedule, profile, budget)
-    for option, given, of, kind in (
-        ("--plan", plan, isfile(target) and not is_planned(target), "a log, as a run knows its plan"),
-        ("--jitter", jitter, is_planned(target), "a plan, a job or a CSV"),
-        ("--straggler", straggler, is_planned(target), "a plan, a job or a CSV"),
-    ):
-        if given is not None and not of:
-            raise typer.BadParameter(f"works with {kind}; {target} is none", param_hint=option)
     if is_planned(target):
         predicting.report(target, changes, jitter, straggler, json=json, quiet=quiet, verbose=verbose)
         return
+    for option, given in (("--jitter", jitter), ("--straggler", straggler)):
+        if given is not None:
+            raise typer.BadParameter(f"works with a plan, a job or a CSV; {target} is none", param_hint=option)
     changes.refuse(target)
     if isfile(target):  # not target.is_file(), which raises for what cannot be looked at
-        foreign.report(target, plan, json=json, quiet=quiet)
-    else:
-        _of_run(target, json=json, quiet=quiet, verbose=verbose)
+        hint = "compare step times of other tools by hand: `zbc report PLAN` has what is predicted"
+        raise ZbcError("E430", f"report: {target} is a file; zbc reads its own runs, which are directories", hint=hint)
+    _of_run(target, json=json, quiet=quiet, verbose=verbose)
 
 
 def _of_run(target: Path, *, json: bool, quiet: bool, verbose: bool) -> None:

@@ -34,6 +34,7 @@ OPTIONS = {
     "--gpus": (("init",), "zbc advise FOLDER --gpus N --gpu NAME -o zbc.toml"),
     "--gpu": (("init",), "zbc advise FOLDER --gpus N --gpu NAME -o zbc.toml"),
     "--nodes-of": (("advise",), "--set hardware.ranks_per_node=N"),
+    "--plan": (("report",), "zbc report PLAN, for what is predicted; logs of other tools are not read"),
     "--trials": (("report",), "--jitter alone: a spread is always of 200 steps"),
     "--seed": (("report",), "--jitter alone: it draws the same times each time"),
     "--width": (("visualize",), "COLUMNS=N before the command"),
