@@ -35,7 +35,7 @@ from zbc.commands import (
 )
 from zbc.commands.console import show_error, tell
 from zbc.errors import EXIT_BUG, EXIT_INTERRUPTED, ZbcError
-from zbc.host.closed_pipe import EXIT_PIPE, open_missing, silence_stdout, to_stdout, unwritten_stdout
+from zbc.host.closed_pipe import EXIT_PIPE, open_missing, silence, to_stdout, unwritten_stdout
 
 # How `zbc --help` groups the commands.
 GROUPS = {
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         show_error(failure)
         code = code or failure.exit_code
     if code == EXIT_PIPE:
-        silence_stdout()
+        silence(sys.stdout)
     sys.exit(code)
 
 

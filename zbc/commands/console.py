@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from zbc.errors import ZbcError, unwritten
-from zbc.host.closed_pipe import EXIT_PIPE, silence_stderr, silence_stdout, unwritten_stdout
+from zbc.host.closed_pipe import EXIT_PIPE, silence, unwritten_stdout
 from zbc.host.folders import folders_for
 from zbc.text import visible
 
@@ -48,7 +48,7 @@ def stdout() -> Console:
 
     class Answers(_visible()):  # type: ignore[misc]
         def on_broken_pipe(self) -> NoReturn:
-            silence_stdout()
+            silence(sys.stdout)
             raise SystemExit(EXIT_PIPE)
 
     return Answers(
@@ -67,7 +67,7 @@ def stderr() -> Console:
 
     class Remarks(_visible()):  # type: ignore[misc]
         def on_broken_pipe(self) -> None:
-            silence_stderr()
+            silence(sys.stderr)
 
     return Remarks(file=sys.stderr, color_system=_colours(), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
@@ -97,7 +97,7 @@ def tell(message: str | Text) -> None:
     try:
         stderr().print(message)
     except OSError:
-        silence_stderr()
+        silence(sys.stderr)
 
 
 def show_error(error: ZbcError, *, as_json: bool = False) -> None:

@@ -15,17 +15,8 @@ from zbc.text import visible
 EXIT_PIPE = 141  # exit code in a shell of a program killed by SIGPIPE
 
 
-def silence_stdout() -> None:
-    """Redirects stdout to nowhere, so that Python does not complain when it flushes at exit."""
-    _silence(sys.stdout)
-
-
-def silence_stderr() -> None:
-    """Redirects stderr to nowhere."""
-    _silence(sys.stderr)
-
-
-def _silence(stream: TextIO) -> None:
+def silence(stream: TextIO) -> None:
+    """Redirects stdout or stderr to nowhere, so that Python does not complain when it flushes at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -33,7 +24,7 @@ def _silence(stream: TextIO) -> None:
 
 def unwritten_stdout(error: OSError) -> ZbcError:
     """E608 for an answer that cannot be written; redirects the rest of it to nowhere."""
-    silence_stdout()
+    silence(sys.stdout)
     text = f"cannot write to standard output: {error.strerror or error}"
     return ZbcError("E608", text, hint="make room where it goes to, or send it elsewhere")
 
@@ -48,12 +39,12 @@ def to_stdout(line: str) -> None:
         sys.stdout.write(visible(line) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        silence_stdout()
+        silence(sys.stdout)
         raise SystemExit(EXIT_PIPE) from None
     except OSError as error:
         if not _is_hung_up(error):
             raise unwritten_stdout(error) from None
-        silence_stdout()
+        silence(sys.stdout)
 
 
 def _is_hung_up(error: OSError) -> bool:

@@ -11,39 +11,30 @@ from collections.abc import Iterator
 from zbc.compiler.partition import megatron_layout
 from zbc.compiler.passes.fuse_backward import fuse
 from zbc.compiler.schedules import Request, find
-from zbc.interop.refused import Refused
+from zbc.interop.refused import refuse
 from zbc.ir import Placement, Program
 from zbc.plan.directory import Manifest
 
 
 def dumps(program: Program, manifest: Manifest) -> str:
     """One argument per line, comments after `#`. Raises E413 for a plan that Megatron would run differently."""
-    refused = Refused("megatron", "Megatron-LM")
-    if program.flushless:
-        refused.add("it has a flush between steps, the plan has none")
-    model = manifest.planning.get("model", {})
-    if model.get("family") != "gpt":
-        refused.add(f"its arguments are written for the built-in gpt only, model.family is {model.get('family')!r}")
-    placement = program.placement
-    p, v = placement.ranks, placement.chunks
-    if v is None or placement != Placement.looped(p, v):
-        refused.add("it deals stages round and round the ranks; the plan places them otherwise")
-    elif not _runs(program, p, v):
-        name = "1F1B" if v == 1 else "interleaved 1F1B in rounds of one microbatch per rank"
-        refused.add(f"it runs {name} here, the plan has another order ({manifest.schedule})")
-    if v and v > 1 and program.microbatches % p:
-        refused.add(
-            f"its interleaved schedule wants microbatches in multiples of {p}, the plan has {program.microbatches}"
-        )
-    if program.slices > 1:
-        refused.add("it does not cut microbatches into slices")
-    if program.freezes:
-        refused.add("it leaves out no weight gradients (freeze.most)")
-    if manifest.ramp:
-        refused.add(
-            "the training begins with smaller batches (schedule.ramp); export a plan without, add --rampup-batch-size"
-        )
-    refused.raise_any()
+    model, placement, m = manifest.planning.get("model", {}), program.placement, program.microbatches
+    p, v, family = placement.ranks, placement.chunks or 0, model.get("family")
+    looped = v > 0 and placement == Placement.looped(p, v)
+    name = "1F1B" if v == 1 else "interleaved 1F1B in rounds of one microbatch per rank"
+    reasons = {
+        "it has a flush between steps, the plan has none": program.flushless,
+        f"its arguments are written for the built-in gpt only, model.family is {family!r}": family != "gpt",
+        "it deals stages round and round the ranks; the plan places them otherwise": not looped,
+        f"it runs {name} here, the plan has another order ({manifest.schedule})": looped and not _runs(program, p, v),
+        f"its interleaved schedule wants microbatches in multiples of {p}, the plan has {m}": v > 1 and m % p,
+        "it does not cut microbatches into slices": program.slices > 1,
+        "it leaves out no weight gradients (freeze.most)": program.freezes,
+        "the training begins with smaller batches (schedule.ramp); export a plan without, add --rampup-batch-size": (
+            manifest.ramp
+        ),
+    }
+    refuse("megatron", "Megatron-LM", reasons)
     return "\n".join(_lines(program, manifest, model)) + "\n"
 
 

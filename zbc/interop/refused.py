@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from zbc.errors import ZbcError
 
+KEEPS = "`--format json` keeps everything"
 
-class Refused:
-    """Collects the features that `tool` cannot express; `raise_any` raises E413 if there are any."""
 
-    def __init__(self, target: str, tool: str) -> None:
-        self.target, self.tool = target, tool
-        self.reasons: list[str] = []
-
-    def add(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-    def raise_any(self, hint: str = "`--format json` keeps everything") -> None:
-        if self.reasons:
-            text = f"export: {self.tool} cannot express this plan ({self.target})"
-            raise ZbcError("E413", text, details=self.reasons, hint=hint)
+def refuse(target: str, tool: str, reasons: Mapping[str, object], hint: str = KEEPS) -> None:
+    """Raises E413 with the reasons that hold: what `tool` cannot express."""
+    if held := [reason for reason, holds in reasons.items() if holds]:
+        raise ZbcError("E413", f"export: {tool} cannot express this plan ({target})", details=held, hint=hint)

@@ -18,14 +18,14 @@ import csv
 import io
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zbc.compiler.check.found import raise_found
 from zbc.errors import ZbcError
 from zbc.host.contents import contents
-from zbc.interop.refused import Refused
+from zbc.interop import refused
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.ops import UNIT_SCOPES
 
@@ -58,8 +58,10 @@ class _Draft:
     lowered: int = 0  # cells of torch's lowered form
     found: ZbcError | None = None  # the first of them
 
-    def place(self, row: int, column: int) -> str:
-        return place(self.source, row, column)
+    def actions(self) -> Iterator[tuple[Op, tuple[int, int]]]:
+        """The actions, with row and column."""
+        for row, (ops, columns) in enumerate(zip(self.ranks, self.columns, strict=True)):
+            yield from ((op, (row, at)) for op, at in zip(ops, columns, strict=True) if not op.kind.is_mark)
 
 
 def place(source: str, row: int, column: int) -> str:
@@ -92,10 +94,8 @@ def loads(text: str, source: str = "order.csv") -> Sheet:
     draft = _Draft(source)
     raise_found(_cells(draft, text))
     raise_found(_shape(draft))
-    compute = [[op for op in ops if op.kind.computes] for ops in draft.ranks]
-    stages = 1 + max(op.stage for ops in compute for op in ops)
-    rank_of = {op.stage: rank for rank, ops in enumerate(compute) for op in ops}
-    placement = Placement((tuple(rank_of[s] for s in range(stages)),))
+    rank_of = {op.stage: rank for op, (rank, _) in draft.actions()}
+    placement = Placement((tuple(rank_of[stage] for stage in sorted(rank_of)),))
     microbatches = 1 + max(op.mb for ops in draft.ranks for op in ops)
     ranks = tuple(map(tuple, draft.ranks))
     program = Program(placement, microbatches, ranks, (Path(source).name,))
@@ -161,7 +161,7 @@ def _lowered(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcErr
 
 def _bad(draft: _Draft, row: int, column: int, cell: str, hint: str) -> ZbcError:
     text = f"csv: not an action: {cell[:_SHOWN]!r}{'...' if len(cell) > _SHOWN else ''}"
-    return ZbcError("E411", text, where=draft.place(row, column), hint=hint)
+    return ZbcError("E411", text, where=place(draft.source, row, column), hint=hint)
 
 
 def _advice(cell: str, too_large: bool) -> str:
@@ -183,17 +183,14 @@ def _shape(draft: _Draft) -> Iterator[ZbcError]:
     """E411 unless every stage is on one rank, no number is left out, and there is at least one action."""
     first: dict[int, tuple[int, int]] = {}
     reported: set[tuple[int, int]] = set()
-    for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
-        for op, column in zip(ops, columns, strict=True):
-            if op.kind.is_mark:
-                continue
-            home = first.setdefault(op.stage, (row, column))
-            if home[0] != row and (op.stage, row) not in reported:
-                reported.add((op.stage, row))
-                text = f"csv: stage {op.stage} is on two ranks, row {home[0] + 1} and row {row + 1}"
-                details = [f"first at row {home[0] + 1}, column {home[1] + 1}"]
-                hint = "a stage belongs to one rank; torch has no bidirectional pipelines"
-                yield ZbcError("E411", text, where=draft.place(row, column), details=details, hint=hint)
+    for op, (row, column) in draft.actions():
+        home = first.setdefault(op.stage, (row, column))
+        if home[0] != row and (op.stage, row) not in reported:
+            reported.add((op.stage, row))
+            text = f"csv: stage {op.stage} is on two ranks, row {home[0] + 1} and row {row + 1}"
+            details = [f"first at row {home[0] + 1}, column {home[1] + 1}"]
+            hint = "a stage belongs to one rank; torch has no bidirectional pipelines"
+            yield ZbcError("E411", text, where=place(draft.source, row, column), details=details, hint=hint)
     yield from _gaps(draft, "stage")
     yield from _gaps(draft, "mb")
 
@@ -201,10 +198,8 @@ def _shape(draft: _Draft) -> Iterator[ZbcError]:
 def _gaps(draft: _Draft, field: str) -> Iterator[ZbcError]:
     """E411 for unused numbers of stages, or of microbatches, below the largest used one."""
     first: dict[int, tuple[int, int]] = {}
-    for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
-        for op, column in zip(ops, columns, strict=True):
-            if not op.kind.is_mark:
-                first.setdefault(getattr(op, field), (row, column))
+    for op, at in draft.actions():
+        first.setdefault(getattr(op, field), at)
     most = max(first)
     gaps = list(itertools.islice((number for number in range(most) if number not in first), 9))
     if gaps:
@@ -212,7 +207,7 @@ def _gaps(draft: _Draft, field: str) -> Iterator[ZbcError]:
         some = ", ".join(map(str, gaps[:8])) + (", ..." if len(gaps) > 8 else "")
         text = f"csv: no action of {word} {some}, but there is a {word} {most}"
         hint = "numbers run 0, 1, 2, ... without gaps"
-        yield ZbcError("E411", text, where=draft.place(*first[most]), hint=hint)
+        yield ZbcError("E411", text, where=place(draft.source, *first[most]), hint=hint)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -229,37 +224,32 @@ def dumps(program: Program) -> str:
     Raises E413 for a plan that torch cannot express.
     """
     refuse(program)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for ops in program.ranks:
-        writer.writerow(_row([op for op in ops if op.kind in LETTERS or op.kind.is_mark]))
-    return out.getvalue()
+    return as_text(_row([op for op in ops if op.kind in LETTERS or op.kind.is_mark]) for ops in program.ranks)
+
+
+def as_text(rows: Iterable[Iterable[str]]) -> str:
+    """The text of a file with these cells; none of them needs quotes."""
+    return "".join(",".join(cells) + "\n" for cells in rows)
 
 
 def refuse(program: Program) -> None:
     """Raises E413 for a plan that torch cannot express, with all reasons at once."""
-    refused = Refused("torch-csv", "torch's pipelining runtime")
-    if program.flushless:
-        refused.add("it has a flush between steps, the plan has none")
-    if len(program.placement.pipes) > 1:
-        refused.add(f"it has one pipe, the plan has {len(program.placement.pipes)}: a stage on several ranks")
-    if program.placement.branches:
-        refused.add("its stages are a chain, those of the plan a graph (model.graph)")
-    if program.slices > 1:
-        refused.add(f"it has no slices of a microbatch, the plan has {program.slices}")
-    if program.freezes:
-        refused.add("it leaves out no weight gradients (freeze.most)")
-    if program.tied:
-        refused.add("it does not sum the gradients of a weight that two stages share (model.ties)")
+    pipes = len(program.placement.pipes)
     empty = [str(rank) for rank, ops in enumerate(program.ranks) if not any(op.kind.computes for op in ops)]
-    if empty:
-        refused.add(f"every rank needs work, rank {', '.join(empty)} has none")
     # Torch adds messages, and ops that are not of units, by itself.
     own = {kind for kind in program.kinds if not kind.is_transfer and kind.row.scope in UNIT_SCOPES}
     missing = sorted(kind.value for kind in own - LETTERS.keys())
-    if missing:
-        refused.add(f"it has no action for {', '.join(missing)}")
-    refused.raise_any()
+    reasons = {
+        "it has a flush between steps, the plan has none": program.flushless,
+        f"it has one pipe, the plan has {pipes}: a stage on several ranks": pipes > 1,
+        "its stages are a chain, those of the plan a graph (model.graph)": program.placement.branches,
+        f"it has no slices of a microbatch, the plan has {program.slices}": program.slices > 1,
+        "it leaves out no weight gradients (freeze.most)": program.freezes,
+        "it does not sum the gradients of a weight that two stages share (model.ties)": program.tied,
+        f"every rank needs work, rank {', '.join(empty)} has none": empty,
+        f"it has no action for {', '.join(missing)}": missing,
+    }
+    refused.refuse("torch-csv", "torch's pipelining runtime", reasons)
 
 
 def _row(ops: Sequence[Op]) -> Iterator[str]:

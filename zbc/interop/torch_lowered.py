@@ -18,8 +18,6 @@ From 2.15 on torch needs explicit waits for asynchronous actions, in cells that 
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator
 
 from zbc.interop import torch_csv
@@ -32,11 +30,7 @@ DIALECTS = {"compute_comms": False, "compute_comms-2.15": True}  # whether the d
 def dumps(program: Program, dialect: str = "compute_comms") -> str:
     """A complete program as CSV text. Raises E413 for a program that torch cannot express."""
     torch_csv.refuse(program)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for ops in program.ranks:
-        writer.writerow(_row(ops, waits=DIALECTS[dialect]))
-    return out.getvalue()
+    return torch_csv.as_text(_row(ops, waits=DIALECTS[dialect]) for ops in program.ranks)
 
 
 def _row(ops: tuple[Op, ...], *, waits: bool) -> Iterator[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zbc.interop import torch_csv
-from zbc.interop.refused import Refused
+from zbc.interop.refused import refuse
 from zbc.ir import Placement, Program
 from zbc.plan.directory import Manifest
 
@@ -49,18 +49,15 @@ def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> 
     Raises E413 for plans that torch cannot express, and for stages that torchtitan would place on other ranks.
     """
     csv = torch_csv.dumps(program)
-    refused = Refused("torchtitan", "torchtitan")
-    if program.flushless:
-        refused.add("it has a flush between steps, the plan has none")
-    model = manifest.planning.get("model", {})
-    if model.get("family") not in ("gpt", "llama"):
-        refused.add(f"it has models of its own, the plan is for model.family = {model.get('family')!r}")
-    name = schedule_name(program.placement)
-    if name is None:
-        refused.add("it deals stages round and round the ranks, or in one V; the plan places them otherwise")
-    if manifest.ramp:
-        refused.add("all of its batches are of one size; the training begins with smaller ones (schedule.ramp)")
-    refused.raise_any("`--format torch-csv` writes the order alone, for torch's runtime with stages of your own")
+    model, name = manifest.planning.get("model", {}), schedule_name(program.placement)
+    family = model.get("family")
+    reasons = {
+        f"it has models of its own, the plan is for model.family = {family!r}": family not in ("gpt", "llama"),
+        "it deals stages round and round the ranks, or in one V; the plan places them otherwise": name is None,
+        "all of its batches are of one size; the training begins with smaller ones (schedule.ramp)": manifest.ramp,
+    }
+    hint = "`--format torch-csv` writes the order alone, for torch's runtime with stages of your own"
+    refuse("torchtitan", "torchtitan", reasons, hint)
     form = DIALECTS[dialect]
     names = {"embed": ["tok_embeddings"], "head": ["norm", form.head]}
     settings = {

@@ -16,6 +16,8 @@ from zbc.ir import Op
 from zbc.ops import Lane
 
 FORMAT, VERSION = "zbc-trace", 1
+STEP = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")  # of a step: what it has, and what it may have
+STEP_MAY = ("copies", "tokens")
 RECORD = "record it again with `zbc run PLAN --trace STEPS`"
 
 
@@ -123,9 +125,8 @@ def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) 
 
 def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
     """The times of one recorded step; `ops`: the ops of the plan. Raises E430."""
-    names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
-    if values.keys() - {"copies", "tokens"} != {*names}:
-        raise damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
+    if values.keys() - STEP_MAY != {*STEP}:
+        raise damaged(place, f"a step has {', '.join(STEP)}; found {', '.join(values)}")
     compute = sum(op.kind.computes for op in ops)
     took, lead, waits = (_column(values[name], name, place) for name in ("took_ns", "lead_ns", "waits"))
     for name, column, count in (("took_ns", took, len(ops)), ("lead_ns", lead, compute)):

@@ -35,7 +35,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median_low
@@ -48,6 +48,8 @@ from zbc.plan import directory as plans
 from zbc.trace.line import (
     FORMAT,
     RECORD,
+    STEP,
+    STEP_MAY,
     VERSION,
     Cause,
     ClockOffset,
@@ -64,25 +66,6 @@ from zbc.trace.line import (
     timing_of,
     waits_of,
 )
-
-__all__ = [
-    "Cause",
-    "ClockOffset",
-    "Copied",
-    "Head",
-    "MemorySamples",
-    "RankTrace",
-    "Recorded",
-    "Timing",
-    "Trace",
-    "Wait",
-    "Writer",
-    "has_trace",
-    "phases",
-    "rank_file",
-    "read",
-    "start",
-]
 
 FOLDER, PLAN = "trace", "plan"
 _RANKS = "rank-*.jsonl"
@@ -124,8 +107,7 @@ class Writer:
         `phase`: the folder of a plan of a ramp. Raises E608 if the file cannot be written.
         """
         path = run / FOLDER / phase / rank_file(head.rank)
-        about = {"plan": head.plan, "rank": head.rank, "device": head.device, "process": head.process, "ops": head.ops}
-        about |= {} if head.cores is None else {"cores": head.cores}
+        about = {name: value for name, value in asdict(head).items() if value is not None}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = _kept(path, behind) if behind and path.is_file() else []
@@ -139,18 +121,9 @@ class Writer:
         self._line({"clock": clock._asdict()})
 
     def step(self, timing: Timing) -> None:
-        values = {
-            "step": timing.step,
-            "begin_ns": timing.begin_ns,
-            "took_ns": list(timing.took_ns),
-            "lead_ns": list(timing.lead_ns),
-            "waits": list(timing.waits),
-            "close_ns": timing.close_ns,
-        }
-        for name, column in (("copies", timing.copies), ("tokens", timing.tokens)):
-            if column:
-                values[name] = list(column)
-        self._line(values)
+        values = {name: getattr(timing, name) for name in STEP}
+        values |= {name: column for name in STEP_MAY if (column := getattr(timing, name))}
+        self._line({name: value if isinstance(value, int) else list(value) for name, value in values.items()})
 
     def memory(self, memory: MemorySamples) -> None:
         rows = [list(row) for row in memory.bytes]

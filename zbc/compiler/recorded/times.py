@@ -19,7 +19,7 @@ from zbc.compiler.cost.cost import Costs, PerStage
 from zbc.compiler.recorded.view import Arrival, RecordedStep
 from zbc.ir import NEXT, WHOLE, Kind, Op, groups
 from zbc.ops import Lane, round_trip
-from zbc.trace.recording import Cause
+from zbc.trace.line import Cause
 
 _MS = 1e6
 _What = TypeVar("_What", Kind, str)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zbc.trace.recording import ClockOffset
+from zbc.trace.line import ClockOffset
 from zbc.training.launch.board import Board
 
 _TRIES = 5

@@ -31,7 +31,8 @@ from zbc.runtime.features.offload.parcels import Pool
 from zbc.runtime.transports.around import Around, Through
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 from zbc.trace import recording as trace
-from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
+from zbc.trace.line import Cause, ClockOffset, Head, MemorySamples, Timing
+from zbc.trace.recording import Writer
 from zbc.training.launch.board import Board
 from zbc.training.launch.options import RunOptions
 from zbc.training.recording.measure import CATEGORIES, Scale
