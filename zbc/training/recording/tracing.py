@@ -32,7 +32,6 @@ from zbc.runtime.transports.around import Around, Through
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 from zbc.trace import recording as trace
 from zbc.trace.line import Cause, ClockOffset, Head, MemorySamples, Timing
-from zbc.trace.recording import Writer
 from zbc.training.launch.board import Board
 from zbc.training.launch.options import RunOptions
 from zbc.training.recording.measure import CATEGORIES, Scale
@@ -53,7 +52,7 @@ class Tracer:
     """
 
     worker: Worker
-    writer: Writer
+    writer: trace.Writer
     steps: frozenset[int]
     total: int  # steps of the run, up to the end of this phase
     compare: Callable[[], ClockOffset]
@@ -159,7 +158,7 @@ def open_tracers(
             continue
         own = cores() if worker.on_host else None
         head = Head(phase_run.plan.manifest.id, worker.rank, worker.device.type, process, len(phase_run.script), own)
-        writer = Writer(folder, head, run_steps.start, phase)
+        writer = trace.Writer(folder, head, run_steps.start, phase)
         found[number] = Tracer(worker, writer, mine, min(end, run_steps.stop), compare, number)
     return Tracers(found)
 
