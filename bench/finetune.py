@@ -3,6 +3,8 @@ batches: the walk of docs/finetune.md.
 
     python bench/finetune.py [--model deepseek_v3] [--steps 20] [--adapter 4] [--quick]      needs: pip install trl peft
 
+Without --model all cases that docs/finetune.md names: both models, all weights and adapters of attention.
+
 zbc trains the folder under zb-v on four ranks, of which one is killed in the middle, and goes on from a checkpoint.
 Prints the largest difference of the losses of a step, and of the logits of the merged model, loaded by transformers.
 """
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +40,21 @@ TARGETS = ["self_attn.*"]  # of an MLP beside experts peft loads none, and gives
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--model", choices=sorted(KINDS), default="qwen3")
+    parser.add_argument("--model", choices=sorted(KINDS), help="this one alone")
     parser.add_argument("--adapter", type=int, default=0, help="rank of LoRA; 0: all weights")
     parser.add_argument("--quick", action="store_true", help="write no file")
     asked = parser.parse_args()
     record = Record("finetune")
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        write(asked.model, place)
-        samples = conversations()
-        losses, merged = ours(place, asked.steps, asked.adapter)
-        theirs, logits = beside(place, samples, asked.steps, asked.adapter)
+    record(f"# {', '.join(f'{package} {version(package)}' for package in ('transformers', 'trl', 'peft'))}")
+    cases = [(model, rank) for model in sorted(KINDS) for rank in (0, 4)]
+    for model, rank in cases if asked.model is None else [(asked.model, asked.adapter)]:
+        with tempfile.TemporaryDirectory() as name:
+            place = Path(name)
+            write(model, place)
+            losses, merged = ours(place, asked.steps, rank)
+            theirs, logits = beside(place, conversations(), asked.steps, rank)
         far = max(abs(a - b) for a, b in zip(losses, theirs, strict=True))
-        what = f"LoRA of rank {asked.adapter}" if asked.adapter else "all weights"
-        what = f"{asked.model}, {what}"
+        what = f"{model}, {f'LoRA of rank {rank}' if rank else 'all weights'}"
         record(f"{what}: {asked.steps} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}; losses differ by {far:.1e}")
         record(f"logits of the saved model differ by {(merged - logits).abs().max().item():.1e}")
     if not asked.quick:

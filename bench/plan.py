@@ -42,11 +42,11 @@ from record import Record
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.choices import CLASSES, NO_PLAN, compared, drawn
-from tests.search.exact import solve
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.engine import Engine, available
+from zbc.compiler.search.exact import solve
 from zbc.compiler.search.feasible import least, one_by_one
 from zbc.compiler.search.portfolio import COMPILED_RATE, PLAIN_RATE, Effort
 from zbc.compiler.search.portfolio import search as searched

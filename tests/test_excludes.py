@@ -76,6 +76,7 @@ VALUES = {
     "balance": "length",
     "dealt by tokens": "tokens",
     "steps": "steps",
+    "period": "period",
     "evaluation": 10,
     "fused gradients": True,
     "metric": "some.task:metric",

@@ -138,6 +138,7 @@ TRAITS = {
     "balance": _value("data.balance", "length"),
     "dealt by tokens": _value("data.balance", "tokens"),
     "steps": _value("data.items", "steps"),
+    "period": _value("schedule.objective", "period"),
     "evaluation": Trait("train.eval_every", _not(0)),
     "metric": Trait("checkpoint.keep_best", lambda value: isinstance(value, str), "checkpoint.keep_best by a metric"),
     "fused gradients": Trait("train.fused_gradients", bool),
@@ -148,6 +149,7 @@ TRAITS = {
     "chains": Trait("schedule.kind", text="a schedule of chains"),
     "flush": Trait("schedule.kind", text="a schedule that needs a flush"),
     "trace": Trait("run.trace", text="--trace"),
+    "exact": Trait("run.exact", text="--exact"),
 }
 FLUSHLESS = {"two-versions": "two versions", "asynchronous": "asynchronous"}  # optimizer.sync -> trait
 # Names that rows use for several traits at once.
@@ -383,6 +385,18 @@ ROWS = (
     Excludes("unlike ranks", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
     Excludes("unlike ranks", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
+    Excludes(
+        "exact",
+        {
+            "slices|tokens": "the solver knows microbatches that are whole and alike",
+            "graph|copies|replicas": "the solver knows one pipe",
+            "overlap|groups": "the solver knows one op at a time",
+            "shared vocabulary|offload": "ops move after the order that the solver knows",
+            "barrier-free|period": "the solver knows one step",
+            "freeze": "shares shorten an order that is found without them",
+        },
+        at_other=True,
+    ),
     Excludes("ramp", {"file": "a file is an order for one number of microbatches"}),
 )
 

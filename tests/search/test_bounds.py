@@ -8,7 +8,6 @@ import pytest
 
 from tests.jobs import job
 from tests.lowered import lower
-from tests.search.exact import solve
 from tests.search.instances import PROFILES, Recorder, costs, instance
 from tests.tiers import few
 from tests.uneven import FORK, eager
@@ -17,6 +16,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import slots
+from zbc.compiler.search.exact import solve
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.search.keys import random_genes

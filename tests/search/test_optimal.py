@@ -2,16 +2,20 @@
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.jobs import job
 from tests.refusals import refused
-from tests.search.exact import solve
 from tests.search.instances import Instance, instance
 from tests.tiers import few
+from zbc.cli import main
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.candidates import Bench
+from zbc.compiler.search.exact import solve
 from zbc.compiler.sim.bounds import bounds
 from zbc.ir import Placement
 
@@ -84,10 +88,55 @@ def test_the_solver_agrees_with_trying_every_order(seed, compiled):
         assert proof.cost == pytest.approx(bench.best.cost(objective), rel=1e-6)
 
 
-def test_a_proof_starts_from_what_it_is_given_and_needs_it_to_fit():
+def test_a_proof_starts_from_what_it_is_given_if_it_can_be_run():
     given = load(CASES[0])
     order = given.simplest[0][1]
     stopped = solve(given.problem, "span", start=order, seconds=0.0)
     assert stopped.lower <= stopped.cost
-    with refused("E303"):
-        solve(given.problem, "span", start=order[:3] + order[:3] + order[6:])
+    other = solve(given.problem, "span", start=order[:3] + order[:3] + order[6:], seconds=0.0)
+    assert other.cost == stopped.cost
+
+
+# ---- zbc plan --exact ------------------------------------------------------------------------------------------
+
+UNEVEN = {"f": 1.0, "b": 1.3, "w": 0.7, "comm": 0.2, "act_b": 1.0, "act_w": 0.4}
+SMALL = {"parallel": {"pp": 3}, "costs": UNEVEN}
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "shorter"),
+    [("1f1b", None, True), *few([("v-min", None, True), ("1f1b-v", "0.5x", True), ("zb-auto", None, False)], 2)],
+)
+def test_a_plan_is_proven_optimal_or_gets_a_shorter_order(kind, limit, shorter):
+    asked = job(schedule={"kind": kind, "microbatches": 4, "memory_limit": limit}, **SMALL)
+    before, found = compile_job(asked, budget=0.0), compile_job(asked, budget=0.0, exact=60.0)
+    exact, report = found.report.exact, found.report
+    assert before.report.exact is None and exact.before_ms == pytest.approx(before.step_ms)
+    assert (exact.ms < before.step_ms) == shorter and exact.ms == pytest.approx(found.step_ms)
+    assert report.lower_bound_makespan_ms == pytest.approx(report.makespan_ms) and exact.gap == pytest.approx(
+        0, abs=1e-9
+    )
+    assert "exact" not in report.predicted()
+    assert all(rank.units <= (report.limits.activation_units or 99) + 1e-6 for rank in found.memory)
+    assert found.program.split == before.program.split
+
+
+def test_what_the_solver_does_not_know_is_refused():
+    for changes, name in [
+        ({"schedule": {"kind": "chimera"}}, "chimera|copies"),
+        ({"schedule": {"kind": "zb-v", "slices": 2}}, "slices"),
+        ({"optimizer": {"sync": "post-validate"}, "schedule": {"kind": "zb-h1"}}, "post-validate"),
+        ({"schedule": {"objective": "period"}}, "period"),
+        ({"parallel": {"pp": 4, "vocabulary": "shared"}}, "vocabulary"),
+    ]:
+        with refused("E110", match=f"(?s)exact.*({name})"):
+            compile_job(job(**changes), budget=0.0, exact=1.0)
+    with refused("E110", match="pairs of ops", hint="fewer microbatches"):
+        compile_job(job(m=300), budget=0.0, exact=1.0)
+
+
+def test_without_ortools_the_command_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(SystemExit):
+        main(["plan", "plans/lesson.toml", "--exact", "1s", "-o", str(tmp_path / "plan")])
+    assert "E602" in (said := capsys.readouterr().err) and "zbc[solve]" in said and not (tmp_path / "plan").exists()

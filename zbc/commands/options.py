@@ -106,6 +106,10 @@ Budget = Annotated[
     float | None,
     typer.Option("--budget", metavar="TIME", help="How long to search: 10s; 0 is fastest.", parser=seconds),
 ]
+Exact = Annotated[
+    float | None,
+    typer.Option("--exact", metavar="TIME", help="Prove the order optimal or find a shorter one: 60s.", parser=seconds),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all details.")]

@@ -13,7 +13,7 @@ import typer
 from zbc.commands.console import labelled, progress, show, show_json, write_text
 from zbc.commands.console import refuse_unwritable as refuse_unwritable_file
 from zbc.commands.opening import say_if_compiling
-from zbc.commands.options import AsJson, Budget, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose, again
+from zbc.commands.options import AsJson, Budget, Exact, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.errors import ZbcError
 from zbc.text import short
 
@@ -33,6 +33,7 @@ def plan(
     settings: Settings = None,
     profile: ProfileFile = None,
     budget: Budget = None,
+    exact: Exact = None,
     dump_ir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write the program as each compiler pass leaves it.")
     ] = None,
@@ -45,8 +46,10 @@ def plan(
     All checks run before anything is written. The directory appears complete or not at all.
     """
     from zbc.commands import summary
+    from zbc.commands.options import again
     from zbc.commands.worlds import of_world
     from zbc.compiler.compile import compile_job, load_job
+    from zbc.compiler.search.exact import solver
     from zbc.compiler.whatif.others import Others, kept, others, speedup
     from zbc.compiler.whatif.sharing import sharing
     from zbc.host.until import Until
@@ -59,9 +62,11 @@ def plan(
     refuse_unwritable(output)  # before a search that may take long
     if dump_ir is not None:
         refuse_unwritable_file(dump_ir / "00.txt")
+    if exact is not None:
+        solver()
     say_if_compiling(loaded, quiet=silent)
     with progress(_activity(loaded), None, quiet=silent):
-        compiled = compile_job(loaded, budget=budget)
+        compiled = compile_job(loaded, budget=budget, exact=exact)
     with progress("comparing with other schedules", None, quiet=silent):
         beside = others(compiled, until) if json or not quiet else Others(None, None)
         words = sharing(compiled, until) if json or not quiet else None

@@ -60,6 +60,8 @@ def of_plan(
         yield labelled("no flush", *_flushless(report.flushless))
     if compiled.job.parallel.average is not None:
         yield labelled("averaging", *_averaging(compiled.job.parallel.average))
+    if report.exact is not None:
+        yield labelled("exact", *_exact(report.exact))
     if verbose:
         yield labelled("times", *_times(compiled))
     if compiled.job.links is not None:
@@ -116,7 +118,7 @@ def _headline(compiled: Compiled, others: Others) -> Iterator[str]:
         yield f"idle {percent(max(0.0, idle))}, balance {percent(report.balance)}"
         return
     memory = compiled.found.bounds.memory
-    loose = memory and report.bound_is == "loose"
+    loose = memory and report.bound_is == "loose" and report.exact is None
     bound = _gap(report.makespan_ms, report.lower_bound_makespan_ms, loose=loose, memory=memory)
     yield f"idle {percent(report.idle_rate)}, balance {percent(report.balance)}; {bound}"
     crowd = crowded(compiled)
@@ -222,6 +224,15 @@ def _flushless(found: Facts) -> Iterator[str]:
     else:
         yield "gradients come 1 step late, and ranks hold two versions of their weights:"
     yield "this is another training (docs/exactness.md)"
+
+
+def _exact(found: Facts) -> Iterator[str]:
+    """The proven lower bound of the order's step, and what the solver made of the order it began with."""
+    yield f"no order of these stages takes less than {short(found.lower_ms)} ms, gap {percent(max(0.0, found.gap))}"
+    shorter = f"{short(found.ms)} ms a step instead of {short(found.before_ms)} ms: a shorter order"
+    yield shorter if found.ms < found.before_ms else "none shorter than the one it began with"
+    if found.too_large:
+        yield "a shorter one needs more memory than there is"
 
 
 def _averaging(asked: Average) -> Iterator[str]:

@@ -31,7 +31,8 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.numbering import numbered
 from zbc.compiler.order import glance, order
 from zbc.compiler.partition.limits import limits_of
-from zbc.compiler.partition.setup import Ordered, as_ordered
+from zbc.compiler.partition.proving import proven
+from zbc.compiler.partition.setup import Ordered, as_ordered, over_of
 from zbc.compiler.passes.reduce_grads import reduced_as
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
@@ -324,8 +325,10 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
     return problems
 
 
-def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) -> Compiled:
+def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None, exact: float | None = None) -> Compiled:
     """Plan a job: schedule, complete, prove, predict; and its ramp, on the same stages.
+
+    `exact`: seconds for a proof that the order is optimal, or for a shorter one (`proving`); not for the ramp.
 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
     `suggest`, with the schedules that would).
@@ -333,12 +336,12 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
     until, compiled = Until(budget if budget is None else max(budget, ASKING)), None
     asked, job = job, decided(job)
     try:
-        compiled = _compile(job, budget)
+        compiled = _compile(job, budget, exact)
         check_memory(job, compiled.memory, compiled.costs)
     except ZbcError as error:
         if (other := chunked(asked, [] if compiled is None else compiled.memory)) is not None:
             with suppress(ZbcError):
-                return compile_job(other, suggest=False, budget=budget)
+                return compile_job(other, suggest=False, budget=budget, exact=exact)
         if compiled is not None and suggest and not _unknown(job, compiled):
             raise _with_alternatives(error, compiled, budget, until) from None
         raise
@@ -419,12 +422,15 @@ def _same_stages(found: Compiled, whole: Compiled, count: int, where: tuple[str,
         raise ZbcError("E110", text, where=whole.job.where(*where), hint=hint)
 
 
-def _compile(job: Job, budget: float | None) -> Compiled:
+def _compile(job: Job, budget: float | None, exact: float | None = None) -> Compiled:
     """`compile_job` without the check whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
     try:
         job, before, unequal = numbered(job, table, budget)
+        proof = None
+        if exact is not None and over_of(job, before) == 0:
+            before, proof = proven(job, before, exact)
         found = freezes(job, before, table)
         raise_found(op_faults(found.compute.graph))  # passes and the simulator rely on it; plugins may be wrong
         found.compute.forget()
@@ -455,6 +461,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
         freezing=freeze_report(job, before, found),
         adapter=adapter_report(job, found),
         unequal=unequal,
+        exact=proof,
         **(_steps(job, program, ahead, barrier) if program.flushless else {}),
     )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)

@@ -32,12 +32,12 @@ MET = 5e-7  # relative excess over its bound with which a step meets it
 # Facts that a plan may lack -> what they read as. None is left out of these, and is a value of all others.
 ABSENT: Mapping[str, Any] = MappingProxyType(
     {"slices": (), "selective": False, "kv_bytes": 0, "messages_ms": 0.0}
-    | dict.fromkeys(("host", "copied", "freezing", "adapter", "unequal", "gathered", "flushless", "tp_sums"))
+    | dict.fromkeys(("host", "copied", "freezing", "adapter", "unequal", "gathered", "flushless", "tp_sums", "exact"))
 )
 # Facts of this run of the planner, and of what the manifest has elsewhere.
 _NOT_PREDICTED = frozenset(
     ("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine", "limits")
-    + ("rates", "speedup_over_1f1b", "unequal")
+    + ("rates", "speedup_over_1f1b", "unequal", "exact")
 )
 
 
@@ -210,6 +210,7 @@ def build(
         "freezing": None,
         "adapter": None,
         "unequal": None,
+        "exact": None,
         "gathered": _gathers(costs, timeline),
         "flushless": None,
         "tp_sums": _inside(costs, timeline),

@@ -161,10 +161,11 @@ def _found(name: str, placement: Placement, request: Request, *, split: bool = T
     if best is None:  # one_by_one always fits
         raise ZbcError("E303", f"schedule: {name} found no order")
     program = problem.program(best.order, name)
-    return program if split else _join(program)
+    return program if split else fused(program)
 
 
-def _join(program: Program) -> Program:
+def fused(program: Program) -> Program:
+    """The program with each B as BW, and without W."""
     ranks = [
         tuple(op._replace(kind=Kind.BW) if op.kind is Kind.B else op for op in ops if op.kind is not Kind.W)
         for ops in program.ranks
@@ -183,11 +184,11 @@ def _by_hand(problem: Problem, placement: Placement, request: Request) -> Iterat
     elif placement == Placement.looped(request.p, plain.v):
         programs = (interleaved_1f1b(plain), *((gis(plain),) if plain.slices > 1 else ()))
     for program in programs:
-        yield program.history[0], _numbers(problem, program)
+        yield program.history[0], numbers(problem, program)
     yield "one by one", one_by_one(problem)
 
 
-def _numbers(problem: Problem, program: Program) -> list[int]:
+def numbers(problem: Problem, program: Program) -> list[int]:
     """A program as a rank-major order; a BW counts as B and W."""
     rows = problem.rows()
     base = {kind: rows.bases(kind) for kind in KINDS}

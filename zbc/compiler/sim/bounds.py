@@ -58,9 +58,7 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
         costs = replace(costs.with_ms(f=costs.each(lambda ms: hidden * ms, "f")), overlap=0.0)
     if costs.unequal:
         return _of_parts(placement, costs, m, limit)
-    costs = costs.least()
-    # A fused backward never holds the inputs of W; if those are more than F left, it beats separate B and W.
-    costs = costs.with_units(left=tuple(map(min, costs.units("kept"), costs.units("left"))))
+    costs = relaxed(costs)
     p = placement.ranks
     limits = [INF if limit is None else float(limit)] * p if not isinstance(limit, Sequence) else list(limit)
     if len(placement.pipes) > 1:
@@ -76,6 +74,13 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     others = _busiest(way, m, limits)
     single = [_RankBounds(way, m, limits, r, others[r]).bounds() for r in range(p) if way.stages[r]]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
+
+
+def relaxed(costs: Costs) -> Costs:
+    """Costs of separate B and W that are at most those of a BW in their place, too."""
+    costs = costs.least()
+    # A fused backward never holds the inputs of W; if those are more than F left, it beats separate B and W.
+    return costs.with_units(left=tuple(map(min, costs.units("kept"), costs.units("left"))))
 
 
 def _of_parts(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None) -> Bounds:

@@ -1,22 +1,26 @@
-"""Small problems solved to optimality by CP-SAT (`pip install 'zbc[solve]'`).
+"""Problems solved to optimality by CP-SAT (`pip install 'zbc[solve]'`).
 
-Two restrictions are those of the search: each stage runs its F, its B and its W in the order of microbatches, and a
-rank begins as early as it can, so that the span is that of `timing.run`, which starts every op at once. The
-optimum is the least over all such orders that fit; memory counts as in `Bench.fits`, after every op of a rank.
+As in the search, each stage runs its F, its B and its W in the order of microbatches: of microbatches that are alike no
+other order is better, since the k-th to reach a stage may as well be microbatch k. A rank begins as early as it can, so
+that the span is that of `timing.run`, which starts every op at once. The optimum is the least over all such orders that
+fit; memory counts as in `Bench.fits`, after every op of a rank.
 
 The solver works on integers. Times and memory become integers exactly if all are fractions with a common denominator
 of at most `FINEST` (any short decimal, and its share of a few chunks). Otherwise they are rounded down: ops get shorter
 and smaller, so the optimum of the integers is never above the true one, and the bound stays a bound.
 """
 
+from __future__ import annotations
+
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from tests.search.cpsat import CpModel, IntegerProblem
 from zbc.compiler.search.candidates import Bench
+from zbc.compiler.search.cpsat import CpModel, IntegerProblem
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import one_by_one
 from zbc.compiler.search.problem import Problem
@@ -52,28 +56,29 @@ def solve(
 ) -> Proof:
     """Improves `start` (a rank-major order of the search) to the optimum, or within `seconds`.
 
-    `objective`: "makespan" or "span", `lower`: a proven bound. Raises E602 without ortools and E303 if `start` does not
-    fit; without `start` it begins with the microbatches one by one.
+    `objective`: "makespan" or "span", `lower`: a proven bound. Without `start`, or if it does not fit, it begins with
+    the microbatches one by one. Raises E602 without ortools, and E303 if nothing fits.
     """
-    cp_model = _cp_model()
+    cp_model, end = solver(), time.monotonic() + seconds
     bench = Bench(problem, Engine(compiled=False), objective)
-    first = bench.order(one_by_one(problem) if start is None else start, "start")
+    first = (start and bench.order(start, "start")) or bench.order(one_by_one(problem), "one by one")
     if first is None:
-        raise ZbcError("E303", "schedule: the order to start from exceeds the memory limit", hint="raise the limit")
+        raise ZbcError("E303", "schedule: no order fits the memory limit", hint="raise the limit")
     whole, scale = integers(problem)
     model = CpModel(cp_model, problem, whole, objective, first.order, math.floor(lower * scale * (1 - 1e-12)))
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = workers
-    solver.parameters.linearization_level = 0  # the orders are hard; linear relaxations only cost time
-    if solver.solve(model.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        lower = max(lower, solver.best_objective_bound / scale)
-        bench.order(model.order(solver), "exact")
+    found = cp_model.CpSolver()
+    found.parameters.max_time_in_seconds = max(0.0, end - time.monotonic())
+    found.parameters.num_workers = workers
+    found.parameters.linearization_level = 0  # the orders are hard; linear relaxations only cost time
+    if found.solve(model.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        lower = max(lower, found.best_objective_bound / scale)
+        bench.order(model.order(found), "exact")
     best = bench.found[0]
     return Proof(best.cost(objective), min(lower, best.cost(objective)), best.order)
 
 
-def _cp_model() -> Any:
+def solver() -> Any:
+    """The module of CP-SAT. Raises E602 without ortools."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
