@@ -46,13 +46,13 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.engine import Engine, available
-from zbc.compiler.search.exact import solve
 from zbc.compiler.search.feasible import least, one_by_one
 from zbc.compiler.search.portfolio import COMPILED_RATE, PLAIN_RATE, Effort
 from zbc.compiler.search.portfolio import search as searched
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.simulate import simulate
+from zbc.exact.solve import solve
 from zbc.ir import Placement
 
 ROOT = Path(__file__).parent.parent

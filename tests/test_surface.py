@@ -164,7 +164,9 @@ def test_a_rate_of_its_own_for_adamw_is_read_as_the_second_of_two(tmp_path, capl
     path = tmp_path / "zbc.toml"
     path.write_text('zbc = 1\n[optimizer]\nkind = "muon"\nadamw_lr = 0.01\n')
     assert gathered(path).values == {"optimizer": {"kind": "muon", "lr": [3e-4, 0.01]}}
-    assert caplog.messages == [f"config: {path}:4:12: optimizer.adamw_lr is an old spelling; write {OLD['optimizer.adamw_lr'][1]}"]
+    assert caplog.messages == [
+        f"config: {path}:4:12: optimizer.adamw_lr is an old spelling; write {OLD['optimizer.adamw_lr'][1]}"
+    ]
     assert gathered(path, ["optimizer.lr=0.1"]).values["optimizer"]["lr"] == [0.1, 0.01]
     assert gathered(path, ["optimizer.adamw_lr=0.2"]).values["optimizer"]["lr"] == [3e-4, 0.2]
     assert {*OLD} == {*SAID, "optimizer.adamw_lr"}

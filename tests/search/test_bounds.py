@@ -16,7 +16,6 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import slots
-from zbc.compiler.search.exact import solve
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.search.keys import random_genes
@@ -25,6 +24,7 @@ from zbc.compiler.search.policies import policies
 from zbc.compiler.sim.bounds import bounds, with_sums
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate
+from zbc.exact.solve import solve
 from zbc.ir import Placement
 
 

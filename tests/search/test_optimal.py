@@ -15,8 +15,8 @@ from zbc.cli import main
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.candidates import Bench
-from zbc.compiler.search.exact import solve
 from zbc.compiler.sim.bounds import bounds
+from zbc.exact.solve import solve
 from zbc.ir import Placement
 
 CASES = json.loads((Path(__file__).parent / "optima.json").read_text())

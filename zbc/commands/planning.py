@@ -49,9 +49,9 @@ def plan(
     from zbc.commands.options import again
     from zbc.commands.worlds import of_world
     from zbc.compiler.compile import compile_job, load_job
-    from zbc.compiler.search.exact import solver
     from zbc.compiler.whatif.others import Others, kept, others, speedup
     from zbc.compiler.whatif.sharing import sharing
+    from zbc.exact.solve import solver
     from zbc.host.until import Until
     from zbc.plan.directory import refuse_unwritable
     from zbc.viz.words import title

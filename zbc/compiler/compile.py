@@ -31,7 +31,6 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.numbering import numbered
 from zbc.compiler.order import glance, order
 from zbc.compiler.partition.limits import limits_of
-from zbc.compiler.partition.proving import proven
 from zbc.compiler.partition.setup import Ordered, as_ordered, over_of
 from zbc.compiler.passes.reduce_grads import reduced_as
 from zbc.compiler.report import report
@@ -40,6 +39,7 @@ from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import either_way
 from zbc.errors import MISTYPED, Problems, ZbcError
+from zbc.exact.proving import proven
 from zbc.host.until import Until
 from zbc.ir import Program
 from zbc.job import gpu, spec, tokens, toml, world

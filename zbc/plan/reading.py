@@ -62,7 +62,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ZbcError("E404", f"plan: {path}: {place}: {first['msg'].lower()}", hint=REPLAN) from None
+        raise ZbcError("E404", f"plan: {path}: {place}: {sentence(first)}", hint=REPLAN) from None
     _check_shape(path, manifest)
     unknown = [name for name in manifest.capabilities if name not in _KINDS and name not in (SLICES, FROZEN, STEPS)]
     if unknown:

@@ -14,10 +14,10 @@ from zbc.compiler.partition.limits import limit_of
 from zbc.compiler.partition.setup import Ordered, over_of
 from zbc.compiler.report.report import Facts, told
 from zbc.compiler.schedules.searched import fused, numbers, own_limit
-from zbc.compiler.search.exact import solve
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.sim.bounds import relaxed
 from zbc.errors import ZbcError, raise_all
+from zbc.exact.solve import solve
 from zbc.host.cores import cores
 from zbc.job.spec import Job
 
@@ -39,19 +39,19 @@ def proven(job: Job, found: Ordered, seconds: float) -> tuple[Ordered, Facts]:
     split = bool(program.split)
     own = own_limit(found.name, program.placement.ranks, costs)
     limit = limit_of(job, program.placement, costs, split=split, own=own)
-    least = limit.costs.fastest()
-    least = relaxed(least) if split else least.joined()
-    problem = Problem.make(program.placement, least, program.microbatches, limit.units)
+    fastest = limit.costs.fastest()
+    counted = relaxed(fastest) if split else fastest.joined()
+    problem = Problem.make(program.placement, counted, program.microbatches, limit.units)
     pairs = sum((3 * len(stages) * problem.m) ** 2 for stages in problem.stages)
     if pairs > MOST:
         text = f"plan: --exact has {pairs:,} pairs of ops to order on a rank, and is for at most {MOST:,}"
         raise ZbcError("E110", text, hint="plan fewer microbatches or stages, or leave out --exact")
-    began, before = numbers(problem, program), found.step_ms(job)
-    lower = found.bounds.of(objective)
+    began, before, lower = numbers(problem, program), found.step_ms(job), found.bounds.of(objective)
     proof = solve(problem, objective, start=began, lower=lower, seconds=seconds, workers=cores())
-    ranks = problem.program(proof.order, "exact")
-    other = ranks if split else fused(ranks)
-    bounds = replace(found.bounds, **{objective: max(lower, proof.lower)})
+    other = problem.program(proof.order, "exact")
+    other = other if split else fused(other)
+    least = max(lower, proof.lower)
+    bounds = replace(found.bounds, makespan=least) if objective == "makespan" else replace(found.bounds, span=least)
     better = replace(found, program=replace(program, ranks=other.ranks), bounds=bounds)
     shorter = better.step_ms(job) < before * BETTER
     taken = shorter and over_of(job, better) <= over_of(job, found)

@@ -20,11 +20,11 @@ from fractions import Fraction
 from typing import Any
 
 from zbc.compiler.search.candidates import Bench
-from zbc.compiler.search.cpsat import CpModel, IntegerProblem
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import one_by_one
 from zbc.compiler.search.problem import Problem
 from zbc.errors import ZbcError
+from zbc.exact.cpsat import CpModel, IntegerProblem
 
 FINEST = 10_000_000
 DIGITS = 8  # of the largest number, if there is no exact scale

@@ -1,0 +1,1 @@
+"""`zbc plan --exact`: orders proven optimal by CP-SAT, an optional solver (`zbc[solve]`)."""
