@@ -227,7 +227,7 @@ NEXT = re.compile(
     r"\b(?:stage|s)\]?\s*[-+]\s*1\b|\bstages\)?\s*-\s*1\b|\bstages\s*//|\bpairwise\((?:pipe|homes|stages)\b"
 )
 
-MAKERS = ("compiler/schedules/", "compiler/search/")  # orders of stages in a row
+MAKERS = ("compiler/schedules/", "compiler/search/", "exact/")  # orders of stages in a row
 CUTS = {  # layers of a model are in a row: the boundaries of stages in it are one more than stages
     "compiler/partition/balance.py",
     "compiler/planner/case.py",
