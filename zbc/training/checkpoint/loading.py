@@ -50,19 +50,18 @@ def load(
 
     def look() -> dict[str, Any]:
         reader = Reader(folder, alive)
-        _check_training(reader, manifest)
+        wrong = [difference for difference in _differences(reader, manifest) if difference.key not in PRECISION]
+        if wrong:
+            first, *others = wrong
+            text = f"run: {reader.folder} was trained with {first}"
+            raise ZbcError("E613", text, hint=first.undo, details=[f"and with {other}" for other in others[:6]])
         reader.check_files(worker.rank, manifest.topology.world)
         readers.append(reader)
         return {} if worker.batches is None else {"data_samples": worker.batches.count}
 
     told = together(board, "checkpoint checked", look)
     reader = readers[0]
-
-    def fill() -> dict[str, Any]:
-        _restore(worker, reader)
-        return {}
-
-    together(board, "checkpoint loaded", fill)
+    together(board, "checkpoint loaded", lambda: _restore(worker, reader))
     steps = reader.index.step
     worker.resume(steps, reader.index.samples)
     scaling = worker.features.find(Scaling)
@@ -87,15 +86,6 @@ def _differences(reader: Reader, manifest: Manifest) -> list[Difference]:
     return changed + ([] if index.trained is None else differences(index.trained, now))
 
 
-def _check_training(reader: Reader, manifest: Manifest) -> None:
-    """Raises E613 if the seed, the optimizer, or what the model computes differs."""
-    wrong = [difference for difference in _differences(reader, manifest) if difference.key not in PRECISION]
-    if wrong:
-        first, *others = wrong
-        text = f"run: {reader.folder} was trained with {first}"
-        raise ZbcError("E613", text, hint=first.undo, details=[f"and with {other}" for other in others[:6]])
-
-
 def _restore(worker: Worker, reader: Reader) -> None:
     """Overwrites the whole state of a rank. Raises E612 (damaged), E613 (another model)."""
     reader.tensors = _stacked(reader.tensors, worker.layout.parameters)
@@ -103,7 +93,14 @@ def _restore(worker: Worker, reader: Reader) -> None:
     for optimizer in worker.optimizers.values():
         _restore_weights(worker, optimizer, reader)
     for stage in worker.stages:
-        _restore_buffers(worker, stage, reader)
+        for name, module, key in (place for layer in worker.stages[stage].layers for place in state_buffers(layer)):
+            about, now = reader.tensors.get(BUFFER + name), module._buffers.get(key)
+            if about is None:
+                continue
+            if now is None or list(now.shape) != about.shape or now.dtype != TYPES[about.dtype]:
+                now = torch.empty(about.shape, dtype=TYPES[about.dtype], device=worker.device)
+                module._buffers[key] = now
+            reader.fill(now, BUFFER + name)
         for name, value in features_keep(worker, stage):
             if name in reader.tensors:
                 reader.fill(value, name)
@@ -222,15 +219,3 @@ def _state(reader: Reader, held: Held, name: str, cut: Cut | None) -> Tensor:
     value = torch.empty(held.tensor.shape if whole else (), dtype=TYPES[about.dtype])
     reader.fill(value, name, held.start if whole else 0)
     return value
-
-
-def _restore_buffers(worker: Worker, stage: int, reader: Reader) -> None:
-    for layer in worker.stages[stage].layers:
-        for name, module, key in state_buffers(layer):
-            about, now = reader.tensors.get(BUFFER + name), module._buffers.get(key)
-            if about is None:
-                continue
-            if now is None or list(now.shape) != about.shape or now.dtype != TYPES[about.dtype]:
-                now = torch.empty(about.shape, dtype=TYPES[about.dtype], device=worker.device)
-                module._buffers[key] = now
-            reader.fill(now, BUFFER + name)

@@ -83,9 +83,14 @@ def choose(options: RunOptions, manifest: Manifest) -> Start:
     if asked in (None, "none"):
         _refuse(_place(manifest, options.out), 0)
         return Start()
+    named = _complete_in(Path(asked))
     if own.run is not None:
-        return Start(_complete_in(Path(asked)), own.run)
-    return _named(Path(asked), options, manifest)
+        return Start(named, own.run)
+    place = _place(manifest, options.out)
+    goes_on = _within(named, place)  # back in its own run, whose later checkpoints are set aside
+    if not goes_on:
+        _refuse(place, disk.step_of(named) or 0)
+    return Start(named, options.out if goes_on else None)
 
 
 def save_folder(manifest: Manifest, run: Path) -> Path:
@@ -115,7 +120,9 @@ def _newest(options: RunOptions, manifest: Manifest) -> Start:
     folder = _place(manifest, options.out)
     if folder is not None:
         path = disk.newest(folder)
-        return Start(path, options.out or _run_of(path))
+        named = None if path is None or options.out else disk.read_index(path).run
+        own = Path(named) if named and os.path.isfile(Path(named) / rundir.RUN) else None  # if it still exists
+        return Start(path, options.out or own)
     for run in _runs(manifest, options.plan):
         path = disk.newest(run / disk.FOLDER)
         if path is not None:
@@ -128,15 +135,6 @@ def _restart(options: RunOptions, manifest: Manifest) -> Start:
     runs = [options.out] if options.out is not None else _runs(manifest, options.plan)
     run = next((place for place in runs if same_launch(rundir.told(place).get("launch"), options.launch)), None)
     return Start() if run is None else Start(disk.newest(save_folder(manifest, run)), run)
-
-
-def _named(path: Path, options: RunOptions, manifest: Manifest) -> Start:
-    folder = _complete_in(path)
-    own = _place(manifest, options.out)
-    goes_on = _within(folder, own)  # back in its own run, whose later checkpoints are set aside
-    if not goes_on:
-        _refuse(own, disk.step_of(folder) or 0)
-    return Start(folder, options.out if goes_on else None)
 
 
 def _within(checkpoint: Path, folder: Path | None) -> bool:
@@ -162,9 +160,3 @@ def _refuse(folder: Path | None, step: int) -> None:
         text = f"run: {folder} holds checkpoints of another run, up to {later[-1].name}"
         hint = "go on from there with --resume auto, or give this run another -o or checkpoint.dir, or remove them"
         raise ZbcError("E614", text, hint=hint)
-
-
-def _run_of(checkpoint: Path | None) -> Path | None:
-    """The run directory of a checkpoint's run, if it still exists."""
-    named = None if checkpoint is None else disk.read_index(checkpoint).run
-    return Path(named) if named and os.path.isfile(Path(named) / rundir.RUN) else None

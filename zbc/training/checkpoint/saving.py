@@ -57,12 +57,8 @@ class Arena:
     def places(self, tensors: Mapping[str, Tensor]) -> Mapping[Hashable, Tensor]:
         """A contiguous tensor on the CPU for each; overwrites those of the previous call."""
         laid: dict[Hashable, tuple[torch.Size, torch.dtype]] = {k: (t.shape, t.dtype) for k, t in tensors.items()}
-        if laid != self._laid:
-            self._lay(tensors)
-            self._laid = laid
-        return self._places
-
-    def _lay(self, tensors: Mapping[str, Tensor]) -> None:
+        if laid == self._laid:
+            return self._places
         starts = list(accumulate((math.ceil(t.nbytes / _STEP) * _STEP for t in tensors.values()), initial=0))
         self.close()
         if self._pinned:
@@ -71,6 +67,8 @@ class Arena:
         for (key, tensor), start in zip(tensors.items(), starts, strict=False):
             raw = memory[start : start + tensor.nbytes]
             self._places[key] = raw.view(tensor.dtype).view(tensor.shape)
+        self._laid = laid
+        return self._places
 
     def close(self) -> None:
         """Frees the memory."""
@@ -147,7 +145,7 @@ class Checkpoints(Guest):
         progress.index, progress.op = 0, f"writing the checkpoint of step {step + 1}"
         held = entries(self.worker)
         staged, copied = self._stage(held)
-        work = partial(self._save_copied, held, staged, copied, step + 1)
+        work = partial(self._save, held, staged, copied, step + 1)
         self._running = Background("zbc-checkpoint").start(work)  # in a thread of its own
 
     def wait(self) -> None:
@@ -162,15 +160,13 @@ class Checkpoints(Guest):
                     beats, progress.since = self._beats, time.monotonic()
         finally:
             progress.waiting, self._running = False, None
-        self._tell(running.result())
+        line = running.result()
+        if self.worker.rank == 0:
+            self.tell(line)
 
     def check(self) -> None:
         if self._running is not None and self._running.done():
             self.wait()
-
-    def _tell(self, line: str) -> None:
-        if self.worker.rank == 0:
-            self.tell(line)
 
     # ---- in the background of steps ------------------------------------------------------------------------------
 
@@ -188,25 +184,21 @@ class Checkpoints(Guest):
         ]
         return staged, copied
 
-    def _save_copied(
+    def _save(
         self, found: list[HeldPart], staged: Sequence[HeldPart], copied: torch.cuda.Event | None, step: int
     ) -> str:
+        """Writes, synchronises, completes; returns the message about it."""
         if self.worker.device.type == "cuda":
             torch.cuda.set_device(self.worker.device)  # the current device is per thread
         if copied is not None:
             copied.synchronize()
         found.clear()  # held until here, since forwards replace buffers
-        return self._save(staged, step)
-
-    def _save(self, found: Sequence[HeldPart], step: int) -> str:
-        """Writes, synchronises, completes; returns the message about it."""
-        began = time.monotonic()
-        folder = disk.folder_of(self.folder, step)
-        together(self.board, f"checkpoint {step} written", lambda: self._write(folder, found), folder)
+        began, folder = time.monotonic(), disk.folder_of(self.folder, step)
+        together(self.board, f"checkpoint {step} written", lambda: self._write(folder, staged), folder)
         done = together(self.board, f"checkpoint {step} complete", lambda: self._complete(folder, step), folder)
         return f"wrote {_shown(folder)}: {done['bytes'] / 1e6:.1f} MB in {time.monotonic() - began:.2f} s"
 
-    def _write(self, folder: Path, found: Sequence[HeldPart]) -> dict[str, Any]:
+    def _write(self, folder: Path, found: Sequence[HeldPart]) -> None:
         rank, batches = self.worker.rank, self.worker.batches
         kept = {entry.part.key: entry.part for entry in found if entry.writer == rank}  # a tied weight is in two stages
         copies: dict[str, str] = {}
@@ -218,11 +210,10 @@ class Checkpoints(Guest):
         count = None if batches is None else batches.count
         said = {"written": written.model_dump(), "copies": copies, "data_samples": count}
         self.board.leave(_PARTS, json.dumps(said))
-        return {}
 
-    def _complete(self, folder: Path, step: int) -> dict[str, Any]:
+    def _complete(self, folder: Path, step: int) -> dict[str, Any] | None:
         if self.worker.rank != 0:
-            return {}
+            return None
         told = [json.loads(text) for text in self.board.collect(_PARTS)]
         check_copies([answer["copies"] for answer in told], self.worker.plan.manifest.topology.name)
         whole = put_together(disk.Contents.model_validate(answer["written"]) for answer in told)

@@ -21,14 +21,16 @@ from zbc.training.launch.board import Board
 _LIMIT = timedelta(hours=24)  # for ranks to meet: a slow disk is no failure, and dead ranks are detected elsewhere
 
 
-def together(board: Board, name: str, work: Callable[[], dict[str, Any]], folder: Path | None = None) -> dict[str, Any]:
+def together(
+    board: Board, name: str, work: Callable[[], dict[str, Any] | None], folder: Path | None = None
+) -> dict[str, Any]:
     """The results of `work` on all ranks, as plain data, each entry of the first rank that has it; an error of the
     first failed rank is raised on all.
 
     An OSError becomes E611, for a file in `folder`.
     """
     try:
-        said: dict[str, Any] = {"fine": work()}
+        said: dict[str, Any] = {"fine": work() or {}}
     except ZbcError as error:
         said = {"error": error.as_json()}
     except OSError as error:
@@ -73,9 +75,9 @@ def try_out(board: Board, folder: Path) -> None:
     """
     first = disk.folder_of(folder, 0)  # an error about it names the newest checkpoint next to it
 
-    def leave() -> dict[str, Any]:
+    def leave() -> dict[str, Any] | None:
         if board.rank != 0:
-            return {}
+            return None
         name = f"{_SHARED}{uuid.uuid4().hex}"  # a new one: file systems cache that a name did not exist
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_SHARED}*"):  # of a run that was killed here; no other run uses the folder now
@@ -85,14 +87,13 @@ def try_out(board: Board, folder: Path) -> None:
 
     name = together(board, "a place for checkpoints", leave, first)["name"]
 
-    def look() -> dict[str, Any]:
+    def look() -> None:
         if not (folder / name).exists():
             text = f"run: rank {board.rank} does not see what rank 0 wrote to {folder}, where checkpoints go"
             raise ZbcError("E611", text, hint="set checkpoint.dir to a folder that all machines share")
         own = folder / f"{name}-{board.rank}"
         own.write_text("")
         own.unlink()
-        return {}
 
     try:
         together(board, "a place for checkpoints, seen", look, first)
@@ -120,10 +121,9 @@ def owned(board: Board, folder: Path | None, who: str, launch: str = "") -> Iter
     """
     locks: list[int] = []
 
-    def take() -> dict[str, Any]:
-        lock = None if board.rank or folder is None else _lock(folder, who, launch)
-        locks.extend([] if lock is None else [lock])
-        return {}
+    def take() -> None:
+        if board.rank == 0 and folder is not None and (lock := _lock(folder, who, launch)) is not None:
+            locks.append(lock)
 
     together(board, "a folder of its own", take)
     try:

@@ -218,15 +218,17 @@ class Board:
 
 
 def _unlike(said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> ZbcError | None:
-    wanted = dict.fromkeys(what for identities in said for what in identities)
-    problems = [(what, who) for what in wanted if (who := _differing(what, said, name)) is not None]
+    problems = list[str]()
+    for what in dict.fromkeys(what for identities in said for what in identities):
+        values = {rank: identity[what] for rank, identity in enumerate(said) if what in identity}
+        usual, _ = Counter(values.values()).most_common(1)[0]
+        if odd := [f"{name(rank)} has {value}" for rank, value in values.items() if value != usual]:
+            problems.append(f"{what}: {', '.join(odd)}, the others {usual}")
     if not problems:
         return None
-    (what, who), *rest = problems
-    text = f"run: the ranks differ in {what}: {who}"
-    details = [f"and in {what}: {who}" for what, who in rest]
-    hint = "give every machine the same plan directory, the same code and the same environment"
-    return ZbcError("E601", text, hint=hint, details=details)
+    text, hint = problems[0], "give every machine the same plan directory, the same code and the same environment"
+    details = [f"and in {problem}" for problem in problems[1:]]
+    return ZbcError("E601", f"run: the ranks differ in {text}", hint=hint, details=details)
 
 
 def hosts_of(processes: Iterable[str]) -> list[str]:
@@ -244,14 +246,6 @@ def host_of(known: Mapping[int, str], ask: Callable[[], list[str]]) -> Callable[
         return []
 
     return lambda rank: known.get(rank) or (others()[rank : rank + 1] or [""])[0]
-
-
-def _differing(what: str, said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> str | None:
-    """A text on the ranks whose value is not the most common one; None if all are equal."""
-    values = {rank: identity[what] for rank, identity in enumerate(said) if what in identity}
-    usual, _ = Counter(values.values()).most_common(1)[0]
-    odd = [f"{name(rank)} has {value}" for rank, value in values.items() if value != usual]
-    return f"{', '.join(odd)}, the others {usual}" if odd else None
 
 
 Connect = Callable[[], "Store"]  # a new connection to the store of this run

@@ -10,8 +10,6 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 
@@ -26,19 +24,11 @@ def start_fork_server() -> None:
     A job scheduler, `timeout` and a terminal that is closed send them to all processes of the command, and without the
     server the exit codes of the ranks would be lost.
     """
-    with _ignored():
-        fork_server()
-
-
-@contextmanager
-def _ignored() -> Iterator[None]:
-    """Processes started in this block ignore those signals; the fork server ignores SIGINT by itself."""
-    numbers = [number for number in handled() if number != signal.SIGINT]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []  # only the main thread may do so
+    own = threading.current_thread() is threading.main_thread()  # only this one may ignore signals
+    numbers = [number for number in handled() if own and number != signal.SIGINT]  # that the server itself ignores
     before = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
     try:
-        yield
+        fork_server()
     finally:
         for number, handler in before:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -57,19 +57,15 @@ def _named(manifest: Manifest) -> set[str]:
 
 def _modules(packages: set[str]) -> list[tuple[str, Path]]:
     """The loaded modules of users, and their files: those of `packages`, and others that are not installed."""
-    modules = []
+    modules, standard = [], sysconfig.get_paths()["stdlib"] + os.sep
     for name, module in sorted(sys.modules.items()):
         file, top = getattr(module, "__file__", None), name.partition(".")[0]
         if not isinstance(file, str) or not os.path.isabs(file) or not file.endswith(".py"):
             continue  # not Python, or synthetic: torch has some
-        if top not in _NOT_MODULES and (top in packages or not _installed(file)):
+        installed = file.startswith(standard) or not _PACKAGES.isdisjoint(Path(file).parts)
+        if top not in _NOT_MODULES and (top in packages or not installed):
             modules.append((name, Path(file)))
     return modules
-
-
-def _installed(file: str) -> bool:
-    standard = sysconfig.get_paths()["stdlib"] + os.sep
-    return file.startswith(standard) or not _PACKAGES.isdisjoint(Path(file).parts)
 
 
 def _digest(files: Iterable[Path]) -> str:

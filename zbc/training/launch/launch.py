@@ -137,16 +137,15 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
     sinks.check(manifest.training["log"])
     if options.forward is not None:
         check_forward(options, manifest)
-    if options.save_hf is not None:
-        from zbc.job.hffolder import check_target
+    if options.save_hf is not None or options.save_adapter is not None:
+        from zbc.job import adapterfolder, hffolder
         from zbc.training.building.context import Settings
 
-        check_target(options.save_hf, Settings.of(manifest).model, manifest.ep)
-    if options.save_adapter is not None:
-        from zbc.job import adapterfolder
-        from zbc.training.building.context import Settings
-
-        adapterfolder.check_target(options.save_adapter, Settings.of(manifest).adapter)
+        settings = Settings.of(manifest)
+        if options.save_hf is not None:
+            hffolder.check_target(options.save_hf, settings.model, manifest.ep)
+        if options.save_adapter is not None:
+            adapterfolder.check_target(options.save_adapter, settings.adapter)
     total = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
     if options.trace and max(options.trace) >= total:
         text = f"run: --trace asks for step {max(options.trace) + 1}, the run has {total}"

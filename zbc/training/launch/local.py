@@ -171,7 +171,12 @@ def _ended(parent: Parent) -> Iterator[None]:
         yield
     except (ZbcError, RankFailed):
         _kill(parent)
-        _show_rest(parent)
+        for child in parent.children.values():
+            with suppress(EOFError, OSError):  # the last message may be cut off
+                while not child.pipe.closed and child.pipe.poll():
+                    kind, content = child.pipe.recv()
+                    if kind == "line":  # failures other than the first are ignored
+                        parent.emit(content)
         raise
     finally:
         _kill(parent)
@@ -184,16 +189,6 @@ def _kill(parent: Parent) -> None:
         child.process.kill()
     for child in parent.children.values():
         child.process.join()
-
-
-def _show_rest(parent: Parent) -> None:
-    """Shows the remaining lines of dead ranks; failures other than the first are ignored."""
-    for child in parent.children.values():
-        with suppress(EOFError, OSError):  # the last message may be cut off
-            while not child.pipe.closed and child.pipe.poll():
-                kind, content = child.pipe.recv()
-                if kind == "line":
-                    parent.emit(content)
 
 
 def _supervise(parent: Parent, wake: int) -> None:
@@ -227,18 +222,13 @@ def _listen(parent: Parent, child: Child) -> None:
     elif kind == "live":
         parent.live(content)
     elif kind == "failed":
-        _bury_lost(parent, content)
+        if isinstance(content, ZbcError) and content.code == "E702":  # perhaps the lost connection of a dead rank
+            for rank, other in parent.children.items():
+                if not other.ended and other.process.exitcode not in (None, 0, RUN_FAILED):
+                    _bury(parent, rank)
         raise content
     else:
         child.ended = content
-
-
-def _bury_lost(parent: Parent, failure: Failure) -> None:
-    """Raises for a rank that has died, if `failure` is the lost connection of its peer."""
-    if isinstance(failure, ZbcError) and failure.code == "E702":
-        for rank, child in parent.children.items():
-            if not child.ended and child.process.exitcode not in (None, 0, RUN_FAILED):
-                _bury(parent, rank)
 
 
 def _bury(parent: Parent, rank: int) -> None:
@@ -253,8 +243,11 @@ def _bury(parent: Parent, rank: int) -> None:
         return
     child.process.join()
     code = child.process.exitcode
-    if code == RUN_FAILED:
-        _hear_reporter(parent, rank)
+    if code == RUN_FAILED:  # it ends silently if another one reports, whose messages are read
+        reporter = None if parent.board is None else in_time(parent.board.failed, _ASK_S)
+        other = None if reporter is None or reporter == rank else parent.children.get(reporter)
+        while other is not None and not other.pipe.closed and other.pipe.poll(_LAST_WORD_S):
+            _listen(parent, other)
     if code is not None and code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     else:
@@ -265,14 +258,6 @@ def _bury(parent: Parent, rank: int) -> None:
     if parent.asked is not None and seen == [_NOT_STARTED]:
         raise KeyboardInterrupt
     raise ZbcError("E702", f"run: {parent.name(rank)} {how}", hint="; ".join(hints) or None, details=seen)
-
-
-def _hear_reporter(parent: Parent, rank: int) -> None:
-    """If `rank` ended silently because another rank reports, reads the messages of that one."""
-    reporter = None if parent.board is None else in_time(parent.board.failed, _ASK_S)
-    child = None if reporter is None or reporter == rank else parent.children.get(reporter)
-    while child is not None and not child.pipe.closed and child.pipe.poll(_LAST_WORD_S):
-        _listen(parent, child)
 
 
 def _last_seen(parent: Parent, rank: int) -> list[str]:

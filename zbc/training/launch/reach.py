@@ -78,9 +78,14 @@ def check_reach(board: Board, here: Doorstep, limit: timedelta, name: Callable[[
         peers = [rank for rank, host in said.items() if host["address"] != here.interface.address]
         failed = [(rank, why) for rank in peers if (why := _try(said[rank])) is not None]
 
+        def where(rank: int) -> str:
+            return f"{name(rank)} ({said[rank]['host']}, {said[rank]['name']} {said[rank]['address']})"
+
         def judge(texts: list[str]) -> ZbcError | None:
-            failures = [*map(json.loads, texts)]
-            return _unreachable(failures, said, name) if any(failures) else None
+            failures = [(a, b, why) for a, text in enumerate(texts) for b, why in json.loads(text)]
+            lines = [f"{where(a)} cannot reach {where(b)}: {why}" for a, b, why in failures]
+            text = "run: the machines of this run cannot reach each other"
+            return ZbcError("E609", text, hint=_HINT, details=few(lines, 8)) if lines else None
 
         board.judge("reached", limit, json.dumps(failed), judge)
 
@@ -98,12 +103,3 @@ def unconnected(who: str, error: BaseException) -> ZbcError:
     """E609 for a group that cannot be made, with torch's message."""
     text = f"run: {who} cannot connect to the others"
     return ZbcError("E609", text, hint=_HINT, details=[str(error).partition("\n")[0]])
-
-
-def _unreachable(failures: list[list[Any]], said: dict[int, dict[str, Any]], name: Callable[[int], str]) -> ZbcError:
-    def where(rank: int) -> str:
-        place = said[rank]
-        return f"{name(rank)} ({place['host']}, {place['name']} {place['address']})"
-
-    lines = [f"{where(a)} cannot reach {where(b)}: {why}" for a, pairs in enumerate(failures) for b, why in pairs]
-    return ZbcError("E609", "run: the machines of this run cannot reach each other", hint=_HINT, details=few(lines, 8))

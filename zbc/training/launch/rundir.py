@@ -33,7 +33,12 @@ def begun(parent: Path, name: str, out: Path | None, about: Mapping[str, Any]) -
     with folders_for(parent / name if out is None else out / METRICS):
         folder = _numbered(parent, name) if out is None else out
         try:
-            file = _claimed(folder)
+            try:
+                file = LineFile(folder / METRICS, "x")
+            except FileExistsError:
+                text = f"run: {folder} holds the metrics of another run"
+                hint = "go on with it by --resume auto, choose another directory with -o, or remove this one"
+                raise ZbcError("E614", text, hint=hint) from None
             try:
                 replace_text(folder / RUN, _text(about))
                 yield folder, file
@@ -52,9 +57,15 @@ def begun(parent: Path, name: str, out: Path | None, about: Mapping[str, Any]) -
 def gone_on(folder: Path, first: int, about: Mapping[str, Any]) -> LineFile:
     """The `metrics.jsonl` of a run resumed after `first` steps, without lines of later ones. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    _drop_after(folder / METRICS, first)
+    metrics, kept = folder / METRICS, list[str]()
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # an incomplete line
+            if json.loads(line)["step"] <= first:
+                kept.append(line + "\n")
+    if metrics.exists():
+        replace_text(metrics, "".join(kept))
     replace_text(folder / RUN, _text(about))
-    return LineFile(folder / METRICS, "a")
+    return LineFile(metrics, "a")
 
 
 def told(run: Path) -> dict[str, Any]:
@@ -83,29 +94,6 @@ def _numbered(parent: Path, name: str) -> Path:
             n += 1
         else:
             return folder
-
-
-def _claimed(folder: Path) -> LineFile:
-    try:
-        return LineFile(folder / METRICS, "x")
-    except FileExistsError:
-        text = f"run: {folder} holds the metrics of another run"
-        hint = "go on with it by --resume auto, choose another directory with -o, or remove this one"
-        raise ZbcError("E614", text, hint=hint) from None
-
-
-def _drop_after(metrics: Path, step: int) -> None:
-    """Keeps the lines of the first `step` steps; also drops an incomplete line."""
-    if not metrics.exists():
-        return
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue
-    replace_text(metrics, "".join(kept))
 
 
 def _text(about: Mapping[str, Any]) -> str:

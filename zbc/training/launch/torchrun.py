@@ -97,7 +97,12 @@ def _run(place: Place, options: RunOptions, screen: Screen) -> Ended:
                 in_time(lambda: board.report(EXIT_PIPE), 5.0)
             leave(EXIT_PIPE)
 
-    context = RankContext(place, options, device, show, report, leave, screen.show, stop, _doorstep(place))
+    doorstep = None
+    if place.one_machine:
+        bind_loopback()
+    elif (interface := bind_towards(place.host)) is not None:
+        doorstep = Doorstep(interface, first=place.local_rank == 0)
+    context = RankContext(place, options, device, show, report, leave, screen.show, stop, doorstep)
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED), repeated=shares_terminal()):
         return run_rank(context)
 
@@ -108,15 +113,6 @@ def _end_early(name: str, tell: Callable[[], None] = lambda: None) -> NoReturn:
         os.write(2, f"stopped before the first step (asked by {name}); there is nothing to resume\n".encode())
     in_time(tell, _SAY_S)
     end(EXIT_INTERRUPTED)
-
-
-def _doorstep(place: Place) -> Doorstep | None:
-    """Chooses the interface on which gloo listens; None on one machine, or if it is unknown."""
-    if place.one_machine:
-        bind_loopback()
-        return None
-    interface = bind_towards(place.host)
-    return None if interface is None else Doorstep(interface, first=place.local_rank == 0)
 
 
 def part(place: Place, patience: float) -> None:
