@@ -8,8 +8,7 @@ random numbers, and calls `loss.backward()`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -104,10 +103,14 @@ def check_up(plan: StoredPlan) -> Checkup:
             refuse_stage(plan.manifest, ops, worker.stages[s])
     if (scaling := worker.features.find(Scaling)) is not None:
         scaling.scale = Scale(1.0)
-    with _shown():
+    try:
         result = run_step(worker, 0)
         mine = {name: p.grad for optimizer in worker.optimizers.values() for name, p in optimizer.parameters.items()}
         loss, plain = plain_gradients(single)
+    except ZbcError:
+        raise
+    except FAILURES as error:  # of a layer, the loss or the data of the job
+        raise frames.failure(error, "model: it fails in training") from error
     rounding = ROUNDING * max(map(largest, plain.values()), default=0.0)
     least = rounding * (settings.model.compile or manifest.slices > 1)  # otherwise both have the same rounding
     found = tuple(
@@ -120,26 +123,9 @@ def check_up(plan: StoredPlan) -> Checkup:
     return Checkup(stages, mean, loss, found, tolerance, unscaled)
 
 
-@contextmanager
-def _shown() -> Iterator[None]:
-    """Turns errors of a layer, the loss or the data of the job into E703, with the place in their code."""
-    try:
-        yield
-    except ZbcError:
-        raise
-    except FAILURES as error:
-        raise frames.failure(error, "model: it fails in training") from error
-
-
 def _alone(plan: StoredPlan, slices: int) -> tuple[StoredPlan, Worker]:
-    """A plan for one rank, and its worker."""
-    single = _single(plan, slices)
-    return single, build_worker(RankPlan(0, single.program.ranks[0], single.manifest), Hub(1).end(0), CPU)
-
-
-def _single(plan: StoredPlan, slices: int) -> StoredPlan:
     """The plan's stages on one rank, without the end of a step, for two microbatches: both in flight if the plan has
-    several in flight."""
+    several in flight; and its worker."""
     manifest, stages, split = plan.manifest, range(plan.manifest.stages), plan.program.split
     count = min(2, manifest.microbatches)
     together = any(overlaps(ops, s) for ops in plan.program.ranks for s in stages)
@@ -168,7 +154,7 @@ def _single(plan: StoredPlan, slices: int) -> StoredPlan:
         planning={**manifest.planning, "schedule": whole_rows, "optimizer": {"sync": "before-step"}},
         training={**manifest.training, "optimizer": {**manifest.training["optimizer"], "sync": "before-step"}},
     )
-    return StoredPlan(single, program)
+    return StoredPlan(single, program), build_worker(RankPlan(0, program.ranks[0], single), Hub(1).end(0), CPU)
 
 
 def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float, dict[str, Tensor | None]]:
@@ -176,7 +162,11 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     seed, lowered, count = settings.train.seed, settings.lowered, manifest.microbatches
     modules = {name: module.to(device) for name, module in plain_modules(settings).items()}
-    parameters = _named(modules)
+    owned: dict[int, tuple[str, nn.Parameter]] = {}  # each parameter once, under the name of its first owner
+    for name, module in modules.items():
+        for local, parameter in module.named_parameters():
+            owned.setdefault(id(parameter), (f"{name}.{local}", parameter))
+    parameters = dict(owned.values())
     lower_precision(parameters.values(), lowered)
     criterion = loss_of(settings.model, None, modules.values())
     if settings.data.items == "steps":
@@ -233,15 +223,6 @@ def plain_modules(settings: Settings) -> dict[str, nn.Module]:
             shared = modules[owner].get_parameter(target.removeprefix(f"{owner}."))
             setattr(modules[plan.name].get_submodule(path), leaf, shared)
     return modules
-
-
-def _named(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """Each parameter once, under the name of its first owner."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, module in modules.items():
-        for local, parameter in module.named_parameters():
-            found.setdefault(id(parameter), (f"{name}.{local}", parameter))
-    return dict(found.values())
 
 
 def _ways(plan: StoredPlan, settings: Settings) -> tuple[str, ...]:

@@ -128,7 +128,10 @@ def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tupl
     after = dict(module.named_buffers())
     changed = tuple(key for key, old in buffers.items() if after.get(key) is not old or ops.wrote(old))
     carries = differing(before, attributes(module))
-    adds = differentiates.seen or differentiates.hooks or _own_backward(module, y)  # perhaps; see `adds`
+    # Perhaps it adds gradients: by hooks of parameters, or by autograd functions of a user in its backward.
+    nodes = (type(node) for node in _graph(taken_apart(y)[0]) if isinstance(node, BackwardCFunction))
+    adds = differentiates.seen or differentiates.hooks or any(p._backward_hooks for p in module.parameters())
+    adds = adds or any(not vars(kind)["_forward_cls"].__module__.startswith("zbc.") for kind in nodes)
     traits = Traits(ops.draws, ops.wrote(given), changed, differentiates.seen, carries, adds=adds)
     return y, traits, tuple(key for key in after if key not in buffers)
 
@@ -157,13 +160,6 @@ def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None
 def reaches(y: Tensor, x: Tensor) -> bool:
     """Whether a backward from `y` reaches the leaf `x`."""
     return y is x or any(getattr(node, "variable", None) is x for node in _graph([y]))
-
-
-def _own_backward(module: nn.Module, y: object) -> bool:
-    """Whether the backward of a layer's result runs hooks of parameters or autograd functions of a user."""
-    nodes = (type(node) for node in _graph(taken_apart(y)[0]) if isinstance(node, BackwardCFunction))
-    own = any(not vars(kind)["_forward_cls"].__module__.startswith("zbc.") for kind in nodes)
-    return own or any(p._backward_hooks for p in module.parameters())
 
 
 def _graph(tensors: Sequence[Tensor]) -> Iterator[Any]:

@@ -35,7 +35,12 @@ def refuse_stage(manifest: Manifest, ops: Sequence[Op], stage: Stage) -> None:
             _refuse_hooks(stage, layer)
         if not ordered or copies:
             _refuse_buffers(stage, layer, copies=copies)
-        _refuse_attributes(stage, layer, _lost(manifest, stage, ordered=ordered and not copies))
+        why = _lost(manifest, stage, ordered=ordered and not copies)
+        if layer.traits.carries and why is not None:
+            names = ", ".join(layer.traits.carries[:3])
+            text = f"model: the output of layer {layer.name} depends on attributes that its forward changes ({names}),"
+            hint = "keep such state in buffers (register_buffer), or use a plan where each forward runs once, in order"
+            raise ZbcError("E509", f"{text} and {why}", hint=hint)
         if layer.traits.mixes and overlaps(ops, stage.index):
             names = ", ".join(layer.traits.mixes[:3])
             text = f"model: layer {layer.name} keeps what its output or its backward needs in attributes ({names}), and"
@@ -65,15 +70,6 @@ def _refuse_buffers(stage: Stage, layer: StageLayer, *, copies: bool) -> None:
         text += f"the plan does not run the forwards of stage {stage.index} in the order of the microbatches"
     hint = "use a layer without running statistics, as GroupNorm or LayerNorm, or track_running_stats=False"
     raise ZbcError("E509", text, hint=hint)
-
-
-def _refuse_attributes(stage: Stage, layer: StageLayer, why: str | None) -> None:
-    if not layer.traits.carries or why is None:
-        return
-    names = ", ".join(layer.traits.carries[:3])
-    text = f"model: the output of layer {layer.name} depends on attributes that its forward changes ({names}), and "
-    hint = "keep such state in buffers (register_buffer), or use a plan where each forward runs once, in order"
-    raise ZbcError("E509", text + why, hint=hint)
 
 
 def _lost(manifest: Manifest, stage: Stage, *, ordered: bool) -> str | None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as ready
 from pathlib import Path
@@ -103,9 +102,9 @@ def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) ->
         link, sums, tp = LinkSamples(), LinkSamples(), job.parallel.tp
         devices = max(2, tp) if how.device == "cpu" else torch.cuda.device_count()
         if devices > 1:
-            link = _together(2, _partner, how, _around(found["sizes"]), folder)
+            link = _together(2, how, _around(found["sizes"]), f"{folder}/meet", pair=True)
         if 1 < tp <= devices:
-            sums = _together(tp, partial(_sharer, tp), how, _around(found["sizes"]), folder)
+            sums = _together(tp, how, _around(found["sizes"]), f"{folder}/share", pair=False)
         done()
     return assemble(job, how, Measurements(link=link, sums=sums, **found))
 
@@ -255,37 +254,28 @@ def _around(sizes: tuple[int, ...]) -> list[int]:
     return [size for size in wanted if size <= max(_LARGEST, most)]
 
 
-def _together(
-    count: int, target: Callable[..., LinkSamples], how: Sampling, sizes: list[int], folder: str
-) -> LinkSamples:
-    """The measurements of `count` processes that run `target`."""
-    with _ranks(count, target, (how, sizes, folder)) as pipes:
+def _together(count: int, how: Sampling, sizes: list[int], meeting: str, *, pair: bool) -> LinkSamples:
+    """The measurements of `count` processes that sum tensors, or of a `pair` that sends them."""
+    with _ranks(count, _exchanges, (count, how, sizes, meeting, pair)) as pipes:
         found: dict[int, Any] = {}
         while len(found) < count:
             found.update(_heard(pipes))
     return _pooled(found[rank] for rank in range(count))
 
 
-def _partner(rank: int, how: Sampling, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
-    with _joined(rank, 2, how, f"{folder}/meet") as device:
-        return Pair(rank, device, _MOVES).measure(sizes)
-
-
-def _sharer(count: int, rank: int, how: Sampling, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
-    with _joined(rank, count, how, f"{folder}/share") as device:
-        return sums_of(rank, count, device, sizes, _MOVES)
-
-
-@contextmanager
-def _joined(rank: int, count: int, how: Sampling, meeting: str) -> Iterator[torch.device]:
-    """Joins a process group of `count` ranks; yields the device of this one."""
+def _exchanges(
+    rank: int, count: int, how: Sampling, sizes: list[int], meeting: str, pair: bool, pipe: Connection
+) -> LinkSamples:
+    """Joins a process group of `count` ranks, and measures in it."""
     torch.set_num_threads(how.threads)
     cuda = how.device == "cuda"
     bind_loopback()
     where, limit = f"file://{meeting}", timedelta(seconds=300)
     dist.init_process_group("nccl" if cuda else "gloo", init_method=where, rank=rank, world_size=count, timeout=limit)
-    yield devices.place(rank) if cuda else torch.device("cpu")
+    device = devices.place(rank) if cuda else torch.device("cpu")
+    found = Pair(rank, device, _MOVES).measure(sizes) if pair else sums_of(rank, count, device, sizes, _MOVES)
     dist.destroy_process_group()
+    return found
 
 
 # ---- processes -----------------------------------------------------------------------------------------------
