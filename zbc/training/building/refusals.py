@@ -52,7 +52,11 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
     if settings.model.dtype == "fp8":
         text = 'run: model.dtype = "fp8" is for plans alone: nothing here multiplies in it yet'
         raise ZbcError("E110", text, hint='plan again with model.dtype = "bfloat16"')
-    _refuse_groups(site)
+    for name in (name for group in settings.optimizer.groups for name in group.names):
+        if not any(is_called(known, name) for known in site.shapes.parameters):
+            text = f"run: no parameter of the model is called {name}, which optimizer.groups names"
+            near = ", ".join(site.shapes.parameters[:4])
+            raise ZbcError("E110", text, hint=f"they are called as in {near}; * stands for any letters")
     _refuse_pairs(site)
 
 
@@ -71,16 +75,6 @@ def _refuse_unlike(site: Site, stages: Mapping[int, Stage]) -> None:
             raise ZbcError("E512", text, hint="keep tokens in the second dimension, or drop schedule.tokens")
     if site.dealer is not None:
         try_packed(site, stages.values(), behind=True)
-
-
-def _refuse_groups(site: Site) -> None:
-    """Raises E110 for names in [[optimizer.groups]] that no parameter of the model has."""
-    for group in site.settings.optimizer.groups:
-        for name in group.names:
-            if not any(is_called(known, name) for known in site.shapes.parameters):
-                text = f"run: no parameter of the model is called {name}, which optimizer.groups names"
-                near = ", ".join(site.shapes.parameters[:4])
-                raise ZbcError("E110", text, hint=f"they are called as in {near}; * stands for any letters")
 
 
 def _refuse_pairs(site: Site) -> None:

@@ -167,19 +167,14 @@ def _read(file: Path) -> Iterator[tuple[str, Any]]:
         lines = file.read_bytes().splitlines()
     except OSError as error:
         raise unreadable(file, error) from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield f"{file}:{number}", _object(line, f"{file}:{number}")
-
-
-def _object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ZbcError("E501", f"data: a line is not JSON: {error}", where=where, hint=_FORMS) from None
-    if not isinstance(found, dict):
-        raise ZbcError("E501", f"data: a line is no JSON object: {str(found)[:60]}", where=where, hint=_FORMS)
-    return found
+    for where, line in ((f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ZbcError("E501", f"data: a line is not JSON: {error}", where=where, hint=_FORMS) from None
+        if not isinstance(found, dict):
+            raise ZbcError("E501", f"data: a line is no JSON object: {str(found)[:60]}", where=where, hint=_FORMS)
+        yield where, found
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

@@ -22,18 +22,16 @@ def read(path: str | Sequence[str] | None) -> bytearray:
     """
     if path is None:
         return standard_library()
-    return bytearray(b"".join(_checked(file) for file in text_files(path)))
-
-
-def _checked(file: Path) -> bytes:
-    try:
-        raw = file.read_bytes()
-    except OSError as error:
-        raise unreadable(file, error) from None
-    problem = not_text(file, raw)
-    if problem is not None:
-        raise problem
-    return raw
+    found = bytearray()
+    for file in text_files(path):
+        try:
+            raw = file.read_bytes()
+        except OSError as error:
+            raise unreadable(file, error) from None
+        if (problem := not_text(file, raw)) is not None:
+            raise problem
+        found += raw
+    return found
 
 
 def standard_library(limit: int = DEFAULT_BYTES) -> bytearray:
@@ -61,19 +59,15 @@ def _sources(root: Path) -> Iterator[Path]:
 
 def text_files(path: str | Sequence[str]) -> Iterator[Path]:
     """A file, all files below a folder in sorted order, or a list of both. Raises E501 for an empty folder."""
-    for entry in [path] if isinstance(path, str) else path:
-        yield from _files(Path(entry))
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if os.path.isdir(path):
-        every = (f for f in sorted(path.rglob("*")) if f.is_file())
-        found = [f for f in every if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    for entry in map(Path, [path] if isinstance(path, str) else path):
+        found = [entry]
+        if os.path.isdir(entry):
+            every = (f for f in sorted(entry.rglob("*")) if f.is_file())
+            found = [f for f in every if not any(part.startswith(".") for part in f.relative_to(entry).parts)]
         if not found:
-            raise ZbcError("E501", f"data: no files below {path}", hint="data.path names text files or folders of them")
+            text, hint = f"data: no files below {entry}", "data.path names text files or folders of them"
+            raise ZbcError("E501", text, hint=hint)
         yield from found
-    else:
-        yield path
 
 
 def unreadable(file: Path, error: OSError) -> ZbcError:

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -191,29 +192,24 @@ def _read(source: BinaryIO, *, whole_lines: bool) -> bytes:
 
 
 def _documents(file: Path, raw: bytes, start: int) -> Iterator[str]:
-    """The texts of whole lines; the first one begins at byte `start` of `file`."""
-    for line in raw.split(b"\n"):
-        if line.strip():
-            yield _text_of(file, line, start)
-        start += len(line) + 1
-
-
-def _text_of(file: Path, line: bytes, start: int) -> str:
-    """The text of a line that begins at byte `start`. Raises E501 with its number."""
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        text = None
-    if not isinstance(text, str) or "\0" in text:
-        shown = f'data: {file} has a line that is no object with a "text" without NUL: {line[:60]!r}'
-        hint = "one JSON object a line; other text belongs into files with other names"
-        raise ZbcError("E501", shown, where=line_at(file, start), hint=hint)
-    if (half := _SURROGATE.search(text)) is not None:
-        near = text[max(0, half.start() - 20) : half.end()]
-        shown = f"data: {file} has a line with half of a character, {half[0]!a}, after {near[:-1]!a}: {line[:60]!r}"
-        hint = r"\ud800 to \udfff come in pairs in JSON; drop or replace the ones that are alone"
-        raise ZbcError("E501", shown, where=line_at(file, start), hint=hint)
-    return text
+    """The texts of whole lines; the first one begins at byte `start` of `file`. Raises E501 with the number of one."""
+    lines = raw.split(b"\n")
+    starts = accumulate((len(line) + 1 for line in lines), initial=start)
+    for line, start in ((line, start) for line, start in zip(lines, starts, strict=False) if line.strip()):
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str) or "\0" in text:
+            shown = f'data: {file} has a line that is no object with a "text" without NUL: {line[:60]!r}'
+            hint = "one JSON object a line; other text belongs into files with other names"
+            raise ZbcError("E501", shown, where=line_at(file, start), hint=hint)
+        if (half := _SURROGATE.search(text)) is not None:
+            near = text[max(0, half.start() - 20) : half.end()]
+            shown = f"data: {file} has a line with half of a character, {half[0]!a}, after {near[:-1]!a}: {line[:60]!r}"
+            hint = r"\ud800 to \udfff come in pairs in JSON; drop or replace the ones that are alone"
+            raise ZbcError("E501", shown, where=line_at(file, start), hint=hint)
+        yield text
 
 
 def _write(target: BinaryIO, piece: TextPiece, tokenizer: Tokenizer, dtype: str) -> int:

@@ -162,7 +162,10 @@ class Dealer(Work):
             lengths = [self._lengths[i] for i in samples]
             replicas = self._deal(lengths)
             if replicas is None:
-                raise _too_many(step, lengths, self.shape)
+                needs, shape = max(map(len, dealt_evenly(lengths, self.shape))), self.shape
+                text = f"data: the samples of step {step + 1} do not fit into {shape.most} microbatches of"
+                hint = f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches"
+                raise ZbcError("E110", f"{text} {shape.tokens} tokens", hint=hint)
             while len(self._known) >= KEPT:
                 del self._known[next(iter(self._known))]
             found = self._known[step] = StepWork(in_epochs(samples, position, len(self._lengths)), lengths, replicas)
@@ -236,11 +239,7 @@ def predicted(manifest: Manifest, steps: int = 20) -> Gain:
     dealer = dealer_of(manifest)
     if dealer is None:
         raise ValueError("replicas of this plan have equally many microbatches")
-    return gain_of(dealer, min(steps, int(manifest.training["train"]["steps"])))
-
-
-def gain_of(dealer: Dealer, steps: int) -> Gain:
-    equal = unequal = 0.0
+    steps, equal, unequal = min(steps, int(manifest.training["train"]["steps"])), 0.0, 0.0
     tokens, counts, shape = 0, list[int](), dealer.shape
     for step in range(steps):
         work = dealer.step(step)
@@ -273,12 +272,6 @@ def dealt(manifest: Manifest, steps: int = 20) -> Dealt:
     longer = sum(any(n > planned[k % len(planned)] for k, n in enumerate(step)) for step in found)
     fill = sum(map(dealer.tokens, range(steps))) / rows
     return Dealt(steps, tuple(map(median_low, every)), longer, fill)
-
-
-def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
-    needs = max(map(len, dealt_evenly(lengths, shape)))
-    text = f"data: the samples of step {step + 1} do not fit into {shape.most} microbatches of {shape.tokens} tokens"
-    return ZbcError("E110", text, hint=f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches")
 
 
 class Fixed(Work):
