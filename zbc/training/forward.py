@@ -71,7 +71,13 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
     tokens, lowered, most = tokens_of(manifest, chosen, at), settings.lowered, -(-total // per_batch)
     if isinstance(samples, Steps):
         given = SplitBatches(samples, seed=None, lowered=lowered, where=settings.where, tokens=tokens)
-        return InOrder(given, total, _of_steps(samples, size))
+        steps = samples
+
+        def rows_of(batch: int, rows: Tensor) -> tuple[Tensor, list[int] | None]:
+            own = [(mb * size + row, one.tokens) for mb, one in enumerate(steps.step(batch)) for row in range(one.rows)]
+            return rows[[row for row, _ in own]], [tokens for _, tokens in own if tokens is not None] or None
+
+        return InOrder(given, total, rows_of)
     batches = Batches(samples, seed=None, microbatches=count, size=size, lowered=lowered, tokens=tokens)
     lengths = samples.lengths if isinstance(samples, Padded) else None
 
@@ -80,15 +86,6 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
         return rows[: total - first], lengths and lengths[first : first + per_batch]
 
     return InOrder(batches, most, cut)
-
-
-def _of_steps(steps: Steps, size: int) -> Cut:
-    def cut(batch: int, rows: Tensor) -> tuple[Tensor, list[int] | None]:
-        given = [(mb * size + row, one.tokens) for mb, one in enumerate(steps.step(batch)) for row in range(one.rows)]
-        lengths = [tokens for _, tokens in given if tokens is not None]
-        return rows[[row for row, _ in given]], lengths or None
-
-    return cut
 
 
 @dataclass

@@ -62,8 +62,12 @@ def _warm(worker: Worker, settings: Settings) -> None:
     losses: dict[int, Tensor | float] = {}
     with _unchanged(worker):
         for stage in worker.stages.values():
+            ops = [op for run in worker.phase_runs for op in run.plan.ops if op.stage == stage.index]
+            kinds = dict.fromkeys(op.kind for op in ops if op.kind.is_backward)
             with seeded(seed_of(settings.train.seed, "warm", stage.index)):
-                _compute(worker, stage, losses)
+                for kind in (*kinds, *kinds):  # the second time gradients are accumulated
+                    if (found := _through(worker, stage, split=kind.splits)) is not None:
+                        losses[0] = found
         _share_words(worker)
         _sum(worker, losses)
         for stage in worker.stages.values():
@@ -106,16 +110,6 @@ def _put_back(module: nn.Module, name: str, value: object) -> None:
         setattr(module, name, value)
     elif name in vars(module):
         delattr(module, name)
-
-
-def _compute(worker: Worker, stage: Stage, losses: dict[int, Tensor | float]) -> None:
-    """Runs F and the backwards of a stage, twice: the second time gradients are accumulated."""
-    ops = [op for run in worker.phase_runs for op in run.plan.ops if op.stage == stage.index]
-    kinds = dict.fromkeys(op.kind for op in ops if op.kind.is_backward)
-    for kind in (*kinds, *kinds):
-        found = _through(worker, stage, split=kind.splits)
-        if found is not None:
-            losses[0] = found
 
 
 def _of_first(worker: Worker, stage: Stage) -> Stage:

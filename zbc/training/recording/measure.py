@@ -63,11 +63,6 @@ class RankBytes:
     host: int = 0
     peak: int = 0
 
-    def raise_to(self, other: RankBytes) -> None:
-        """Raises each number to that of `other` if it is larger."""
-        for name in (entry.name for entry in fields(self)):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
-
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all live storages made by ops under this mode.
@@ -329,16 +324,16 @@ class Scale:
         if (offloads := self.worker.features.of(Offloads)).of(self.worker.phase_run):
             found.host = sum(slab.memory.nbytes for slab in offloads.pool.slabs)
         self.readings.append(reading)
-        self.held.raise_to(found if not reading.op.kind.is_transfer else RankBytes(peak=found.peak))
+        seen = RankBytes(peak=found.peak) if reading.op.kind.is_transfer else found
+        for name in (entry.name for entry in fields(RankBytes)):
+            setattr(self.held, name, max(getattr(self.held, name), getattr(seen, name)))
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
         shared = self.worker.features.find(Vocabulary)
         casts = () if shared is None else (shared.output.cast,)
         for name, tensors in categories(self.worker.stages.values(), self.worker.optimizers.values(), casts):
-            yield name, [*tensors, *self._shares()] if name == "weights" else tensors
-
-    def _shares(self) -> list[Tensor]:
-        return [one for shard in self.worker.features.of(Gathers).freed for one in shard.kept]
+            shards = self.worker.features.of(Gathers).freed if name == "weights" else ()
+            yield name, [*tensors, *(one for shard in shards for one in shard.kept)]
 
 
 def categories(

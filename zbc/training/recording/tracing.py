@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from operator import sub
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -38,7 +38,7 @@ from zbc.training.recording.measure import CATEGORIES, Scale
 from zbc.training.recording.scribe import Scribe
 from zbc.training.recording.stamps import Stamps, compare_clocks, stamps_for
 
-_MESSAGE = Cause.MESSAGE.value  # the cause of every other op's wait
+T = TypeVar("T")
 
 
 @dataclass
@@ -200,8 +200,11 @@ class Stamped:
         the first one first. Waits of either before that count as waits of the first.
         """
         marks, began, (of, at) = list(self.marks), dict(began), self.waits
-        own = _turns_taken(*self.turns, marks)
-        of = list(of)
+        of, own = list(of), dict[int, list[tuple[int, int]]]()  # by op, start and end of its turns
+        for place, (index, moment) in enumerate(zip(*self.turns, strict=True)):
+            # A turn ends when the next one of its group begins, or with the group.
+            ends = [*self.turns[1][place + 1 : place + 2], max(moment, marks[index + 1])]
+            own.setdefault(index, []).append((moment, min(ends)))
         for first in sorted(index for index in own if index in began and index + 1 in own):
             begin, end = began[first], marks[first + 2]
             shares = [sum(max(0, b - max(a, begin)) for a, b in own[index]) for index in (first, first + 1)]
@@ -210,15 +213,6 @@ class Stamped:
                 if op == first + 1 and moment < begin:
                     of[2 * place] = first
         return marks, began, (of, at)
-
-
-def _turns_taken(ops: list[int], since: list[int], marks: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """By op, start and end of its turns. A turn ends when the next one of its group begins, or with the group."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for place, (index, moment) in enumerate(zip(ops, since, strict=True)):
-        ends = [*since[place + 1 : place + 2], max(moment, marks[index + 1])]
-        found.setdefault(index, []).append((moment, min(ends)))
-    return found
 
 
 @dataclass
@@ -306,11 +300,7 @@ class _Transport(Around):
         self._of, self._at = waits
 
     def wait(self, message: Letter) -> Tensor:
-        began = self._stamp()
-        tensor = self.inner.wait(message)
-        self._at += (began, self._stamp())
-        self._of += (self._progress.index, _MESSAGE)
-        return tensor
+        return self.noted(Cause.MESSAGE, lambda: self.inner.wait(message))
 
     def started(self, pending: Pending, *, gather: bool) -> Pending:
         cause = Cause.GATHER if gather else Cause.SUM
@@ -322,9 +312,10 @@ class _Transport(Around):
     def finish_step(self, *, drain: bool = True) -> None:
         self.noted(Cause.DELIVERY, lambda: self.inner.finish_step(drain=drain))
 
-    def noted(self, cause: Cause, call: Callable[[], None]) -> None:
+    def noted(self, cause: Cause, call: Callable[[], T]) -> T:
         """Runs a call that may wait, and records its time."""
         began = self._stamp()
-        call()
+        found = call()
         self._at += (began, self._stamp())
         self._of += (self._progress.index, cause.value)
+        return found
