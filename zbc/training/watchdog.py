@@ -214,32 +214,22 @@ class Watchdog:
                 if failed_at is None:
                     failed_at = now
                     self._tell_stack(board)
-                if self._listener.reported is not None or now - failed_at > _GRACE_S:
-                    self._leave()
+                reported = self._listener.reported
+                if (reported is not None or now - failed_at > _GRACE_S) and not self._standing_down:
+                    self._orphaned(_ENDED if reported is None else reported)
             elif self._listener.cut_off and not (self._standing_down or self._nearly_done):
                 alone_since = alone_since or now
-                if now - alone_since > _ALONE_S:
-                    self._end_alone()
+                if now - alone_since > _ALONE_S:  # without the store ranks cannot meet for a checkpoint or the end
+                    text = "run: the store of the run is gone, so its ranks cannot meet again"
+                    hint = "torchrun's own process has ended, or the first machine: start the run again with"
+                    error = ZbcError("E702", text, hint=f"{hint} --resume auto")
+                    self._hung(error) if self.rank == 0 else self._orphaned(_ENDED)
                     return
             elif self._stuck(now) and not self._standing_down:
                 if self._report(now):
                     return
                 failed_at = now  # another one reports, and still needs this one's heartbeats
                 self._tell_stack(board)
-
-    def _leave(self) -> None:
-        if not self._standing_down:
-            reported = self._listener.reported
-            self._orphaned(_ENDED if reported is None else reported)
-
-    def _end_alone(self) -> None:
-        """Ends the run, with a message of rank 0: without the store ranks cannot meet for a checkpoint or the end."""
-        if self.rank != 0:
-            self._orphaned(_ENDED)
-            return
-        text = "run: the store of the run is gone, so its ranks cannot meet again"
-        hint = "torchrun's own process has ended, or the first machine: start the run again with --resume auto"
-        self._hung(ZbcError("E702", text, hint=hint))
 
     def _connect(self) -> Board | None:
         try:

@@ -96,8 +96,9 @@ def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
             continue  # unsharded parameters are written by the first rank of the group
         tied = held.name in ties.homes
         holders = ties.ranks(worker, held.name) if tied else usual
-        if not held.shared:
-            holders = _mirrors(worker, owner, optimizer)
+        if not held.shared:  # this rank alone has its shard, or those of the same replica in other pipes have it, too
+            seats = sorted(set(worker.placement.holders(owner))) if optimizer.mirrored else ()
+            holders = tuple(map(worker.seat, seats)) or (worker.rank,)
         writer = holders[0] if tied or not held.shared else shares[held.name]
         yield HeldPart(TensorPart(MODEL + held.name, held.shape, held.start, held.tensor.data), holders, writer)
         for key, value in state.get(held.tensor, {}).items():
@@ -109,14 +110,6 @@ def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
                 yield HeldPart(TensorPart(name, held.shape, held.start, value), holders, writer)
             elif held.start == 0:  # one number for all pieces of a parameter
                 yield HeldPart(TensorPart(name, tuple(value.shape), 0, value), holders, writer)
-
-
-def _mirrors(worker: Worker, stage: int, optimizer: StageOptimizer) -> tuple[int, ...]:
-    """The ranks with the same shard of a stage as this one: itself, and those of the same replica in other pipes."""
-    if not optimizer.mirrored:
-        return (worker.rank,)
-    seats = sorted(set(worker.placement.holders(stage)))
-    return tuple(map(worker.seat, seats))
 
 
 def _check_tensor(name: str, key: str, value: object) -> None:
