@@ -319,17 +319,12 @@ class Adapted:
         tensors, form = taken_apart(y)
         if form != given.form:
             raise given.unlike(self.name, y)
-        if not self._trial and torch.is_grad_enabled():
-            self._refuse_new(tensors, given)
-        return given.pack(tensors, self.name)
-
-    def _refuse_new(self, y: Sequence[Tensor], given: Packing) -> None:
-        """Raises E509 for a tensor that requires a gradient and has no room for one."""
-        for index, (tensor, part) in enumerate(zip(y, given.parts, strict=False)):
-            if tensor.requires_grad and not part.flows:
+        for index, (tensor, part) in enumerate(zip(tensors, given.parts, strict=False)):
+            if tensor.requires_grad and not part.flows and not self._trial and torch.is_grad_enabled():
                 text = f"run: tensor {index} of layer {self.name} wants a gradient, which trials did not show"
                 hint = "let it depend on what trains in every forward: add 0 * x.sum(), or detach() it in every one"
                 raise ZbcError("E509", text, hint=hint)
+        return given.pack(tensors, self.name)
 
 
 def adapt(name: str, module: nn.Module, ways: Ways, *, trial: bool = False) -> nn.Module:

@@ -49,7 +49,10 @@ def run_step(
     `step` counts from 0 and decides which data are read; messages to users count steps from 1, as the console does.
     Raises E703 if the plan leaves values unused or has no op that agrees on the result.
     """
-    worker.stop, before = stop, _enter(worker, step)
+    before, run = None, worker.run_of(step)
+    if run is not worker.phase_run:  # the last step of another phase becomes final
+        before, worker.phase_run = finish(worker), run
+    worker.stop = stop
     progress, now = worker.progress, time.monotonic
     worker.step, worker.verdict = step, None
     reset_peak(worker.device)
@@ -77,16 +80,6 @@ def run_step(
     if result is not None and result.step == step:
         result = replace(result, sums_hidden=worker.hidden())
     return result if before is None else before
-
-
-def _enter(worker: Worker, step: int) -> StepResult | None:
-    """Selects the PhaseRun of this step. If it changes, makes the previous step final; returns its result, if any."""
-    run = worker.run_of(step)
-    if run is worker.phase_run:
-        return None
-    before = finish(worker)
-    worker.phase_run = run
-    return before
 
 
 def finish(worker: Worker) -> StepResult | None:

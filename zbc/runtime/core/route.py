@@ -172,13 +172,8 @@ class Edges:
         return self.stage.fit
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> None:
-        store = worker.edges
-        if self.each is None:
-            for edge in self.edges:
-                store[edge] = tensor
-        else:
-            for edge, value in zip(self.edges, self.each(tensor), strict=True):
-                store[edge] = value
+        values = [tensor] * len(self.edges) if self.each is None else self.each(tensor)
+        worker.edges.update(zip(self.edges, values, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,19 +90,14 @@ class VectorLayout:
         them, keyed by the number of microbatches, the auxiliary losses of layers, then loads of experts.
         `replica`: the replica of these gradients, if replicas do not sum them."""
         count, flag = self._norms, self._flag
-        base = replica * self._count
-        where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
+        base, places = replica * self._count, self._places
+        where = [base + places[name] + k for name, value in squares.items() for k in range(value.numel())]
         widths = ((mb, loss.numel() if isinstance(loss, Tensor) else 1) for mb, loss in losses.items())
         where += [count + mb + k for mb, width in widths for k in range(width)]
         where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
         values, own = [*squares.values(), *losses.values()], [float(stop), busy, float(peak)]
         make = _written if device.type == "cpu" else _copied
         return make(self.size, where, values, own, device)
-
-    def _entries(self, name: str, count: int) -> range:
-        """The indices of the entries of a parameter with `count` chunks."""
-        start = self._places[name]
-        return range(start, start + count)
 
     def read(self, vector: Tensor, replica: int = 0) -> StepResult:
         """The result of a step from its summed vector; with the gradients of `replica`, if they are not summed."""
@@ -113,7 +108,8 @@ class VectorLayout:
         loss = 0.0
         for value in values[count:end]:  # in order; the built-in sum compensates on some versions of Python only
             loss += value
-        norm = math.sqrt(math.fsum(own))
+        norm, pieces = math.sqrt(math.fsum(own)), zip(self.parameters, pairwise(self._places.values()), strict=True)
+        bad = (name for name, (a, b) in pieces if not all(map(math.isfinite, own[a:b])))
         return StepResult(
             skipped=not math.isfinite(norm),
             loss=loss if self.weighted else loss / (self.microbatches * self.tell),
@@ -121,17 +117,11 @@ class VectorLayout:
             stop=values[flag] > 0,
             busy_seconds=tuple(values[flag + 1 : flag + 1 + self.ranks]),
             peak_bytes=tuple(map(int, values[flag + 1 + self.ranks :])),
-            bad_gradients=() if math.isfinite(norm) else self._bad_gradients(own),
+            bad_gradients=() if math.isfinite(norm) else tuple(bad),
             bad_losses=tuple(mb for mb in range(self.microbatches) if not math.isfinite(values[count + mb])),
             added=values[end] / self.apart,
             routed=tuple(values[end + 1 : flag]),
         )
-
-    def _bad_gradients(self, values: list[float]) -> tuple[str, ...]:
-        """The parameters with a sum of squares that is not finite, by name."""
-        starts = [*self._places.values()]
-        pieces = zip(self.parameters, pairwise(starts), strict=True)
-        return tuple(name for name, (a, b) in pieces if not all(map(math.isfinite, values[a:b])))
 
 
 def _written(

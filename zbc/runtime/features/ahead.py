@@ -43,7 +43,7 @@ NORM, VERDICT = Signal(Kind.NORM), Signal(Kind.VERDICT)
 
 @dataclass
 class TentativeStep:
-    """A step whose verdict may be unknown; its gradients stay in `.grad` until the step is `final`."""
+    """A step whose verdict may be unknown; its gradients stay in `.grad` until it is committed or redone."""
 
     step: int
     losses: dict[int, Tensor | float]
@@ -52,7 +52,6 @@ class TentativeStep:
     seconds: float
     sums: Tensor | None = None  # over all ranks, on the last one
     verdict: StepResult | None = None
-    final: bool = False
     redone: bool = False
     added: Mapping[int, Tensor | float] = field(default_factory=dict)  # auxiliary losses, as in `Worker.entries`
 
@@ -135,11 +134,9 @@ def norm(worker: Worker, op: Op) -> None:
     losses |= pending.added
     own = squares(worker)
     vector = worker.vector(own, losses, pending.busy(), pending.peak)  # a GPU's ops of the last step have long ended
-    before = _before(worker)
-    if before is not None:
+    if (before := _next_to(worker, -1)) is not None:
         vector += _signal(worker, NORM, before)
-    after = _after(worker)
-    if after is None:
+    if (after := _next_to(worker, 1)) is None:
         worker.all_reduce(vector, judges(worker.plan.manifest))
         pending.sums = vector
     else:
@@ -151,8 +148,7 @@ def verdict(worker: Worker, op: Op) -> None:
     pending = _ahead(worker, op).pending
     if pending is None:
         return
-    sums, before = pending.sums, _before(worker)
-    after = _after(worker)
+    sums, before, after = pending.sums, _next_to(worker, -1), _next_to(worker, 1)
     if sums is None and after is not None:
         sums = _signal(worker, VERDICT, after)
     if sums is None:
@@ -199,14 +195,14 @@ def _settle(worker: Worker, pending: TentativeStep) -> bool:
         if (sharded := inside(optimizer, Sharded)) is not None:  # all its replicas do this, in the same order
             worker.features.of(Gathers).start(worker, sharded)
     worker.features.of(Gathers).finish(worker)
-    pending.final = pending.redone = True
+    pending.redone = True
     return False
 
 
 def commit(worker: Worker, op: Op) -> None:
     """COMMIT: makes the ordinary step of a stage, unless REDO has made it."""
     pending, optimizer = _ahead(worker, op).pending, worker.optimizers[op.stage]
-    if pending is not None and not pending.final:
+    if pending is not None and not pending.redone:
         optimizer.commit(None)
         optimizer.drop()
 
@@ -239,16 +235,10 @@ def _not_ahead(what: str) -> ZbcError:
     return ZbcError("E703", text, hint="plan again")
 
 
-def _before(worker: Worker) -> int | None:
-    """The rank that sends NORM to this one; None on the first rank."""
-    part = worker.plan.rank
-    return worker.seat(part - 1) if part > 0 else None
-
-
-def _after(worker: Worker) -> int | None:
-    """The rank that sends VERDICT to this one; None on the last rank."""
-    part = worker.plan.rank
-    return worker.seat(part + 1) if part + 1 < worker.topology.pp else None
+def _next_to(worker: Worker, way: int) -> int | None:
+    """The rank that sends NORM to this one (-1), or VERDICT (1); None at the end of the pipeline."""
+    part = worker.plan.rank + way
+    return worker.seat(part) if 0 <= part < worker.topology.pp else None
 
 
 AHEAD: dict[Kind, Handler] = {

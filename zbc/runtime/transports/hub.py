@@ -115,7 +115,8 @@ class Hub:
     def drain(self, rank: int) -> None:
         """Waits until all messages from `rank` were taken."""
         with self._lock:
-            self._block(rank, lambda: not self._unread(rank), "the delivery of what it sent")
+            sent = self._letters.values
+            self._block(rank, lambda: all(source != rank for source, _ in sent()), "the delivery of what it sent")
 
     def join(self, rank: int, offer: Offer, ranks: tuple[int, ...]) -> Round:
         """Starts a collective of `ranks`. A rank's collectives run in the order in which it starts them, as on one
@@ -220,9 +221,6 @@ class Hub:
         waits = [f"rank {rank} waits for {what}" for rank, (_, what) in sorted(self._blocked.items())]
         letters = sorted(((source, message, to) for (to, message), (source, _) in self._letters.items()), key=str)
         return [*waits, *(f"rank {source} sent {m.send}, which rank {to} does not take" for source, m, to in letters)]
-
-    def _unread(self, rank: int) -> bool:
-        return any(source == rank for source, _ in self._letters.values())
 
 
 @torch.no_grad()  # by whoever comes last, in the middle of any op

@@ -163,7 +163,12 @@ class Pair:
             call_between(self.part_done)
             try:
                 if not self._failed:
-                    self._in_settings(second)
+                    recording, stream = self._settings
+                    if stream is not None:
+                        torch.cuda.set_device(self._device)
+                        torch.cuda.set_stream(stream)
+                    with torch.set_grad_enabled(recording), torch.autograd.set_multithreading_enabled(False):
+                        second()
             except BaseException as error:  # raised again by `run`, in the thread of the other side
                 if not self._failed:
                     self._error, self._failed = error, True
@@ -174,11 +179,3 @@ class Pair:
                 if not self._failed:
                     self._switched(0)
                 self._wake[0].release()
-
-    def _in_settings(self, work: Work) -> None:
-        recording, stream = self._settings
-        if stream is not None:
-            torch.cuda.set_device(self._device)
-            torch.cuda.set_stream(stream)
-        with torch.set_grad_enabled(recording), torch.autograd.set_multithreading_enabled(False):
-            work()

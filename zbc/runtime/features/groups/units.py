@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,6 @@ import torch
 from zbc.ir import Kind, Op
 from zbc.runtime.core.clock import Busy, Clock
 from zbc.runtime.core.feature import Context, Feature
-from zbc.runtime.core.stage import Stage
 from zbc.runtime.features.freezing import Resting
 from zbc.runtime.features.groups.strands import Pair
 from zbc.runtime.features.offload.offload import Offloads
@@ -80,7 +80,8 @@ class Units:
         # Of experts a B begins with an all-to-all, and an F with attention, which hides it.
         worker.clock = Together(clock, self._pair, second_leads=self._swaps and not second.op.kind.is_forward)
         try:
-            self._pair.run(first.bound(worker), second.bound(worker), (first.name, second.name))
+            one, other = (partial(entry.handler, worker, entry.op) for entry in (first, second))
+            self._pair.run(one, other, (first.name, second.name))
         finally:
             worker.clock, progress.thread = clock, None
 
@@ -101,9 +102,6 @@ class Entry:
     handler: Handler
     op: Op
     text: str
-
-    def bound(self, worker: Worker) -> Callable[[], None]:
-        return lambda: self.handler(worker, self.op)
 
     @property
     def name(self) -> tuple[Kind, int]:
@@ -128,8 +126,10 @@ class Braids(Feature):
             if why is None:
                 if self.units is None:
                     self.units = Units(worker)
+                    # All threads share autocast's cache, where casts of a forward without a graph have no gradient.
                     for stage in worker.stages.values():
-                        _apart(stage, worker.device)
+                        if isinstance(now := stage.autocast, torch.autocast):
+                            stage.autocast = torch.autocast(worker.device.type, now.fast_dtype, cache_enabled=False)
                 run.script[at + 1 : at + 3] = self._joined(self.units, first, second)
             elif why and why not in self.in_turn:
                 self.in_turn = (*self.in_turn, why)
@@ -174,13 +174,6 @@ def _reason(worker: Worker, run: PhaseRun, *ops: Op) -> str | None:
             if layer.buffers or traits.carries or traits.mixes:
                 return f"{layer.name} keeps something from one forward to the next"
     return None
-
-
-def _apart(stage: Stage, device: torch.device) -> None:
-    """Disables autocast's cache of casts: it is shared by all threads, and a cast cached by a forward without a graph
-    has no gradient."""
-    if isinstance(stage.autocast, torch.autocast):
-        stage.autocast = torch.autocast(device.type, stage.autocast.fast_dtype, cache_enabled=False)
 
 
 def overlap(worker: Worker, op: Op) -> None:

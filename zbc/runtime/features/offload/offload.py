@@ -92,27 +92,24 @@ class Moves(Keeps):
 
 def offload(worker: Worker, op: Op) -> None:
     """OFFLOAD: starts to copy the activations of F to the host, except those with other references."""
-    key = op.key
-    left = worker.kept.get(key)
+    left = worker.kept.get(op.key)
     _parcel(op, left).offload(op)
     if left is not None:
-        worker.away[key] = left
+        worker.away[op.key] = left
 
 
 def release(worker: Worker, op: Op) -> None:
     """RELEASE: waits for that copy, and frees the activations on the device."""
-    key = op.key
-    _parcel(op, worker.away.get(key)).release(op)
-    worker.kept.pop(key, None)
+    _parcel(op, worker.away.get(op.key)).release(op)
+    worker.kept.pop(op.key, None)
 
 
 def reload(worker: Worker, op: Op) -> None:
     """RELOAD: starts to copy them back; B or BW waits."""
-    key = op.key
-    left = worker.away.pop(key, None)
+    left = worker.away.pop(op.key, None)
     _parcel(op, left).reload(op)
     if left is not None:
-        worker.kept[key] = left
+        worker.kept[op.key] = left
 
 
 def _parcel(op: Op, found: Left | None) -> Parcel:

@@ -148,9 +148,11 @@ class Parcel:
             self._found.pop(tensor.untyped_storage()._cdata, None)
 
     def _pack(self, tensor: Tensor) -> _View | _Stays:
-        if not _movable(tensor, self.device):
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == self.device.type
+        stays = not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+        stays = stays or isinstance(tensor, nn.Parameter) or tensor.dtype in _WHOLE
+        if stays or (storage := tensor.untyped_storage()).nbytes() < SMALL:
             return _Stays(tensor, tensor._version, self.layer)
-        storage = tensor.untyped_storage()
         kept = self._found.get(storage._cdata)
         if kept is None:
             kept = self._found[storage._cdata] = _Kept(storage, tensor, self.layer)
@@ -244,15 +246,6 @@ class Parcel:
             text = f"run: {op}: what F left is {self.state}, it must be {before}"
             raise ZbcError("E703", text, hint="plan again")
         self.state = after
-
-
-def _movable(tensor: Tensor, device: torch.device) -> bool:
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == device.type
-    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        return False
-    if isinstance(tensor, nn.Parameter) or tensor.dtype in _WHOLE:
-        return False
-    return tensor.untyped_storage().nbytes() >= SMALL
 
 
 class _Enter(torch.autograd.Function):

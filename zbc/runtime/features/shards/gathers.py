@@ -47,7 +47,8 @@ class Gathers(Feature):
             return route
 
         def each(y: Tensor) -> list[Tensor]:
-            return [y.clone() if self.takes_away(op.stage, y) else y] * len(gives.edges)
+            freed = any(self.stages[owner].weights.holds(y) for owner in owners_among(op.stage, self.stages))
+            return [y.clone() if freed else y] * len(gives.edges)
 
         return route._replace(gives=replace(gives, each=each))
 
@@ -104,10 +105,6 @@ class Gathers(Feature):
         """Frees all weights that a step will gather."""
         for sharded in self.freed:
             sharded.weights.free()
-
-    def takes_away(self, stage: int, tensor: Tensor) -> bool:
-        """Whether the bytes of a tensor are freed with the weights of a stage."""
-        return any(self.stages[owner].weights.holds(tensor) for owner in owners_among(stage, self.stages))
 
     def of(self, op: Op) -> Sharded:
         if op.stage not in self.stages:

@@ -30,8 +30,11 @@ def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> l
         if not name:
             problem = ZbcError("E603", f"run: rank {peer} cannot share memory with rank {rank}", hint=COLLECTIVE)
             break
+        path = os.fsdecode(name)
         try:
-            maps.append(_map(os.fsdecode(name), size))
+            if not Path(path).exists():  # torch would create it
+                raise FileNotFoundError(f"{path} is not there")
+            maps.append(torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
         except (OSError, RuntimeError) as error:
             text = f"run: rank {rank} cannot see the memory of rank {peer}: they are on two hosts, or in two containers"
             problem = ZbcError("E603", text, details=[str(error).splitlines()[0][:200]], hint=COLLECTIVE)
@@ -64,9 +67,3 @@ def _make(size: int) -> tuple[str | None, ZbcError | None]:
         text = f"run: no {size:,} bytes of shared memory in {folder}: {error.strerror or error}"
         return None, ZbcError("E603", text, hint=f"make {folder} larger (docker: --shm-size), or {COLLECTIVE}")
     return path, None
-
-
-def _map(path: str, size: int) -> Tensor:
-    if not Path(path).exists():  # torch would create it
-        raise FileNotFoundError(f"{path} is not there")
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

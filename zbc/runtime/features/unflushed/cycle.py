@@ -183,7 +183,9 @@ def _of_next(handler: Handler) -> Handler:
 def stage_step(worker: Worker, op: Op) -> None:
     """STEP: clips by the norm of the stage and its experts, updates an owner's weights unless a gradient is not finite,
     drops the gradients."""
-    cycle, weights = cycle_of(worker), versions_of(worker, op.stage)
+    if not isinstance(cycle := worker.phase_run.ending, Cycle):
+        raise ZbcError("E703", "run: this plan's steps are not part of a cycle", hint="plan again")
+    weights = versions_of(worker, op.stage)
     if op.stage >= 0:
         squares = [_squares(worker, cycle, owner) for owner in owners_among(op.stage, worker.optimizers)]
         cycle.norms[op.stage] = math.sqrt(math.fsum(squares))
@@ -217,12 +219,6 @@ def _squares(worker: Worker, cycle: Cycle, owner: int) -> float:
     if len(ranks) > 1:
         worker.all_reduce(total, ranks)
     return total.item()
-
-
-def cycle_of(worker: Worker) -> Cycle:
-    if not isinstance(ending := worker.phase_run.ending, Cycle):
-        raise ZbcError("E703", "run: this plan's steps are not part of a cycle", hint="plan again")
-    return ending
 
 
 class Flushless(Feature):
