@@ -140,10 +140,12 @@ def _missed(g: Graph) -> Iterator[tuple[int, str]]:
             rank = g.layout.channel_of(x)[0 if send < 0 else 1]
             yield from ((i, _comes_not(g, missing, rank)) for i in (there, *waiting))
     for event, op in g.spare.items():
-        sentence = f"a second {_other_end(g, op)} never comes on rank {_peer(g, op)}"
+        message, is_send = g.layout.message_of(g.ops[op]), g.ops[op].kind.is_send
+        other, peer = names.ends(g, message)[is_send], g.layout.channel_of(message)[is_send]
+        sentence = f"a second {names.named(g, other)} never comes on rank {peer}"
         yield from ((i, sentence) for i in (op, *readers.get(event, ())))
     for event, away in g.absent.items():
-        count = sum(g.ops[ops[0]] == g.ops[g.met[event][0]] for ops in _before(g, event))
+        count = sum(g.ops[ops[0]] == g.ops[g.met[event][0]] for earlier, ops in g.met.items() if earlier < event)
         yield from ((i, f"{'a second ' * bool(count)}{g.ops[i]} never comes on rank {away[0]}") for i in g.met[event])
     for (a, b), k, send, recv in g.mixed:
         sends, takes = names.named(g, g.ops[send]), names.named(g, g.ops[recv])
@@ -151,11 +153,6 @@ def _missed(g: Graph) -> Iterator[tuple[int, str]]:
             f"channel r{a} -> r{b} stands still at message {k}: rank {a} sends {sends}, rank {b} receives {takes}"
         )
         yield from ((i, sentence) for i in (send, recv, *readers.get(g.party[send], ())))
-
-
-def _before(g: Graph, event: int) -> Iterator[list[int]]:
-    """The ops of the collectives that began before this one."""
-    return (ops for earlier, ops in g.met.items() if earlier < event)
 
 
 def _far_cell(g: Graph, x: int) -> int:
@@ -170,12 +167,3 @@ def _comes_not(g: Graph, op: Op, rank: int) -> str:
     if op.kind.computes or op.kind.is_transfer:
         return f"{names.named(g, op)} never comes on rank {names.rank_of(g, op)}"
     return f"{op} never comes on rank {rank}"
-
-
-def _other_end(g: Graph, op: int) -> str:
-    send, recv = names.ends(g, g.layout.message_of(g.ops[op]))
-    return names.named(g, recv if g.ops[op].kind.is_send else send)
-
-
-def _peer(g: Graph, op: int) -> int:
-    return g.layout.channel_of(g.layout.message_of(g.ops[op]))[1 if g.ops[op].kind.is_send else 0]

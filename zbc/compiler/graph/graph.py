@@ -191,7 +191,8 @@ def run(
     """
     n, ptr, pred, party, more, later, row_of = len(g.ops), g.ptr, g.pred, g.party, g.more, g.behind, g.row_of
     left, done = g.parties[:], bytearray(n + len(g.parties))
-    blocks, stuck = _blocking(g, sends=blocking_sends), stuck_ops(g)
+    blocks = _blocking(g, sends=blocking_sends)
+    stuck = {one.op for one in g.unmet} | {i for i, _ in (*g.late, *g.lost)}  # they lack a value, for good
     timed = bytearray(row.lane is Lane.COMPUTE or row.lane is Lane.MARK for row in g.rows) + b"\0"
     order: list[int] = []
     sleeping: dict[int, list[int]] = {}  # node -> ranks that wait for it
@@ -235,11 +236,6 @@ def run(
             i += 1
         at[r] = i
     return order, done
-
-
-def stuck_ops(g: Graph) -> set[int]:
-    """The ops that can never run, because a value is missing when their rank comes to them."""
-    return {one.op for one in g.unmet} | {i for i, _ in g.late} | {i for i, _ in g.lost}
 
 
 def _blocking(g: Graph, *, sends: bool) -> frozenset[int]:

@@ -178,9 +178,6 @@ class Layout:
         base, key = max((base, key) for key, base in self.columns.items() if base <= cell)
         return key, cell - base
 
-    def stages_on(self, rank: int) -> list[int]:
-        return [s for s in range(self.stages) if any(pipe[s] == rank for pipe in self.pipes)]
-
     def holding(self, owner: int) -> list[int]:
         """The ranks that hold weights of an owner."""
         return sorted(self.program.members(Op(MAKER["total"], owner)))
@@ -296,7 +293,7 @@ class Layout:
             there = owner != TIED or who.stage in self.program.tying
             return self._cells(Ref(what), who._replace(stage=owner)) if there and self.shares[owner] else []
         if who.stage == TIED and what == "clean":  # tied weights have no step of their own
-            mine = [s for s in self.program.tying if s in self.stages_on(who.rank)]
+            mine = [s for s in self.program.tying if any(pipe[s] == who.rank for pipe in self.pipes)]
             return [c for s in mine for c in self._cells(ref, who._replace(stage=s))]
         if not self.tracks(what, who.stage) and not (made and what == "total"):
             return []

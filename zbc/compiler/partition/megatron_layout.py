@@ -72,9 +72,5 @@ def _squeezed(flat: str) -> str:
 
 def dumps(stages: Sequence[Sequence[str]]) -> str:
     """The layout of layer names per stage (`embed`, `layers.0`, .., `head`), as short as `t*n` makes it."""
-    return "|".join(_stage(names) for names in stages)
-
-
-def _stage(names: Sequence[str]) -> str:
-    letters = "".join({"embed": "E", "head": "L"}.get(name, "t") for name in names)
-    return re.sub(r"t{3,}", lambda run: f"t*{len(run[0])}", letters)
+    flat = "|".join("".join({"embed": "E", "head": "L"}.get(name, "t") for name in names) for names in stages)
+    return re.sub(r"t{3,}", lambda run: f"t*{len(run[0])}", flat)

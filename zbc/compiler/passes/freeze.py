@@ -42,7 +42,7 @@ class Freeze:
         if solved.ms is None:  # in part, which may be worse than equal shares
             ways.append({op: self.most for _, _, op in program if op.kind.makes_part})
         programs = [self._rounded(program, shares, bias) for shares in ways for bias in _BIASES]
-        fits = [trial for trial in programs if self._within(trial)]
+        fits = [trial for trial in programs if all(within(share, self.most) for share in frozen_by_stage(trial))]
         plain = context.timeline.makespan
 
         def rank(one: Program) -> tuple[float, float]:
@@ -66,10 +66,6 @@ class Freeze:
             return op._replace(share=round(WHOLE * (count - layers) / count))
 
         return program.with_ranks([[rounded(op) for op in ops] for ops in program.ranks], by=self.name)
-
-    def _within(self, program: Program) -> bool:
-        """Whether no stage is frozen by more than `most`."""
-        return all(within(share, self.most) for share in frozen_by_stage(program))
 
 
 def within(share: float, most: float) -> bool:

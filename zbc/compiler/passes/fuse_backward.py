@@ -32,13 +32,9 @@ def fuse(ops: Sequence[Op]) -> list[Op]:
     """`ops` with each B directly followed by its W as one BW, except in groups."""
     fused, rest, whole = list[Op](), round_trip(split=True)[-1], round_trip(split=False)[-1]
     for op in ops:
-        if op[0] is rest and fused and fused[-1][0].splits and fused[-1][1:] == op[1:] and not _grouped(fused):
+        joins = op[0] is rest and fused and fused[-1][0].splits and fused[-1][1:] == op[1:]
+        if joins and not any(one.kind.is_mark for one in fused[-3:-1]):  # of a group
             fused[-1] = op._replace(kind=whole)
         else:
             fused.append(op)
     return fused
-
-
-def _grouped(ops: Sequence[Op]) -> bool:
-    """Whether the last op is in a group."""
-    return any(op.kind.is_mark for op in ops[-3:-1])

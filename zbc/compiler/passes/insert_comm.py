@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import Timeline
-from zbc.ir import WHOLE, Edge, Message, Op, Placement, Program, groups
-from zbc.ops import VALUES, At, Kind, Lane, Ref
+from zbc.ir import WHOLE, Message, Op, Placement, Program, groups
+from zbc.ops import VALUES, At, Kind, Lane
 
 POSTED = 1  # compute ops between the post of a receive and the op that waits for it
 
@@ -65,7 +65,8 @@ class InsertComm:
         ranks = []
         for rank, ops in enumerate(program.ranks):
             inside = groups(ops)
-            ends = _ends(timeline, rank) if timeline is not None else []
+            mine = [] if timeline is None else [timeline.end[i] for i in timeline.graph.mine(rank)]
+            ends = list(accumulate(mine, max))  # ms when each op, and all before it, are completed
             posts = _posts(program.placement, ops, arriving[rank], taken, inside, ends, self.ahead or POSTED)
             arriving[rank] = []  # freed early: the largest list here
             ranks.append(_woven(ops, posts, made, inside))
@@ -89,11 +90,6 @@ def _arriving(program: Program, made: _Places, timeline: Timeline | None) -> lis
         for receiver, line in lines.items():
             channels[receiver].append(line)
     return channels
-
-
-def _ends(timeline: Timeline, rank: int) -> list[float]:
-    """ms when each op of a rank, and all before it, are completed."""
-    return list(accumulate((timeline.end[i] for i in timeline.graph.mine(rank)), max))
 
 
 def _posts(
@@ -156,15 +152,10 @@ def _crossing(placement: Placement, *, written: bool) -> _Places:
             if VALUES[ref.what].scope == "edge":
                 for pipe in range(len(placement.pipes)):
                     for stage in range(placement.stages):
-                        for edge in _edges(placement, stage, ref, written=written):
+                        ends = placement.sinks(stage) if ref.at is At.SINKS else placement.sources(stage)
+                        for edge in ((stage, end) if written else (end, stage) for end in ends):
                             if placement.crosses(*edge, pipe):
                                 send = placement.send(Message(*edge, 0, pipe, 0))
                                 crossing = _Crossing(*edge, send.kind, send.other)
                                 places.setdefault((kind, stage, pipe), []).append(crossing)
     return places
-
-
-def _edges(placement: Placement, stage: int, ref: Ref, *, written: bool) -> Iterator[Edge]:
-    """The edges of a value to or from a stage: (stage that makes it, stage that reads it)."""
-    ends = placement.sinks(stage) if ref.at is At.SINKS else placement.sources(stage)
-    return ((stage, end) if written else (end, stage) for end in ends)

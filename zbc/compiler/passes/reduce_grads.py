@@ -109,7 +109,9 @@ def _runs(ops: Sequence[Op], program: Program) -> dict[Op, int]:
 
 def _starts(program: Program, ops: Sequence[Op], sums: Sequence[Op]) -> dict[Op, int]:
     """The step of a rank that each reduction follows."""
-    least = _last_gather(ops) if program.resident and len(program.placement.pipes) > 1 else -1
+    least = -1
+    if program.resident and len(program.placement.pipes) > 1:  # the other rank may wait for weights yet to be gathered
+        least = max((step for step, op in enumerate(ops) if op.kind is Kind.GATHER), default=-1)
     return {op: max(least, _ends(program, ops, op)) for op in sums}
 
 
@@ -123,11 +125,6 @@ def _insert(ops: Sequence[Op], sums: Sequence[Op], steps: Mapping[Op, int], posi
     for step, op in enumerate(ops):
         listed += [op, *behind.get(step, ())]
     return listed
-
-
-def _last_gather(ops: Sequence[Op]) -> int:
-    """Reductions over two pipes wait for ranks that may wait for weights this rank has yet to gather."""
-    return max((step for step, op in enumerate(ops) if op.kind is Kind.GATHER), default=-1)
 
 
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:

@@ -226,9 +226,6 @@ class _Play:
             heappush(self.heap, (at, r))
         return None
 
-    def _full(self, rank: _Rank) -> bool:
-        return rank.ready[0].kind is Kind.F and rank.held >= rank.room
-
     def _when(self, op: Op) -> float | None:
         """The earliest time of an F or a backward; None if not known yet."""
         unit, forward, start = (op.mb, op.slice), op.kind is Kind.F, 0.0
@@ -276,12 +273,12 @@ class _Play:
         if forward and op.stage == self.top:
             self._meets(Kind.SPREAD, unit, end)
         if forward and op.stage == 0:
-            self._looked_up(self._number(unit) + 1, end)
+            self._looked_up(unit[0] * (len(self.units) // (1 + self.units[-1][0])) + unit[1] + 1, end)
         if not forward and op.stage == 0:
             self._meets(Kind.TAKE, unit, end)
 
-    def _number(self, unit: Unit) -> int:
-        return unit[0] * (len(self.units) // (1 + self.units[-1][0])) + unit[1]
+    def _full(self, rank: _Rank) -> bool:
+        return rank.ready[0].kind is Kind.F and rank.held >= rank.room
 
     def _link(self, op: Op, near: int) -> float:
         forward = op.kind is Kind.F

@@ -231,7 +231,7 @@ class _Work:
         added = self._host()
 
         def moved(pipe: int, edge: tuple[int, int]) -> float:
-            busy = self._busy(edge[0]) if added.transfer_share else 0.0
+            busy = self._behind[edge[0]] / (self._gbps * 1e3) if added.transfer_share else 0.0  # us of its link
             return 0.0 if op.takes is None else (added.transfer_us + added.transfer_share * busy) / 1e3
 
         around = profiled.messages(self.placement, moved)
@@ -311,10 +311,6 @@ class _Work:
         """Bytes of the tensor behind each stage, for the median microbatch."""
         share = statistics.median(self.job.tokens or [1]) / (self.job.row_tokens if self.job.tokens else 1)
         return [share * size for size in recall.boundary_sizes(self.job, self.manifest, self.table)]
-
-    def _busy(self, edge: int) -> float:
-        """us for which the message of an edge keeps its link."""
-        return self._behind[edge] / (self._gbps * 1e3)
 
     def _host(self) -> Host:
         """The base's host times, with this run's transfer times: the mean of senders and receivers. On a GPU the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from functools import partial
 
 from zbc.compiler.schedules import searched
 from zbc.compiler.schedules.bidirectional import BIDIRECTIONAL
@@ -206,7 +207,7 @@ _ALL = (
     ScheduleCard(
         name="zb-auto",
         branches=True,
-        make=searched.zb_auto,
+        make=partial(searched.found, "zb-auto", _linear),
         placement=_linear,
         placement_name="linear",
         chunks=(1, 1),
@@ -239,7 +240,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="v-half",
-        make=searched.v_half,
+        make=partial(searched.found, "v-half", _v),
         placement=_v,
         placement_name="V",
         chunks=(2, 2),
@@ -255,7 +256,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="v-min",
-        make=searched.v_min,
+        make=partial(searched.found, "v-min", _v),
         placement=_v,
         placement_name="V",
         chunks=(2, 2),
@@ -271,7 +272,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="1f1b-v",
-        make=searched.one_f_one_b_v,
+        make=partial(searched.found, "1f1b-v", Placement.vshape, split=False),
         placement=Placement.vshape,
         placement_name="V",
         chunks=(1, None),
@@ -287,7 +288,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="looped-zb",
-        make=searched.looped_zb,
+        make=partial(searched.found, "looped-zb", Placement.looped),
         placement=Placement.looped,
         placement_name="looped",
         chunks=(1, None),

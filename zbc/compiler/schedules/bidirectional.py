@@ -10,6 +10,8 @@ found by search for the job's costs and limit; m >= p, and for some p and m it s
 
 from __future__ import annotations
 
+from functools import partial
+
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.dualpipe import dualpipe, dualpipe_v
 from zbc.compiler.schedules.request import Request, ScheduleCard
@@ -20,16 +22,6 @@ from zbc.compiler.sim.bounds import bounds
 from zbc.ir import Placement, Program
 
 BUDGET = 2.0  # seconds of annealing if no order reaches the bound
-
-
-def chimera_zb(request: Request) -> Program:
-    """Two pipes of one leg each, backwards split."""
-    return _found("chimera-zb", request)
-
-
-def bitpipe_zb(request: Request) -> Program:
-    """Two pipes that run down and up, backwards split."""
-    return _found("bitpipe-zb", request)
 
 
 def _found(name: str, request: Request) -> Program:
@@ -50,10 +42,6 @@ def _found(name: str, request: Request) -> Program:
         seconds=request.budget,
         seed=request.seed,
     )
-
-
-def _down_and_up(p: int, v: int) -> Placement:
-    return Placement.vshape(p, v)
 
 
 BIDIRECTIONAL = (
@@ -115,7 +103,7 @@ BIDIRECTIONAL = (
         name="dualpipe-v",
         whole=True,
         make=dualpipe_v,
-        placement=_down_and_up,
+        placement=Placement.vshape,
         placement_name="V",
         chunks=(2, 2),
         default_chunks=2,
@@ -133,7 +121,7 @@ BIDIRECTIONAL = (
         name="hanayo",
         whole=True,
         make=hanayo,
-        placement=_down_and_up,
+        placement=Placement.vshape,
         placement_name="waves",
         chunks=(2, None),
         default_chunks=2,
@@ -151,7 +139,7 @@ BIDIRECTIONAL = (
     ScheduleCard(
         name="chimera-zb",
         whole=True,
-        make=chimera_zb,
+        make=partial(_found, "chimera-zb"),
         placement=two_pipes,
         placement_name="two pipes",
         chunks=(1, 1),
@@ -168,7 +156,7 @@ BIDIRECTIONAL = (
     ScheduleCard(
         name="bitpipe-zb",
         whole=True,
-        make=bitpipe_zb,
+        make=partial(_found, "bitpipe-zb"),
         placement=two_pipes,
         placement_name="two V pipes",
         chunks=(2, None),

@@ -214,7 +214,8 @@ class _Lists:
                 return (op,)
             wanted = {Pick.SAME: leg, Pick.OTHER: DOWN if leg == UP else UP}.get(policy.forward, UP)
             return self._next(Kind.F, rank, wanted if wanted in forward else forward[0]), op
-        if len(forward) == 2 and policy.both and self._apart(rank) and self.held[rank] + 2 <= self.most:
+        apart = self.done[rank][Kind.F, DOWN] != self.done[rank][Kind.F, UP]  # the next microbatches of both legs
+        if len(forward) == 2 and policy.both and apart and self.held[rank] + 2 <= self.most:
             return self._next(Kind.F, rank, UP), self._next(Kind.F, rank, DOWN)
         if forward:
             op = self._next(Kind.F, rank, forward[0])
@@ -223,10 +224,6 @@ class _Lists:
 
     def _fits(self, rank: int, leg: int) -> bool:
         return self.held[rank] < (self.most if leg == UP else min(self.most, self.room))
-
-    def _apart(self, rank: int) -> bool:
-        """Whether the next F of both legs are of different microbatches."""
-        return self.done[rank][Kind.F, DOWN] != self.done[rank][Kind.F, UP]
 
     def _at_hand(self, kind: Kind, rank: int, leg: int, now: float) -> bool:
         """Whether the next op of a leg could start, or soon."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.lagged import eager_1f1b, gpipe, lagged, one_f_one_b, zb_h1, zb_h2
@@ -32,7 +33,8 @@ def branched(kind: str, placement: Placement, request: Request) -> Program:
     """The order with the shortest step that keeps to the memory of the schedule, or to the limit for `auto`."""
     costs = request.costs or Costs.uniform(placement)
     plain = [replace(order, placement=placement) for order in _by_hand(kind, placement, request)]
-    limits = [max(column) for column in zip(*(_held(order, costs) for order in plain), strict=True)]
+    most = ([max(accumulate(map(costs.held, ops), initial=0.0)) for ops in order.ranks] for order in plain)
+    limits = [max(column) for column in zip(*most, strict=True)]
     if request.memory_limit is not None:
         limits = list(map(min, limits, request.limits() or limits))
         plain = [order for order in plain if fits(order, costs, limits)] or plain[:1]
@@ -72,15 +74,3 @@ def _by_hand(kind: str, placement: Placement, request: Request) -> Iterator[Prog
 
 def _more(counts: Sequence[int], extra: int) -> Callable[[int], int]:
     return lambda rank: counts[rank] + min(extra, counts[rank])
-
-
-def _held(program: Program, costs: Costs) -> list[float]:
-    """Peak activation units of each rank."""
-    peaks = []
-    for ops in program.ranks:
-        held = most = 0.0
-        for op in ops:
-            held += costs.held(op)
-            most = max(most, held)
-        peaks.append(most)
-    return peaks

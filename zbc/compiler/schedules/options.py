@@ -17,7 +17,8 @@ def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[Schedu
     section, parallel = draft.sections.get("schedule"), draft.sections.get("parallel")
     if section is None or parallel is None:
         return []
-    problems = list(_not_for(draft, schedule, list(known)))
+    unused = [key for key in OPTIONS if key not in schedule.options]
+    problems = list(_unread(draft, schedule.name, unused, list(known)))
     if section.group is not None and "group" in schedule.options:
         problems += _group(draft, schedule, section.group, parallel.pp)
     problems += excludes.of_schedule(draft.sections, draft.document.where, schedule.name, schedule.traits)
@@ -35,11 +36,6 @@ def undecided(draft: Draft, known: Iterable[ScheduleCard]) -> list[ZbcError]:
     if section is None or section.plugin is not None:  # which gets them
         return []
     return list(_unread(draft, section.kind if section.file is None else "an order from a file", OPTIONS, list(known)))
-
-
-def _not_for(draft: Draft, schedule: ScheduleCard, known: list[ScheduleCard]) -> Iterator[ZbcError]:
-    keys = [key for key in OPTIONS if key not in schedule.options]
-    yield from _unread(draft, schedule.name, keys, known)
 
 
 def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[ScheduleCard]) -> Iterator[ZbcError]:

@@ -63,17 +63,9 @@ def _ordered(placement: Placement, replicas: Sequence[int], request: Request) ->
     if request.slices > 1:
         return plain
     costs = request.costs or Costs.uniform(placement)
-    limits = [_most(ops, costs) for ops in plain.ranks]
+    limits = [max(accumulate(map(costs.held, ops), initial=0.0)) for ops in plain.ranks]
     packed = follow(plain, costs, limits, Manner(_FAR))
     return min((plain, packed), key=lambda program: Context(program, costs).step_ms(request.objective))
-
-
-def _most(ops: Sequence[Op], costs: Costs) -> float:
-    held = most = 0.0
-    for op in ops:
-        held += costs.held(op)
-        most = max(most, held)
-    return most
 
 
 def _plain(placement: Placement, replicas: Sequence[int], request: Request) -> Program:

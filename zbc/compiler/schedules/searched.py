@@ -73,41 +73,16 @@ def even_slices(placement: Placement, slices: int) -> Costs:
     return costs if slices == 1 else costs.cut([1 / slices] * slices)
 
 
-def zb_auto(request: Request) -> Program:
-    """One stage per rank."""
-    return _found("zb-auto", Placement.linear(request.p), request)
-
-
 def v_auto(request: Request) -> Program:
     """Two stages per rank, down and up again; or any other number of legs."""
-    return _found("v-auto", Placement.vshape(request.p, request.v), request)
+    return found("v-auto", Placement.vshape, request)
 
 
 def zb_v(request: Request) -> Program:
     """The V placement at the activations of 1F1B; without costs, the order of the paper."""
     if request.costs is None and request.slices == 1:
         return zb_v_by_hand(request)
-    return _found("zb-v", Placement.vshape(request.p), _at_most("zb-v", request))
-
-
-def v_half(request: Request) -> Program:
-    """The V placement at half the activations of 1F1B."""
-    return _found("v-half", Placement.vshape(request.p), _at_most("v-half", request))
-
-
-def v_min(request: Request) -> Program:
-    """The V placement at a third of the activations of 1F1B."""
-    return _found("v-min", Placement.vshape(request.p), _at_most("v-min", request))
-
-
-def one_f_one_b_v(request: Request) -> Program:
-    """The V placement with fused backwards."""
-    return _found("1f1b-v", Placement.vshape(request.p, request.v), request, split=False)
-
-
-def looped_zb(request: Request) -> Program:
-    """Interleaved stages with backwards split."""
-    return _found("looped-zb", Placement.looped(request.p, request.v), request)
+    return found("zb-v", lambda p, _: Placement.vshape(p), request)
 
 
 def _at_most(name: str, request: Request) -> Request:
@@ -140,7 +115,9 @@ _PLAIN = _Plain()
 LOADING = 1.5  # CPU seconds
 
 
-def _found(name: str, placement: Placement, request: Request, *, split: bool = True) -> Program:
+def found(name: str, place: Callable[[int, int], Placement], request: Request, *, split: bool = True) -> Program:
+    """The schedule of that name: the fastest order found; `place`: of p ranks with v stages each. Raises E303."""
+    placement, request = place(request.p, request.v), _at_most(name, request) if name in _OWN_LIMIT else request
     costs = request.costs or even_slices(placement, request.slices)
     costs = costs if split else costs.joined()
     problem = Problem.make(placement, costs, request.m, request.limits())

@@ -47,9 +47,10 @@ class WhatIf:
 
 def critical_path(compiled: Compiled) -> Path:
     """The composition of a plan's critical path (see `chain`)."""
-    rank = _longest(compiled)
-    begin = compiled.timeline.first_start(rank) if compiled.job.objective != "makespan" else 0.0
-    return path_of(compiled.timeline, rank, begin)
+    timeline, whole = compiled.timeline, compiled.job.objective == "makespan"
+    begins = [0.0 if whole else timeline.first_start(rank) for rank in range(timeline.ranks)]
+    rank = max(range(timeline.ranks), key=lambda r: timeline.closes(r) - begins[r])
+    return path_of(timeline, rank, begins[rank])
 
 
 def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
@@ -103,15 +104,6 @@ def _last(timeline: Timeline, rank: int) -> int:
         return last
     ends = (event for event, members in graph.met.items() if any(graph.rank(i) == rank for i in members))
     return next(event for event in ends if timeline.end[event] == closes)
-
-
-def _longest(compiled: Compiled) -> int:
-    """The rank that ends the step, or for the span the one with the longest own time."""
-    timeline = compiled.timeline
-    ranks = range(timeline.ranks)
-    if compiled.job.objective != "makespan":
-        return max(ranks, key=lambda r: timeline.closes(r) - timeline.first_start(r))
-    return max(ranks, key=timeline.closes)
 
 
 def binds(compiled: Compiled) -> str:
