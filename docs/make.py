@@ -29,7 +29,7 @@ from tests.recorded_runs import World, record  # noqa: E402
 from tests.viz import browser  # noqa: E402
 from zbc import cli  # noqa: E402
 from zbc.api import Plan  # noqa: E402
-from zbc.commands.cards import card_text  # noqa: E402
+from zbc.commands.cards import card_parts  # noqa: E402
 from zbc.compiler.check import survival  # noqa: E402
 from zbc.compiler.compile import compile_job, load_job  # noqa: E402
 from zbc.compiler.cost.cost import Costs  # noqa: E402
@@ -402,12 +402,13 @@ def page(card: ScheduleCard, one: Drawn) -> str:
     rows = "\n".join(f"| {name} | {value} |" for name, value in numbers)
     found = "made by search for these costs" if card.searched else "by formula"
     many = {8: "eight", 12: "twelve"}[one.program.microbatches]
+    shown = "\n".join(part if isinstance(part, str) else part.plain for part in card_parts(card, width=88))
     return (
         f"# {card.name}\n\n{card.summary[0].upper()}{card.summary[1:]}.\n\n"
         f"![{card.name} on four ranks with {many} microbatches](pictures/{card.name}.svg)\n\n"
         f"On four ranks with {many} microbatches, one rank's F, B and W of a microbatch taking 1 each, {found}:\n\n"
         f"| | |\n| --- | --- |\n{rows}\n\n"
-        f"`zbc explain {card.name}` shows this card:\n\n```\n{card_text(card, width=88)}\n```\n\n"
+        f"`zbc explain {card.name}` shows this card:\n\n```\n{shown}\n```\n\n"
         "[All schedules](README.md); [how to read the bubble rates](../reading.md).\n"
     )
 

@@ -86,11 +86,6 @@ def _chunks(card: ScheduleCard) -> str:
     return f"{low}" if low == high else f"{low}+" if high is None else f"{low}-{high}"
 
 
-def card_text(card: ScheduleCard, width: int) -> str:
-    """The card as plain text."""
-    return "\n".join(part if isinstance(part, str) else part.plain for part in card_parts(card, width))
-
-
 def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
     """The facts about one schedule, and a picture of its order."""
     from zbc.compiler.lowering import Lowering

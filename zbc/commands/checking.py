@@ -89,7 +89,13 @@ def check(
     if strict and not checked.survives.blocking_sends:
         raise not_strict(checked.program)
     if json:
-        show_json({**checked.as_json, **_against(checked)})
+        against: dict[str, Any] = {}
+        if checked.priced is not None:
+            from zbc.compiler.whatif.others import baseline, speedup
+
+            job, ms = checked.priced
+            against["speedup_over_1f1b"] = speedup(baseline(job), ms)  # 1F1B is planned for it
+        show_json({**checked.as_json, **against})
     elif not quiet:
         show(*verdict(checked, target, verbose=verbose))
 
@@ -119,16 +125,6 @@ def proven(target: Path, changes: Changes = NO_CHANGES) -> Checked:
     transfers, report = either_transfer(compiled.timeline.graph, compiled.costs), compiled.report
     document, priced = {**report.as_json(), **transfers._asdict()}, (compiled.job, compiled.settled_ms)
     return Checked(compiled.program, report.survives, document, transfers, priced=priced)
-
-
-def _against(checked: Checked) -> dict[str, Any]:
-    """The speedup over 1F1B, which is planned for it; {} without a job."""
-    from zbc.compiler.whatif.others import baseline, speedup
-
-    if checked.priced is None:
-        return {}
-    job, ms = checked.priced
-    return {"speedup_over_1f1b": speedup(baseline(job), ms)}
 
 
 def check_csv(target: Path) -> Checked:

@@ -16,17 +16,7 @@ import typer
 
 from zbc.commands.console import progress, refuse_unwritable, show, show_json, table, tell, write_text
 from zbc.commands.opening import Changes, say_if_compiling
-from zbc.commands.options import (
-    AsJson,
-    Budget,
-    ProfileFile,
-    Quiet,
-    Settings,
-    Verbose,
-    again,
-    complete_schedule,
-    share,
-)
+from zbc.commands.options import AsJson, Budget, ProfileFile, Quiet, Settings, Verbose, again, complete_schedule, share
 from zbc.commands.shortlist import Shortlist, failures
 from zbc.commands.worlds import chosen_of
 from zbc.text import GIB, aligned, percent, short, wrap
@@ -157,8 +147,7 @@ def compare(
         typer.Option(metavar="10%", parser=share, help="Say how much longer steps get if op times vary by this."),
     ] = None,
     form: Annotated[
-        Format | None,
-        typer.Option("--format", help="Print this; svg draws steps against the numbers of a swept key."),
+        Format | None, typer.Option("--format", help="Print this; svg draws steps against the numbers of a swept key.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -221,10 +210,8 @@ def compare(
         return (as_markdown if form is Format.MD else as_tex)(rows, verbose=verbose, everything=named_all)
 
     def document() -> dict[str, Any]:
-        return {
-            **as_json(rows, changes_of(every=True)),
-            **({"world": [row.as_json() for row in weighed]} if weighed else {}),
-        }
+        world = {"world": [row.as_json() for row in weighed]} if weighed else {}
+        return as_json(rows, changes_of(every=True)) | world
 
     if output is not None and written is not None:
         write_text(output, text_of(written) + "\n")
@@ -314,18 +301,13 @@ def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
     """The informative columns: the time per sequence if rows differ in their work per step, offloaded bytes if there
     are any, and so on."""
     varied = len({row.sequences for row in rows if row.error is None}) > 1
-    hidden = set[str]()
-    if all(row.exchanged is None for row in rows):
-        hidden.add("exchanged_units")
-    if all(row.noisy is None for row in rows):
-        hidden.add(_NOISY.key)
-    if all(row.report is None or row.report.copied is None for row in rows):
-        hidden.add("moved")
-    if all(row.report is None or row.report.gathered is None for row in rows):
-        hidden |= {column.key for column in _GATHERS}
-    if all(row.report is None or row.report.tp_sums is None for row in rows):
-        hidden.add(_SUMS.key)
-    return [*([_SEQUENCE] if varied else []), *(column for column in COLUMNS if column.key not in hidden)]
+    reports = [report for _, report in _planned(rows)]
+    known = dict.fromkeys((column.key for column in _GATHERS), any(report.gathered is not None for report in reports))
+    known["exchanged_units"] = any(row.exchanged is not None for row in rows)
+    known[_NOISY.key] = any(row.noisy is not None for row in rows)
+    known[_MOVED.key] = any(report.copied is not None for report in reports)
+    known[_SUMS.key] = any(report.tp_sums is not None for report in reports)
+    return [*([_SEQUENCE] if varied else []), *(column for column in COLUMNS if known.get(column.key, True))]
 
 
 def _names(rows: Sequence[ComparedPlan]) -> list[str]:

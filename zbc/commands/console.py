@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, TextIO
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.closed_pipe import EXIT_PIPE, silence, unwritten_stdout
@@ -40,40 +40,28 @@ def _visible() -> type[Console]:
             for text, style, control in super().render(renderable, options):
                 yield Segment(text if control else visible(text), style, control)
 
+        def on_broken_pipe(self) -> None:
+            silence(sys.stderr if self.stderr else sys.stdout)
+            if not self.stderr:
+                raise SystemExit(EXIT_PIPE)
+
     return Visible
+
+
+def _console(file: TextIO, width: int | None = None) -> Console:
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "soft_wrap": True}
+    plain["color_system"] = None if os.environ.get("NO_COLOR") else "auto"
+    return _visible()(file=file, stderr=file is sys.stderr, width=width, **plain)
 
 
 def stdout() -> Console:
     """The console of answers. A reader that goes away (`zbc explain | head -1`) ends the command quietly."""
-
-    class Answers(_visible()):  # type: ignore[misc]
-        def on_broken_pipe(self) -> NoReturn:
-            silence(sys.stdout)
-            raise SystemExit(EXIT_PIPE)
-
-    return Answers(
-        file=sys.stdout,
-        color_system=_colours(),
-        width=_UNBOUND,
-        markup=False,
-        highlight=False,
-        emoji=False,
-        soft_wrap=True,
-    )
+    return _console(sys.stdout, _UNBOUND)
 
 
 def stderr() -> Console:
     """The console of remarks. A closed stderr is ignored."""
-
-    class Remarks(_visible()):  # type: ignore[misc]
-        def on_broken_pipe(self) -> None:
-            silence(sys.stderr)
-
-    return Remarks(file=sys.stderr, color_system=_colours(), markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-def _colours() -> Literal["auto"] | None:
-    return None if os.environ.get("NO_COLOR") else "auto"
+    return _console(sys.stderr)
 
 
 def show(*parts: RenderableType) -> None:

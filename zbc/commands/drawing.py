@@ -73,8 +73,11 @@ def visualize(
     changes = Changes(settings, schedule, profile, budget)
     drawn = _drawn([target, *(others or ())], changes, *_parse_steps(steps))
     strips = [plan.strip for plan in drawn]
-    shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
-    if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
+    shown = None if ranks is None else listed(ranks, "--ranks")
+    counts = [strip.ranks for strip in strips]
+    if shown is not None and max(shown) >= max(counts):
+        raise typer.BadParameter(f"{ranks!r} names no rank of 0-{max(counts) - 1}", param_hint="--ranks")
+    if shown is not None and max(shown) >= min(counts):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
     window = None if zoom is None else _parse_zoom(zoom, max(strip.length for strip in strips))
     wanted = Wanted(form, shown, window, by is By.SLOT, verbose, output is not None)
@@ -110,13 +113,6 @@ def _parse_steps(text: str) -> tuple[int, int | None]:
         hint = "write --steps 3, or 10-12 of a recorded run"
         raise typer.BadParameter(f"{text!r} names no 1 to {_MOST_STEPS} steps; {hint}", param_hint="--steps")
     return count, first
-
-
-def _parse_ranks(text: str, count: int) -> tuple[int, ...]:
-    ranks = listed(text, "--ranks")
-    if max(ranks) >= count:
-        raise typer.BadParameter(f"{text!r} names no rank of 0-{count - 1}", param_hint="--ranks")
-    return ranks
 
 
 def _parse_zoom(text: str, makespan: float) -> tuple[float, float]:

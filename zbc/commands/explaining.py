@@ -63,7 +63,11 @@ def explain(
     origin, as a job file. "machine" is what zbc can do here; "keys" with --json is the JSON Schema of job files.
     """
     if topic is not None and (topic.endswith(".toml") or isfile(Path(topic, "plan.json"))):
-        _job(Changes(settings, schedule, profile).job(Path(topic)), json=json, quiet=quiet)
+        job = Changes(settings, schedule, profile).job(Path(topic))
+        if json:
+            show_json({"format": "zbc-config", "version": 1, "sections": _values(job)})
+        elif not quiet:
+            show("\n".join(listing(job)))
         return
     Changes(settings, schedule, profile).refuse(Path(topic or "nothing"))
     rest = " ".join(more or ())
@@ -149,13 +153,6 @@ def _machine(_: str, *, json: bool, quiet: bool) -> None:
         show_json({"format": "zbc-doctor", "version": 1, **report})
     elif not quiet:
         show(*(labelled(label, *lines) for label, lines in report.items()))
-
-
-def _job(job: Job, *, json: bool, quiet: bool) -> None:
-    if json:
-        show_json({"format": "zbc-config", "version": 1, "sections": _values(job)})
-    elif not quiet:
-        show("\n".join(listing(job)))
 
 
 def _described(text: str) -> Word | None:

@@ -87,11 +87,8 @@ def _scheduled(text: str, schedule: str, folder: Path) -> str:
 def toml_value(value: Any) -> str:
     """A plain value as TOML."""
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None)
-            + "}"
-        )
+        entries = (f"{_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None)
+        return "{" + ", ".join(entries) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     return jsonlib.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML wants it escaped

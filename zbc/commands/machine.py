@@ -40,14 +40,10 @@ def _devices(torch: ModuleType | None) -> list[str]:
         return ["unknown without torch"]
     if not torch.cuda.is_available():
         seen = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
-        if seen:
-            return [f"no CUDA device that this torch can use, though the system has {', '.join(seen)}"]
-        return ["no CUDA device"]
-    lines = []
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        lines.append(f"cuda:{index} {device.name}, {size(device.total_memory)}")
-    return lines
+        known = f" that this torch can use, though the system has {', '.join(seen)}" if seen else ""
+        return [f"no CUDA device{known}"]
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [f"cuda:{index} {device.name}, {size(device.total_memory)}" for index, device in enumerate(devices)]
 
 
 def _transports(torch: ModuleType | None) -> list[str]:

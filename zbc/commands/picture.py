@@ -41,10 +41,7 @@ _FORMS = {f".{form.value}": form for form in (Form.SVG, Form.PNG, Form.PDF, Form
 _FORMS |= {".htm": Form.HTML, ".json": Form.PERFETTO}
 _NEVER = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".eps", ".ps", ".tif", ".tiff")
 _DRAWN = (Form.SVG, Form.PNG, Form.PDF)
-_TAKEN_BY = {
-    "--by slot": (Form.TERM,),
-    "--zoom": (Form.TERM, *_DRAWN),
-}
+_TAKEN_BY = {"--by slot": (Form.TERM,), "--zoom": (Form.TERM, *_DRAWN)}
 _PNG_SCALE = 2.0
 
 

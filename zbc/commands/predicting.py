@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,23 +188,18 @@ def idle_parts(found: Bubbles, *, verbose: bool) -> Iterator[RenderableType]:
     heads = ("rank", "idle ms", "of it", "windows", "longest", *(cause.replace("_", "-") for cause in Idle._fields))
     idle = [sum(window.length_ms for window in windows) for windows in found.windows]
     longest = [max((window.length_ms for window in windows), default=0.0) for windows in found.windows]
-    causes = [_by_cause(windows) for windows in found.windows]
     columns = [aligned(idle), [percent(ms / found.makespan_ms if found.makespan_ms else 0.0) for ms in idle]]
     columns += [[str(len(windows)) for windows in found.windows], aligned(longest)]
-    columns += [aligned([ms[cause] for ms in causes]) for cause in Idle._fields]
+    columns += [
+        aligned([sum((w.length_ms for w in windows if w.cause == cause), 0.0) for windows in found.windows])
+        for cause in Idle._fields
+    ]
     yield labelled("ranks", "ms of idle time, and by cause" + ("" if verbose else "; -v lists the windows"))
     yield indented(table(heads, zip(map(str, range(len(idle))), *columns, strict=True)))
     if verbose:
         for rank, windows in enumerate(found.windows):
             yield labelled("windows", f"of rank {rank}")
             yield indented(_listed(windows))
-
-
-def _by_cause(each: Sequence[Window]) -> dict[str, float]:
-    by_cause: dict[str, float] = defaultdict(float)
-    for window in each:
-        by_cause[window.cause] += window.length_ms
-    return by_cause
 
 
 def _listed(each: Sequence[Window]) -> RenderableType:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.job.profile import Profile
-    from zbc.job.spec import Job
 
 
 _ANY = 1e5  # GB/s; faster than any link
@@ -87,8 +86,12 @@ def profile(
     loaded = load_job(target, settings or (), schedule)
     made_of = [str(target), *(f"--set={setting}" for setting in settings or ())]
     if dry:
+        from zbc.compiler.cost import cards, profiled
+        from zbc.compiler.cost.machine import Machine
+
         refuse_unwritable(output)
-        _write(_dry(loaded), made_of, output, as_json=json, quiet=quiet)
+        estimated = profiled.timed(cards.of(loaded)[0], Machine.of(loaded))
+        _write(estimated, made_of, output, as_json=json, quiet=quiet)
         return
     from zbc.training.launch.forking import fork_server
 
@@ -100,14 +103,6 @@ def profile(
     with progress("profiling", rounds + 1, quiet=quiet) as done:
         measured = measure(loaded, effort_of, done)
     _write(measured, made_of, output, as_json=json, quiet=quiet)
-
-
-def _dry(job: Job) -> Profile:
-    """The profile of a job without running it. Raises as `cards.of`."""
-    from zbc.compiler.cost import cards, profiled
-    from zbc.compiler.cost.machine import Machine
-
-    return profiled.timed(cards.of(job)[0], Machine.of(job))
 
 
 def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, quiet: bool) -> None:
@@ -149,14 +144,8 @@ def _derive(target: Path, base: Path | None, output: Path, *, as_json: bool, qui
     if prior is not None:
         refuse_misfit(recorded.plan.manifest, prior, str(base))
     derived = derive(recorded, prior)
-    _write(
-        derived.profile,
-        [str(run / trace.FOLDER / trace.PLAN)],
-        output,
-        as_json=as_json,
-        quiet=quiet,
-        notes=derived.notes,
-    )
+    made_of = [str(run / trace.FOLDER / trace.PLAN)]
+    _write(derived.profile, made_of, output, as_json=as_json, quiet=quiet, notes=derived.notes)
 
 
 def _write(
@@ -169,10 +158,8 @@ def _write(
         show(*summary(found))
         if notes:
             show(labelled("not told", *notes))
-        show(
-            labelled("profile", str(output)),
-            labelled("next", shlex.join(["zbc", "plan", *job, "--profile", str(output)])),
-        )
+        following = shlex.join(["zbc", "plan", *job, "--profile", str(output)])
+        show(labelled("profile", str(output)), labelled("next", following))
 
 
 def summary(found: Profile) -> Iterator[RenderableType]:
@@ -205,10 +192,8 @@ def _of_ranks(found: Profile) -> Iterator[RenderableType]:
         speed = f"{short(found.sums.latency_us, 3)} us and {short(found.sums.gbps, 3)} GB/s"
         yield labelled("all-reduce", f"{speed} over {found.tp} ranks that share layers; the layers' times are without")
     if found.copies is not None:
-        speeds = (
-            f"{short(found.copies.to_device_gbps, 3)} GB/s to the device, {short(found.copies.to_host_gbps, 3)} back"
-        )
-        yield labelled("device", speeds)
+        there, back = short(found.copies.to_device_gbps, 3), short(found.copies.to_host_gbps, 3)
+        yield labelled("device", f"{there} GB/s to the device, {back} back")
     if found.reserve_bytes is not None:
         yield labelled("reserve", f"{size(found.reserve_bytes)} of the device in use beside what plans predict")
     host = found.host

@@ -19,11 +19,11 @@ _ROWS = {
 }
 
 
-def times(one: Quantity) -> list[str]:
+def times(one: Quantity, unit: str = " ms") -> list[str]:
     middle, low, high = aligned([one.measured, one.low, one.high])
-    predicted = "-" if one.predicted is None else f"{fixed(one.predicted)} ms"
+    predicted = "-" if one.predicted is None else f"{fixed(one.predicted)}{unit}"
     change = "" if one.change is None else f"{100 * one.change:+.1f}%"
-    return [predicted, f"{middle} ms", "" if one.low == one.high else f"{low}-{high}", change]
+    return [predicted, f"{middle}{unit}", "" if one.low == one.high else f"{low}-{high}", change]
 
 
 def rates(one: Quantity) -> list[str]:
@@ -39,10 +39,4 @@ def throughput(known: Mapping[str, Quantity]) -> Iterator[Sequence[str]]:
         rate = known.get(key)
         if rate is None or (key == "samples_per_s" and "tokens_per_s" in known):
             continue
-        if key == "mfu":
-            yield name, *rates(rate)
-            continue
-        middle, low, high = aligned([rate.measured, rate.low, rate.high])
-        change = "" if rate.change is None else f"{100 * rate.change:+.1f}%"
-        predicted = "-" if rate.predicted is None else fixed(rate.predicted)
-        yield name, predicted, middle, "" if rate.low == rate.high else f"{low}-{high}", change
+        yield name, *(rates(rate) if key == "mfu" else times(rate, unit=""))

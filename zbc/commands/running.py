@@ -85,7 +85,9 @@ def run(
         made = planned(plan, changes)
         folder = made.folder
         if made.compiled is not None:
-            local = _world(made.compiled) if local is None else local
+            job = made.compiled.job
+            if local is None and job.hardware.device != "cuda" and "RANK" not in os.environ:
+                local = job.parallel.ranks
             if not quiet and not json:
                 tell(_prediction(made.compiled, folder, verbose=verbose))
     else:
@@ -148,12 +150,6 @@ def _ending(found: RunLog, job: Path | None) -> Iterator[str]:
         yield f"next       zbc profile {shlex.quote(str(job or 'JOB.toml'))}   measures ops here, to plan with"
     recorded = "" if has_trace(found.folder) else "; with --trace 3-6 it says where time goes"
     yield f"{'' if estimated else 'next':11}zbc report {folder}{recorded}"
-
-
-def _world(compiled: Compiled) -> int | None:
-    """The number of ranks to start here: all of a job on the CPU without torchrun; else None."""
-    job = compiled.job
-    return None if job.hardware.device == "cuda" or "RANK" in os.environ else job.parallel.ranks
 
 
 def _prediction(compiled: Compiled, folder: Path, *, verbose: bool) -> str:

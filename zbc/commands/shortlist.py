@@ -52,7 +52,8 @@ class Shortlist:
         everything: bool,
     ) -> Shortlist:
         """The shortlist of ranked rows; `everything`: show all."""
-        shown = planned if everything else [entry for group in _worlds(planned) for entry in _best(group)]
+        worlds = groupby([] if everything else planned, key=lambda entry: entry[0].world)
+        shown = planned if everything else [entry for _, group in worlds for entry in _best([*group])]
         columns = list(_columns(shown)) if shown else []
         labels = zip(heads, *(name(row) for row, _ in shown), strict=True)
         room = shutil.get_terminal_size((80, 24)).columns - sum(max(map(len, cells)) + 2 for cells in labels)
@@ -84,11 +85,6 @@ def _fitting(columns: list[Brief], room: int) -> list[Brief]:
         if sum(widths.values()) - 2 > room:
             widths.pop(head, None)
     return [column for column in columns if column.head in widths]
-
-
-def _worlds(planned: Sequence[Planned]) -> Iterator[list[Planned]]:
-    for _, group in groupby(planned, key=lambda entry: entry[0].world):
-        yield list(group)
 
 
 def _best(group: Sequence[Planned]) -> list[Planned]:

@@ -144,7 +144,9 @@ class Tuner:
 
         if any(same_work(compiled, tried.compiled) for tried in self.tried):
             return
-        trial = replace(compiled, job=_bare(compiled.job))
+        job = compiled.job  # to be tried without checkpoints and other logs than its own
+        checkpoint, log = job.checkpoint.model_copy(update={"every": 0}), job.log.model_copy(update={"to": []})
+        trial = replace(compiled, job=replace(job, checkpoint=checkpoint, log=log))
         tried = Tried(source, compiled, keep(trial, self.place / "plans", compiled.schedule))
         self.tried.append(tried)
         self._measure(tried)
@@ -195,9 +197,3 @@ def _end(child: subprocess.Popen[str]) -> None:
         child.communicate(timeout=_PATIENCE_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         child.kill()
-
-
-def _bare(job: Job) -> Job:
-    """The job without checkpoints and other logs than its own, for a trial."""
-    checkpoint = job.checkpoint.model_copy(update={"every": 0})
-    return replace(job, checkpoint=checkpoint, log=job.log.model_copy(update={"to": []}))

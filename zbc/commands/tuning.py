@@ -53,8 +53,8 @@ def tune(
     if "RANK" in os.environ:
         hint = "start it once, as `zbc tune JOB.toml`, on the machine with the devices"
         raise ZbcError("E604", "tune: inside of torchrun, which it starts itself", hint=hint)
-    place = _free(RUNS, f"tune-{job.stem}")
-    tuner = Tuner(job, changes, place, steps, best, _silent if quiet or json else tell)
+    place = next(folder for n in count(1) if not (folder := RUNS / f"tune-{job.stem}-{n}").exists())
+    tuner = Tuner(job, changes, place, steps, best, (lambda text: None) if quiet or json else tell)
     tuner.run()
     fastest = tuner.fastest
     assert fastest is not None
@@ -65,20 +65,10 @@ def tune(
         show(*_told(tuner, fastest), "")
         show(labelled("plan", f"{output}: id {manifest.id}"), labelled("next", run_command(loaded, output)))
         if verbose:
-            show(
-                labelled("more", *(f"zbc report {shlex.quote(str(run))}" for plan in tuner.tried for run in plan.runs))
-            )
+            reports = (f"zbc report {shlex.quote(str(run))}" for plan in tuner.tried for run in plan.runs)
+            show(labelled("more", *reports))
     if tuner.stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _free(parent: Path, name: str) -> Path:
-    """The first numbered folder of that name that does not exist."""
-    return next(folder for number in count(1) if not (folder := parent / f"{name}-{number}").exists())
-
-
-def _silent(text: str) -> None:
-    """Prints nothing, in place of progress on stderr."""
 
 
 def _told(tuner: Tuner, fastest: Tried) -> Iterator[RenderableType]:

@@ -40,16 +40,8 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
         cells = ["", ""] if row.sample_ms is None else ["> " * row.at_least + next(times), next(held)]
         mark = "<" if row is best else "" if row.error is None else row.error.code
         note = "no plan" if row.shape.why else mark
-        rows.append(
-            [
-                str(pp),
-                str(dp),
-                *(str(getattr(row.shape, axis)) for axis in axes),
-                str(microbatches or ""),
-                *(cells if sized else cells[:1]),
-                note,
-            ]
-        )
+        shares = [str(getattr(row.shape, axis)) for axis in axes]
+        rows.append([str(pp), str(dp), *shares, str(microbatches or ""), *(cells if sized else cells[:1]), note])
     heads = ["pp", "dp", *axes, "microbatches", "ms/sample", *(["GiB"] if sized else []), ""]
     yield indented(table(heads, rows, left=0, most=None))
     if any(row.at_least for row in weighed):

@@ -176,9 +176,11 @@ def first_fit(lengths: Sequence[int], samples: Sequence[int], room: int) -> list
 def deal(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]] | None:
     """The microbatches of each replica; None if a replica would need more than `shape.most`."""
     as_they_come = _as_they_come(lengths, shape)
+    rows = first_fit(lengths, range(len(lengths)), shape.room)
+    costs = [shape.of_row([lengths[i] for i in row]) for row in rows]
     ways = [
         [_packed(part, lengths, shape) for part in balanced([shape.cost(n) for n in lengths], shape.replicas)],
-        _by_rows(first_fit(lengths, range(len(lengths)), shape.room), lengths, shape),
+        [_microbatches([rows[k] for k in part], lengths, shape) for part in balanced(costs, shape.replicas)],
         as_they_come,
     ]
 
@@ -212,12 +214,6 @@ def _as_they_come(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]
     share = -(-len(lengths) // shape.replicas)
     parts = [range(len(lengths))[share * k : share * (k + 1)] for k in range(shape.replicas)]
     return [_packed(part, lengths, shape) for part in parts]
-
-
-def _by_rows(rows: Sequence[Sequence[int]], lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
-    """Divides rows of all samples among replicas."""
-    costs = [shape.of_row([lengths[i] for i in row]) for row in rows]
-    return [_microbatches([rows[k] for k in part], lengths, shape) for part in balanced(costs, shape.replicas)]
 
 
 def _packed(samples: Sequence[int], lengths: Sequence[int], shape: Shape) -> list[Microbatch]:

@@ -165,6 +165,7 @@ def assemble(
     traits: dict[str, Any] = dict(zip(TRAITS, program.traits, strict=True))
     traits = {name: list(value) if isinstance(value, tuple) else value for name, value in traits.items()}
     copies, sums, node = (traits.pop(name) for name in ("dp", "vocabulary", "node"))
+    features = [SLICES] * (program.slices > 1) + [FROZEN] * program.freezes + [STEPS] * program.flushless
     manifest = Manifest(
         **traits,
         copies=copies,
@@ -185,7 +186,7 @@ def assemble(
         edges=[list(edge) for edge in placement.edges] if placement.branches else [],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),
-        capabilities=_capabilities(program),
+        capabilities=sorted(map(str, program.kinds)) + features,
         predicted=dict(predicted),
         planning=dict(planning),
         training=dict(training),
@@ -195,12 +196,6 @@ def assemble(
         balance=balance,
     )
     return manifest, files
-
-
-def _capabilities(program: Program) -> list[str]:
-    """The kinds of ops and the features that a runtime must support to run it."""
-    kinds = sorted(map(str, program.kinds))
-    return kinds + [SLICES] * (program.slices > 1) + [FROZEN] * program.freezes + [STEPS] * program.flushless
 
 
 def _op_lines(program: Program, rank: int) -> str:

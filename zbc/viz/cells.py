@@ -9,7 +9,7 @@ both are the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,11 +41,9 @@ class CellGrid:
     hidden: dict[Kind, tuple[int, int]]
 
 
-def _inside(strip: Strip, rank: int, window: Window) -> Iterator[DrawnOp]:
+def inside(strip: Strip, rank: int, window: Window) -> list[DrawnOp]:
     """The ops of a rank inside the window."""
-    for piece in strip.row(rank):
-        if piece.end > window[0] and piece.start < window[1]:
-            yield piece
+    return [piece for piece in strip.row(rank) if piece.end > window[0] and piece.start < window[1]]
 
 
 def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False, only: int | None = None) -> CellGrid:
@@ -54,7 +52,7 @@ def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False, o
     If all starts and ends are multiples of a common beat, a cell is a whole part of it, so that equal ops look equal;
     with `exactly` there are always `room` cells, so that several grids line up. `only` leaves all ranks but one empty.
     """
-    pieces = [list(_inside(strip, rank, window)) if only in (None, rank) else [] for rank in range(strip.ranks)]
+    pieces = [inside(strip, rank, window) if only in (None, rank) else [] for rank in range(strip.ranks)]
     columns = room if exactly else _columns(pieces, window, room)
     step = (window[1] - window[0]) / columns
     rows = tuple(_row(row, window, columns, step) for row in pieces)
@@ -84,13 +82,9 @@ def _columns(pieces: list[list[DrawnOp]], window: Window, room: int) -> int:
         beats = round((window[1] - window[0]) / beat)
         if beats > room:
             break
-        if all(_whole(time / beat) for time in (*times, window[1] - window[0])):
+        if all(abs(n - round(n)) < 1e-6 for n in (time / beat for time in (*times, window[1] - window[0]))):
             return beats * (room // beats)
     return room
-
-
-def _whole(ratio: float) -> bool:
-    return abs(ratio - round(ratio)) < 1e-6
 
 
 def _row(pieces: list[DrawnOp], window: Window, columns: int, step: float) -> tuple[Block, ...]:
@@ -116,7 +110,7 @@ def _row(pieces: list[DrawnOp], window: Window, columns: int, step: float) -> tu
 
 def by_slot(strip: Strip, window: Window) -> CellGrid:
     """One column per start of ops inside the window; collectives have no column."""
-    rows = [[piece for piece in _inside(strip, rank, window) if piece.id >= 0] for rank in range(strip.ranks)]
+    rows = [[piece for piece in inside(strip, rank, window) if piece.id >= 0] for rank in range(strip.ranks)]
     length = max(strip.length, 1e-12)
     order = sorted((round(x.start / length, 9), round(x.end / length, 9), x) for row in rows for x in row)
     column: dict[int, int] = {}

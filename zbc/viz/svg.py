@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Op
 from zbc.text import short, visible, wrap
-from zbc.viz.cells import by_time
+from zbc.viz.cells import by_time, inside
 from zbc.viz.look import HIDDEN, IDLE, MEETING, chunk_entries, chunks_of, entries, label, look
 from zbc.viz.scale import ticks
 from zbc.viz.strip import Drawn, Window, longest, signs
@@ -200,7 +200,7 @@ def _shared(one: Drawn, rank: int, window: Window, plot: float, y: float, height
 def _blocks(one: Drawn, rank: int, window: Window, plot: float) -> Iterator[_Block]:
     """The blocks of a rank in the window, in px; cells instead of ops if ops are too narrow."""
     scale = plot / (window[1] - window[0])
-    pieces = [piece for piece in one.strip.row(rank) if piece.end > window[0] and piece.start < window[1]]
+    pieces = inside(one.strip, rank, window)
     if len(pieces) > plot / 1.5:
         grid = by_time(one.strip, window, int(2 * plot), exactly=True, only=rank)
         for cell in grid.rows[rank]:

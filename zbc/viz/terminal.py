@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import Literal
@@ -66,7 +66,8 @@ def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
         notes = [Text(note) for note in [*words, *_steps(plan.strip, view), *_unseen(grids, view)]]
         lines += [Text(_title(plan, view.width, named=several)), *panel]
         lines += [*notes, Text()] if several else [Text(), *legend, *notes]
-    return Text("\n").join([*lines, *(legend if several else []), *map(Text, _of_slots(view))])
+    slots = ["by slot: columns in order of starts", "widths are not times"] if view.by == "slot" else []
+    return Text("\n").join([*lines, *(legend if several else []), *map(Text, wrap(slots, view.width))])
 
 
 def _panel(
@@ -87,13 +88,13 @@ def _panel(
         grids = [by_time(strip, window, room, exactly=exactly)]
     lines = []
     for rank, tail in zip(ranks, tails, strict=True):
-        row = _joined(_row(program, grid, rank, 0, grid.columns) for grid in grids)
+        row = Text(_BREAK).join(_row(program, grid, rank, 0, grid.columns) for grid in grids)
         lines.append(Text.assemble(f"{rank:>{label}} |", row, f"|{tail}".rstrip() if tail.strip() else "|"))
         if strip.copying:
-            row = _joined(_copies(strip, rank, grid) for grid in grids)
+            row = Text(_BREAK).join(_copies(strip, rank, grid) for grid in grids)
             lines.append(Text.assemble(f"{'':>{label}} |", row, "|"))
         if one.braided:
-            row = _joined(Text(_shared(one, rank, grid)) for grid in grids)
+            row = Text(_BREAK).join(Text(_shared(one, rank, grid)) for grid in grids)
             lines.append(Text.assemble(f"{'':>{label}} |", row, "|"))
     axes = [_ticks(grid, grid.columns if parts else room + 1).ljust(grid.columns + 1)[1:] for grid in grids]
     return [*lines, Text(f"{'ms':>{label}}  {_BREAK.join(axes)}".rstrip())], grids
@@ -112,11 +113,6 @@ def _windows(strip: Strip, window: Window, room: int) -> list[Window]:
     starts = [piece.start for piece in strip.pieces(0) if begin + span <= piece.start <= middle]
     middle = max(starts, default=middle)  # an op begins with a cell
     return [(start, start + span) for start in (begin, middle, end - span)]
-
-
-def _joined(parts: Iterable[Text]) -> Text:
-    """The same row of several windows."""
-    return Text(_BREAK).join(parts)
 
 
 def _ranks(strip: Strip, view: View) -> tuple[int, ...]:
@@ -287,9 +283,3 @@ def _unseen(grids: Sequence[CellGrid], view: View) -> list[str]:
         cell = short((grids[0].edges[-1] - grids[0].edges[0]) / grids[0].columns, 3)
         words += [f"too short for a cell of {cell} ms: {counts[0]}", *counts[1:]]
     return wrap([*words, "see --zoom A-B and COLUMNS=N"], view.width, between=", ") if words else []
-
-
-def _of_slots(view: View) -> list[str]:
-    return (
-        wrap(["by slot: columns in order of starts", "widths are not times"], view.width) if view.by == "slot" else []
-    )
