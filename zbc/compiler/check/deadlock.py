@@ -53,10 +53,8 @@ def deadlock_problems(g: Graph, *, blocking_sends: bool = False) -> Iterator[Zbc
 
     lines: list[CycleWait] = shortest_cycle(g, done, blocking_sends=blocking_sends)
     if lines:
-        title, hint = (
-            _title(g, [line.op for line in lines]),
-            _hint(g, [(line.op, line.target, line.behind) for line in lines]),
-        )
+        title = _title(g, [line.op for line in lines])
+        hint = _hint(g, [(line.op, line.target, line.behind) for line in lines])
         shown = [line.text(g) for line in lines]
         if len(shown) > LONGEST:
             shown[LONGEST - 2 : -2] = [f"... {len(shown) - LONGEST} more waits, each for the next ..."]
@@ -140,8 +138,8 @@ def _missed(g: Graph) -> Iterator[tuple[int, str]]:
             rank = g.layout.channel_of(x)[0 if send < 0 else 1]
             yield from ((i, _comes_not(g, missing, rank)) for i in (there, *waiting))
     for event, op in g.spare.items():
-        message, is_send = g.layout.message_of(g.ops[op]), g.ops[op].kind.is_send
-        other, peer = names.ends(g, message)[is_send], g.layout.channel_of(message)[is_send]
+        carried, is_send = g.layout.message_of(g.ops[op]), g.ops[op].kind.is_send
+        other, peer = names.ends(g, carried)[is_send], g.layout.channel_of(carried)[is_send]
         sentence = f"a second {names.named(g, other)} never comes on rank {peer}"
         yield from ((i, sentence) for i in (op, *readers.get(event, ())))
     for event, away in g.absent.items():

@@ -82,10 +82,8 @@ def _place(g: Graph, i: int, why: str, code: str = "") -> ZbcError:
     if why == "E205":
         ranks = program.members(op) if op.kind.row.scope is not Scope.UNIT else (names.rank_of(g, op),)
         home = " and ".join(map(str, sorted({*ranks})))
-        text, hint = (
-            f"{names.named(g, op)} is on rank {g.rank(i)}, its stage is on rank {home}",
-            f"move it to rank {home}",
-        )
+        text = f"{names.named(g, op)} is on rank {g.rank(i)}, its stage is on rank {home}"
+        hint = f"move it to rank {home}"
     elif why == "E203":
         text = f"{op} carries nothing: {_nothing(g, op)}"
     else:
@@ -571,11 +569,8 @@ def _lacks(g: Graph, message: int) -> ZbcError:
         return ZbcError("E203", f"program: {text}", hint=hint)
     sent = g.sender[message] >= 0
     text = f"program: {names.named(g, g.ops[here])} has no {receiver if sent else sender}"
-    hint = (
-        f"add it on rank {b}, before what uses the tensor"
-        if sent
-        else f"add it on rank {a}, after what makes the tensor"
-    )
+    place = f"{b}, before what uses" if sent else f"{a}, after what makes"
+    hint = f"add it on rank {place} the tensor"
     return ZbcError("E203", text, where=g.where(here), hint=hint)
 
 

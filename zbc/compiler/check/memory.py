@@ -146,10 +146,8 @@ def _over_limit(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Zb
         rank = max(range(len(memory)), key=lambda r: memory[r].units)
         if memory[rank].units > amount * job.parallel.pp + 1e-6:
             needs, peak = memory[rank].units / job.parallel.pp, memory[rank].units
-            text = (
-                f"does not fit: rank {rank} holds {short(peak)} activation units, the limit is "
-                f"{short(amount * job.parallel.pp)}"
-            )
+            most = short(amount * job.parallel.pp)
+            text = f"does not fit: rank {rank} holds {short(peak)} activation units, the limit is {most}"
             yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{at_least(needs)}x"')
     elif costs.bytes is None:
         text = "does not fit: a limit in bytes needs a model whose sizes are known before it is built"

@@ -62,9 +62,7 @@ class Graph:
     ops: list[Op]
     first: list[int] = field(default_factory=lambda: [0])  # rank r runs ops first[r] .. first[r+1]-1
     before: list[int] = field(default_factory=list)
-    ptr: array[int] = field(
-        default_factory=lambda: array("q", [0])
-    )  # a third of a list's memory, which would hold int objects
+    ptr: array[int] = field(default_factory=lambda: array("q", [0]))  # a third of the memory of a list of ints
     pred: list[int] = field(default_factory=list)
     party: list[int] = field(default_factory=list)  # the event that an op starts or takes part in, -1 for none
     more: dict[int, tuple[int, ...]] = field(default_factory=dict)  # further events of an op

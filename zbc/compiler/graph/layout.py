@@ -305,11 +305,8 @@ class Layout:
             shift = -1 if at is At.EARLIER else 0
             return [self.column(CellKey(what, who.pipe, who.stage), self.width) + who.part + shift]
         if scope == "share":
-            return (
-                [self.column(CellKey(what, who.rank, 0), self.width) + who.part]
-                if self.is_at(at, who.rank, who.stage, who.row)
-                else []
-            )
+            there = self.is_at(at, who.rank, who.stage, who.row)
+            return [self.column(CellKey(what, who.rank, 0), self.width) + who.part] if there else []
         if scope == "stage":
             return [self.column(CellKey(what, who.rank, who.stage), 1)]
         if at in (At.RANK_BEFORE, At.RANK_AFTER):

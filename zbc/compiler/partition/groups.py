@@ -28,9 +28,7 @@ def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
         fewest, most = len(groups), job.model.layers
         text = f"partition: each rank has layers of one group, parallel.pp is {ranks}"
         text += f", and there are {fewest} groups of {most} layers"
-        hint = f"set parallel.pp = {fewest if ranks < fewest else most}" + (
-            " or more" if ranks < fewest else " or less"
-        )
+        hint = f"set parallel.pp = {f'{fewest} or more' if ranks < fewest else f'{most} or less'}"
         raise ZbcError("E110", text, where=job.where("parallel", "pp"), hint=hint)
     if isinstance(job.partition.layers_per_stage, list):
         runs = _listed(job, groups, job.partition.layers_per_stage)

@@ -141,11 +141,8 @@ def limits_of(job: Job, schedule: str, costs: Costs | None) -> MemoryLimits:
     units = [] if own is None else [own + job.vocabulary / job.slices]
     if asked is not None and asked[1] == "x":
         units.append(asked[0] * p)
-    return MemoryLimits(
-        activation_units=min(units, default=None),
-        activation_bytes=asked[0] if asked is not None and asked[1] == "bytes" else None,
-        device_bytes=job.room,
-    )
+    in_bytes = asked[0] if asked is not None and asked[1] == "bytes" else None
+    return MemoryLimits(min(units, default=None), in_bytes, job.room)
 
 
 def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float | None, tuple[float, ...] | None]:
@@ -275,9 +272,6 @@ def _too_small(job: Job, needs: list[float], limit: float, unit: float | None) -
         amount, given, enough = f"{short(most)} activation units", short(limit), f"{at_least(most / len(needs), 6)}x"
     else:
         amount, given, enough = size(most * unit), size(limit * unit), f"{at_least(most * unit / GIB, 6)} GiB"
-    return ZbcError(
-        "E303",
-        f"does not fit: one microbatch holds {amount} on rank {rank}, the limit is {given}",
-        where=job.where("schedule", "memory_limit"),
-        hint=f'the smallest that works for this placement is memory_limit = "{enough}"',
-    )
+    text = f"does not fit: one microbatch holds {amount} on rank {rank}, the limit is {given}"
+    hint = f'the smallest that works for this placement is memory_limit = "{enough}"'
+    return ZbcError("E303", text, where=job.where("schedule", "memory_limit"), hint=hint)

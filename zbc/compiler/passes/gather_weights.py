@@ -123,11 +123,8 @@ class _Words(NamedTuple):
     def after(self, ranks: Sequence[Sequence[Op]]) -> list[Sequence[Op]]:
         """The ops of ranks with collectives of the vocabulary moved after a GATHER if they end only after its weights
         are used: a rank's collectives run one after another. No earlier op waits for them, since it ends before."""
-        return (
-            [self._after(ops, begins) for ops, begins in zip(ranks, self.begins, strict=True)]
-            if self.over
-            else [*ranks]
-        )
+        pairs = zip(ranks, self.begins, strict=True)
+        return [self._after(ops, begins) for ops, begins in pairs] if self.over else [*ranks]
 
     def _after(self, ops: Sequence[Op], begins: Mapping[Op, float]) -> list[Op]:
         used, first = dict[int, float](), dict[int, float]()

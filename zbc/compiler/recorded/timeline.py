@@ -129,10 +129,8 @@ class Recording:
 
     def _chain(self, base: int, timeline: Timeline) -> Iterator[int]:
         before = {i: j for rank in range(timeline.ranks) for j, i in pairwise(timeline.ops(rank))}
-        i = max(
-            (timeline.ops(rank)[-1] for rank in range(timeline.ranks) if timeline.ops(rank)),
-            key=timeline.end.__getitem__,
-        )
+        lasts = (timeline.ops(rank)[-1] for rank in range(timeline.ranks) if timeline.ops(rank))
+        i = max(lasts, key=timeline.end.__getitem__)
         while i >= 0:
             yield i
             source = timeline.waited_for(i)

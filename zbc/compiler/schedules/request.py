@@ -101,12 +101,9 @@ class ScheduleCard:
         if not self.allows(v):
             allowed = f"{low}" if high == low else f"{low} or more" if high is None else f"{low} to {high}"
             allowed += f", in multiples of {self.chunks_in}," if self.chunks_in > 1 else ""
-            raise ZbcError(
-                "E110",
-                f"schedule: {self.name} has {allowed} stages per rank, schedule.chunks is {v}",
-                hint=f"set schedule.chunks = {max(low, v + -v % self.chunks_in) if high is None else low}, "
-                "or leave it out",
-            )
+            text = f"schedule: {self.name} has {allowed} stages per rank, schedule.chunks is {v}"
+            fitting = max(low, v + -v % self.chunks_in) if high is None else low
+            raise ZbcError("E110", text, hint=f"set schedule.chunks = {fitting}, or leave it out")
         return v
 
     @property

@@ -19,9 +19,8 @@ def branched(placement: Placement, costs: Costs, least: Costs, m: int) -> tuple[
     down = longest(placement, f, links, placement.sources)  # to the end of F of each stage, from the data
     ahead = longest(placement, f, links, placement.sinks)  # from its beginning to the end of the last F
     back = longest(placement, b, links, placement.sinks)  # from the loss to the end of its B
-    up = longest(
-        placement, [ms + (0.0 if placement.sources(s) else w[s]) for s, ms in enumerate(b)], links, placement.sources
-    )
+    last = [ms + (0.0 if placement.sources(s) else w[s]) for s, ms in enumerate(b)]
+    up = longest(placement, last, links, placement.sources)
     makespan = span = 0.0
     for rank in range(placement.ranks):
         mine = placement.stages_of(rank)

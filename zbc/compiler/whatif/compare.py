@@ -258,11 +258,8 @@ class Asked:
         try:
             asked = self._job(schedule, settings)
             # The configuration of most steps, or the mean one.
-            alone = replace(
-                asked,
-                schedule=asked.schedule.model_copy(update={"ramp": []}),
-                data=asked.data.model_copy(update={"balance": "none"}),
-            )
+            data = asked.data.model_copy(update={"balance": "none"})
+            alone = replace(asked, schedule=asked.schedule.model_copy(update={"ramp": []}), data=data)
             compiled = compile_job(alone, suggest=False, budget=self.budget)
         except ZbcError as error:
             return ComparedPlan(schedule, settings, error=_swept(error, settings))
@@ -287,9 +284,8 @@ class Asked:
     def _noisy(self, compiled: Compiled) -> float | None:
         if self.noise is None:
             return None
-        trials = spread(
-            compiled.program, compiled.costs, self.noise, barrier=compiled.job.optimizer.sync == "before-step"
-        )
+        barrier = compiled.job.optimizer.sync == "before-step"
+        trials = spread(compiled.program, compiled.costs, self.noise, barrier=barrier)
         return trials.slower(trials.mean)
 
     def _job(self, schedule: str, settings: tuple[Setting, ...]) -> Job:
