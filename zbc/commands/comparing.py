@@ -438,18 +438,9 @@ def as_tex(rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> 
     def line(texts: Sequence[str]) -> str:
         return " & ".join("--" if text == "?" else text.translate(_TEX) for text in texts) + r" \\"
 
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(heads)}}}",
-            r"\toprule",
-            line([*names, *heads]),
-            r"\midrule",
-            *map(line, cells),
-            r"\bottomrule",
-            r"\end{tabular}",
-            *(f"% {': '.join(row)}" for row in failed),
-        ]
-    )
+    begin = rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(heads)}}}"
+    top, bottom = [begin, r"\toprule", line([*names, *heads]), r"\midrule"], [r"\bottomrule", r"\end{tabular}"]
+    return "\n".join([*top, *map(line, cells), *bottom, *(f"% {': '.join(row)}" for row in failed)])
 
 
 def as_csv(rows: Sequence[ComparedPlan]) -> str:

@@ -218,13 +218,8 @@ def _explained(entries: Mapping[str, Explanation]) -> dict[str, Any]:
     return {"format": "zbc-explain", "version": 1, "errors": errors}
 
 
-_TOPICS: dict[str, Callable[..., None]] = {
-    "schedules": schedules,
-    "keys": _keys,
-    "limits": _limits,
-    **dict.fromkeys(("gpu", "gpus", "hardware.gpu"), _gpus),
-    "machine": _machine,
-}
+_TOPICS: dict[str, Callable[..., None]] = dict.fromkeys(("gpu", "gpus", "hardware.gpu"), _gpus)
+_TOPICS |= {"schedules": schedules, "keys": _keys, "limits": _limits, "machine": _machine}
 
 
 def _values(job: Job) -> dict[str, dict[str, dict[str, Any]]]:

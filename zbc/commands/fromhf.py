@@ -38,11 +38,8 @@ def job_text(folder: Path) -> str:
     ]
     rest = template_text("from-hf").replace("FOLDER", str(folder))
     if data_for(values) == "synthetic":
-        rest = re.sub(
-            'kind = "text" .*',
-            'kind = "synthetic"            # shows that all works. To train, take your own tokens:',
-            rest,
-        )
+        synthetic = 'kind = "synthetic"            # shows that all works. To train, take your own tokens:'
+        rest = re.sub('kind = "text" .*', synthetic, rest)
     if values["layers"] < 4:
         rest = rest.replace("pp = 2 ", "pp = 1 ").replace("microbatches = 8 ", "microbatches = 4 ")
     return "\n".join([*lines, "", rest])

@@ -10,7 +10,7 @@ import typer
 
 from zbc.commands.console import indented, labelled, progress, show, show_json, table
 from zbc.commands.opening import Changes, is_job, opened_plan
-from zbc.text import aligned, percent, short, size, wrap
+from zbc.text import aligned, counted, percent, short, size, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,12 +72,8 @@ def _serial(found: Serial) -> Iterator[RenderableType]:
     makespan, per = aligned([found.timeline.makespan, found.period], 3)
     yield labelled("pipeline", f"{len(stages)} stages, {tokens} tokens, {makespan} ms")
     yield labelled("full", f"{per} ms a token, as stage {found.slowest} has it")
-    rows = [
-        (str(s), *cells, str(stages[s].replicas), percent(busy))
-        for s, (cells, busy) in enumerate(
-            zip(zip(aligned([stage.ms for stage in stages], 3)), _busy(found), strict=True)
-        )
-    ]
+    cells = zip(aligned([stage.ms for stage in stages], 3), _busy(found), strict=True)
+    rows = [(str(s), ms, str(stages[s].replicas), percent(busy)) for s, (ms, busy) in enumerate(cells)]
     yield labelled("stages", "ms of a token on one replica; busy: of all its replicas, over the whole run")
     yield indented(table(("stage", "ms", "replicas", "busy"), rows))
 
@@ -100,9 +96,7 @@ def _serial_json(found: Serial) -> dict[str, Any]:
 def _spread(plan: Plan, noise: Noise, found: Spread) -> Iterator[RenderableType]:
     parts = [f"each op and transfer {percent(noise.jitter)}"] if noise.jitter else []
     parts += [f"one rank {percent(noise.straggler)} slower"] if noise.straggler else []
-    yield labelled(
-        "noise", f"{', '.join(parts)}; {len(found.steps)} step{'s' if len(found.steps) > 1 else ''}, seed {noise.seed}"
-    )
+    yield labelled("noise", f"{', '.join(parts)}; {counted(len(found.steps), 'step')}, seed {noise.seed}")
     what = "makespan" if plan.barrier else "a step among others, without the barrier"
     quantiles = [found.quantile(0.05), found.median, found.quantile(0.95), max(found.steps)]
     names = ["predicted", "5% below", "median", "95% below", "longest"]
@@ -206,8 +200,5 @@ def _listed(each: Sequence[Window]) -> RenderableType:
     starts, lengths = aligned([window.start_ms for window in each]), aligned([window.length_ms for window in each])
     free = ["" if window.free_bytes is None else size(window.free_bytes) for window in each]
     causes = [window.cause.replace("_", "-") for window in each]
-    return table(
-        ("before", "cause", "from ms", "ms", "free"),
-        zip([window.before or "the end" for window in each], causes, starts, lengths, free, strict=True),
-        left=2,
-    )
+    rows = zip([window.before or "the end" for window in each], causes, starts, lengths, free, strict=True)
+    return table(("before", "cause", "from ms", "ms", "free"), rows, left=2)

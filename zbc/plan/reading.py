@@ -92,6 +92,12 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
     """Raises E404 unless the lists of the manifest agree with its counts."""
     stages, ranks = manifest.stages, manifest.ranks
     world = ranks * manifest.copies * manifest.cp * manifest.tp
+    node, cuts, order, copies = manifest.node, manifest.cuts, manifest.order, manifest.copies
+    # Of slices of a sequence whose length is not known there are no cuts.
+    rising = len(cuts) == manifest.slices + 1 > 2 and cuts[0] == 0 and all(a < b for a, b in pairwise(cuts))
+    tiles = len(node) == 2 and ranks % node[0] == 0 and copies % node[1] == 0
+    numbers = len(order) == ranks * copies and sorted(order) == [*range(len(order))]
+    files = len(manifest.files) == ranks and sorted(manifest.files) == [rank_file(r) for r in range(ranks)]
     problems = [
         (len(manifest.placement) == stages, f"placement has {len(manifest.placement)} stages, not {stages}"),
         (len(manifest.layers) == stages, f"layers has {len(manifest.layers)} stages, not {stages}"),
@@ -102,23 +108,14 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
         (_ascend(manifest), f"edges {manifest.edges} do not lead from stages to later ones, each to the last"),
         (all(stage < stages for stage in manifest.ties), f"ties {manifest.ties} name a stage beyond {stages}"),
         (world <= RANKS, f"a run of it has {world} ranks, zbc plans for {RANKS}"),
-        (_cut(manifest), f"cuts {manifest.cuts} are not where {manifest.slices} slices begin, and their end"),
-        (_tiles(manifest), f"node {manifest.node} does not divide {ranks} ranks and {manifest.copies} copies"),
-        (_numbers(manifest), f"order {manifest.order} does not name each rank of the run once"),
-        (
-            len(manifest.files) == ranks and sorted(manifest.files) == [rank_file(r) for r in range(ranks)],
-            f"files lists {len(manifest.files)} rank files, not {ranks}",
-        ),
+        (not cuts or rising, f"cuts {cuts} are not where {manifest.slices} slices begin, and their end"),
+        (not node or tiles, f"node {node} does not divide {ranks} ranks and {copies} copies"),
+        (not order or numbers, f"order {order} does not name each rank of the run once"),
+        (files, f"files lists {len(manifest.files)} rank files, not {ranks}"),
     ]
     for fine, text in problems:
         if not fine:
             raise ZbcError("E404", f"plan: {path}: {text}", hint=REPLAN)
-
-
-def _cut(manifest: Manifest) -> bool:
-    """Whether cuts ascend from 0 and are one more than the slices; () if the sequence length is not known."""
-    cuts = manifest.cuts
-    return not cuts or (len(cuts) == manifest.slices + 1 > 2 and cuts[0] == 0 and all(a < b for a, b in pairwise(cuts)))
 
 
 def _ascend(manifest: Manifest) -> bool:
@@ -128,16 +125,6 @@ def _ascend(manifest: Manifest) -> bool:
         return False
     pairs = {tuple(edge) for edge in edges}
     return not edges or (len(pairs) == len(edges) and 1 + len({a for a, _ in pairs}) == manifest.stages)
-
-
-def _tiles(manifest: Manifest) -> bool:
-    node = manifest.node
-    return not node or (len(node) == 2 and manifest.ranks % node[0] == 0 and manifest.copies % node[1] == 0)
-
-
-def _numbers(manifest: Manifest) -> bool:
-    order, count = manifest.order, manifest.ranks * manifest.copies
-    return not order or (len(order) == count and sorted(order) == list(range(count)))
 
 
 def sections_of(manifest: Manifest) -> dict[str, Any]:
@@ -227,14 +214,8 @@ def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]
 
 def _out_of_range(op: Op, manifest: Manifest, topology: Topology) -> bool:
     stages, mb = manifest.stages, op.mb - NEXT if manifest.flushless and op.mb >= NEXT else op.mb
-    if op.kind.row.scope in UNIT_SCOPES:
-        return (
-            op.stage >= stages
-            or mb >= topology.microbatches
-            or op.pipe >= topology.pipes
-            or op.slice >= topology.slices
-        )
-    return op.stage >= stages
+    beyond = mb >= topology.microbatches or op.pipe >= topology.pipes or op.slice >= topology.slices
+    return op.stage >= stages or (op.kind.row.scope in UNIT_SCOPES and beyond)
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -6,7 +6,7 @@ from zbc.compiler import recall
 from zbc.compiler.recorded.report import median_step
 from zbc.compiler.recorded.timeline import Recording
 from zbc.compiler.recorded.times import measured, times_of
-from zbc.compiler.recorded.view import RecordedStep, step_of
+from zbc.compiler.recorded.view import step_of
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.trace.recording import Trace
@@ -27,19 +27,13 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
     real = measured(costs, times_of(measured_steps, costs))
     named = groups(program, trace.plan.manifest.layers)
     pictures = [Drawn("predicted", program, predicted, costs, groups=named)]
-    memory = tuple(rank.memory for rank in trace.ranks)
+    memory, ahead = tuple(rank.memory for rank in trace.ranks), steps > 1 and not measured_steps[0].barrier
+    which = f"step {numbers[0]}" if steps == 1 else f"steps {numbers[0]}-{numbers[-1]}"
     for replica in range(program.dp):
-        record = Recording(
-            tuple(measured_steps), replica, ahead=steps > 1 and not measured_steps[0].barrier, memory=memory
-        )
-        name = _name(measured_steps, replica, program.dp)
+        record = Recording(tuple(measured_steps), replica, ahead, memory)
+        name = f"measured, {which}" + (f", replica {replica}" if program.dp > 1 else "")
         pictures.append(Drawn(name, program, Strip(record.timelines()), real, record, named))
     return pictures
-
-
-def _name(steps: list[RecordedStep], replica: int, dp: int) -> str:
-    which = f"step {steps[0].number}" if len(steps) == 1 else f"steps {steps[0].number}-{steps[-1].number}"
-    return f"measured, {which}" + (f", replica {replica}" if dp > 1 else "")
 
 
 def _numbers(trace: Trace, steps: int, first: int | None) -> range:

@@ -67,16 +67,11 @@ def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
     lines, y = _legend(drawn, sheet, y)
     body += lines
     height = round(y + MARGIN)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width} {height}" width="{sheet.width}" '
-        f'height="{height}" role="img">',
-        f"<title>{escape('; '.join(plan.title for plan in drawn))}</title>",
-        f"<style>{_STYLE}</style>",
-        f'<defs>{_HATCH}</defs><rect width="100%" height="100%" fill="#fff"/>',
-        *body,
-        "</svg>\n",
-    ]
-    return visible("\n".join(lines))
+    size = f'viewBox="0 0 {sheet.width} {height}" width="{sheet.width}" height="{height}"'
+    title = f"<title>{escape('; '.join(plan.title for plan in drawn))}</title>"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n{title}\n<style>{_STYLE}</style>'
+    paper = f'<defs>{_HATCH}</defs><rect width="100%" height="100%" fill="#fff"/>'
+    return visible("\n".join([head, paper, *body, "</svg>\n"]))
 
 
 # ---- panels --------------------------------------------------------------------------------------------------

@@ -130,11 +130,8 @@ def _steps(strip: Strip, view: View) -> list[str]:
     if len(strip.steps) == 1:
         return []
     ends = [max(timeline.closes(rank) for rank in range(strip.ranks)) for timeline in strip.steps]
-    words = [
-        f"{len(ends)} steps, {short(strip.length)} ms",
-        f"the last ends {short(ends[-1] - ends[-2])} ms after the one before",
-    ]
-    return wrap(words, view.width, between="; ")
+    after = f"the last ends {short(ends[-1] - ends[-2])} ms after the one before"
+    return wrap([f"{len(ends)} steps, {short(strip.length)} ms", after], view.width, between="; ")
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------

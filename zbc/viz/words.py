@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Program, chain
-from zbc.text import percent, short
+from zbc.text import counted, percent, short
 from zbc.topology import INNER
 
 
 def title(program: Program) -> str:
     """`zb-v: 4 ranks, 8 stages, 8 microbatches`."""
     placement = program.placement
-    counts = [(placement.ranks, "rank"), (placement.stages, "stage"), (program.microbatches, "microbatch")]
-    if len(placement.pipes) > 1:
-        counts.insert(2, (len(placement.pipes), "pipe"))
+    counts = [counted(placement.ranks, "rank"), counted(placement.stages, "stage")]
+    counts += [counted(len(placement.pipes), "pipe")] if len(placement.pipes) > 1 else []
+    counts.append(counted(program.microbatches, "microbatch", "microbatches"))
     name = program.history[0] if program.history else "program"
     slices = f" in {program.slices} slices" if program.slices > 1 else ""
     replicas = f", {program.dp} replicas" if program.dp > 1 else ""
     inner = zip(INNER, program.topology.inner, strict=True)
     shares = "".join(f", {axis.name} {count}" for axis, count in inner if count > 1)
-    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + slices + replicas + shares
+    return f"{name}: " + ", ".join(counts) + slices + replicas + shares
 
 
 def groups(program: Program, layers: Sequence[Sequence[str]]) -> str:
@@ -38,10 +38,6 @@ def groups(program: Program, layers: Sequence[Sequence[str]]) -> str:
 def span(stages: Sequence[int]) -> str:
     """`3`, `0-1`; the stages of a group are consecutive."""
     return f"{stages[0]}" if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('h') else 's'}"
 
 
 def step_costs(timeline: Timeline) -> dict[str, float]:
