@@ -35,7 +35,9 @@ def loads(layout: str, where: str | None = None) -> tuple[int, ...]:
     flat = "".join(stages)
     if flat.replace("t", "") != "EL" or not flat.startswith("E") or not flat.endswith("L"):
         hint = "one E in front of all t, one L after them, as in Et|t|tL"
-        raise _error(layout, where, f"its layers are {_squeezed(flat)}", hint)
+        runs = [(letter, len(list(run))) for letter, run in groupby(flat)]
+        squeezed = "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs[:12]) or "none"
+        raise _error(layout, where, f"its layers are {squeezed}", hint)
     return tuple(stage.count("t") for stage in stages)
 
 
@@ -63,11 +65,6 @@ def _unrolled(layout: str, where: str | None) -> list[str]:
 def _error(layout: str, where: str | None, found: str, hint: str) -> ZbcError:
     text = f"partition: not a layout for zbc: {layout[:60]!r}: {found}"
     return ZbcError("E130", text, where=where, hint=hint)
-
-
-def _squeezed(flat: str) -> str:
-    runs = [(letter, len(list(run))) for letter, run in groupby(flat)]
-    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs[:12]) or "none"
 
 
 def dumps(stages: Sequence[Sequence[str]]) -> str:

@@ -70,9 +70,6 @@ class _Costs:
         problem = self.problem
         return problem.near if a // problem.per_node == b // problem.per_node else problem.far
 
-    def stage_ms(self, i: int, j: int, r: int) -> float:
-        return (self.f[j] - self.f[i] + self.b[j] - self.b[i]) / r
-
 
 _NONE = _Label(0.0, 0.0, 0.0, 0.0, ())
 
@@ -102,7 +99,8 @@ def plans(problem: Problem, slack: float = 0.0) -> list[Plan]:
                     last = used + r == devices
                     for j in (layers,) if last else range(i + 1, layers):
                         grown = costs.grown(label, used, (i, j, r))
-                        rest = 0.0 if last else costs.stage_ms(j, layers, devices - used - r)
+                        behind = costs.f[layers] - costs.f[j] + costs.b[layers] - costs.b[j]
+                        rest = 0.0 if last else behind / (devices - used - r)
                         ahead = grown._replace(total=grown.total + rest, largest=max(grown.largest, rest))
                         if _ms(problem, ahead) <= best * (1 + slack + _TINY):
                             best = _ms(problem, grown) if last and _ms(problem, grown) < best else best

@@ -151,8 +151,7 @@ class _Model:
         lasts = [ops[-1] for ops in graph.computing if ops]
         lasts += [e for e, ops in graph.met.items() if graph.ops[ops[0]].kind.is_collective]
         for i in lasts:
-            end = self.ends[i]
-            self._behind(self.step, end, 0.0)
+            self._behind(self.step, self.ends[i], 0.0)
 
     def solve(self) -> Shares:
         """The least step, then the least freezing for it; equal shares if the numbers are too far apart to solve."""

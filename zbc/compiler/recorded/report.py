@@ -130,9 +130,8 @@ class RunReport:
             change = "" if row.change is None else f", {100 * row.change:+.1f}%"
             lines.append(f"{name}: predicted {meant}, measured {short(row.measured)} ms{change}")
         for name, row in (("makespan", self.bubble_makespan), ("span", self.bubble_span)):
-            lines.append(
-                f"bubble of the {name}: predicted {percent(row.predicted or 0)}, measured {percent(row.measured)}"
-            )
+            meant, found = percent(row.predicted or 0), percent(row.measured)
+            lines.append(f"bubble of the {name}: predicted {meant}, measured {found}")
         lines += [f"rank {row.rank} takes {row.ratio:.2f} times what was predicted" for row in self.slow_ranks]
         if self.replan is not None and self.replan.planned_ms is not None:
             lines.append(f"planned with the measured times: {short(self.replan.planned_ms)} ms")

@@ -224,7 +224,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="v-auto",
-        make=searched.v_auto,
+        make=partial(searched.found, "v-auto", Placement.vshape),
         placement=Placement.vshape,
         placement_name="V",
         chunks=(1, None),

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.request import Request
-from zbc.compiler.schedules.searched import v_auto
+from zbc.compiler.schedules.searched import found
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
@@ -54,7 +54,7 @@ def braid_v(request: Request) -> Program:
         made.append(_program(placement, m, min(lists, key=lambda order: order[0])[1]))
     if m < 3 * p:  # few pairs form then, and an order without groups can be better
         with contextlib.suppress(ZbcError):  # E303: its limit is in units, and uneven stages may need more
-            made.append(v_auto(replace(request, costs=costs, memory_limit=2 * p - 0.5)))
+            made.append(found("v-auto", Placement.vshape, replace(request, costs=costs, memory_limit=2 * p - 0.5)))
     if len(made) > 1:
         made.sort(key=lambda program: round(_cost(program, costs, request.objective), 9))
     return replace(made[0], history=("braid-v",))

@@ -73,11 +73,6 @@ def even_slices(placement: Placement, slices: int) -> Costs:
     return costs if slices == 1 else costs.cut([1 / slices] * slices)
 
 
-def v_auto(request: Request) -> Program:
-    """Two stages per rank, down and up again; or any other number of legs."""
-    return found("v-auto", Placement.vshape, request)
-
-
 def zb_v(request: Request) -> Program:
     """The V placement at the activations of 1F1B; without costs, the order of the paper."""
     if request.costs is None and request.slices == 1:

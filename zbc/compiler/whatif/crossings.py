@@ -166,7 +166,10 @@ def crossings(plan: Planner, rows: Sequence[ComparedPlan], *, every: bool = Fals
     swaps = []
     for sweep in sweeps(rows, plan):
         leaders = [*_changes(sweep, sweep.candidates, sweep.values)]
-        pairs = [*_pairs(sweep)] if every else []
+        pairs: list[Crossing] = []
+        for pair in combinations(sweep.candidates, 2) if every else ():
+            apart = [value for value in sweep.values if sweep.ahead(*pair, value)]  # both planned, and not level
+            pairs += _changes(sweep, pair, apart, leading=False)
         swaps += sorted(leaders, key=lambda cross: cross.at)
         swaps += sorted((cross for cross in pairs if not _among(cross, leaders)), key=lambda cross: cross.at)
     return swaps
@@ -191,13 +194,6 @@ def _changes(
             yield from _changes(sweep, among, (low, cross.at, high), leading=leading)
         else:
             yield cross
-
-
-def _pairs(sweep: Sweep) -> Iterator[Crossing]:
-    """Yields crossings of any two candidates; values at which they are level, or one has no plan, do not count."""
-    for pair in combinations(sweep.candidates, 2):
-        apart = [value for value in sweep.values if sweep.ahead(*pair, value)]
-        yield from _changes(sweep, pair, apart, leading=False)
 
 
 def _among(one: Crossing, leaders: Sequence[Crossing]) -> bool:
