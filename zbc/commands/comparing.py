@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from zbc.commands.console import progress, refuse_unwritable, show, show_json, table, tell, write_text
+from zbc.commands.console import progress, refuse_unwritable, show, show_json, tell, write_text
 from zbc.commands.opening import Changes, say_if_compiling
 from zbc.commands.options import AsJson, Budget, ProfileFile, Quiet, Settings, Verbose, again, complete_schedule, share
-from zbc.commands.shortlist import Shortlist, failures
+from zbc.commands.shortlist import Shortlist, by_world, failures
 from zbc.commands.worlds import chosen_of
 from zbc.text import GIB, aligned, percent, short, wrap
 
@@ -279,7 +279,7 @@ def as_table(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) -
     """Ranked rows, then the reasons why others could not be planned, then the values at which the fastest changes."""
     planned, columns = _planned(rows), _columns(rows)
     if planned:
-        yield _table(planned, columns, _names(rows))
+        yield by_world(planned, _cells(planned, columns), _names(rows), [column.head for column in columns])
     failed = [row for row in rows if row.error is not None]
     if planned and failed:
         yield ""
@@ -323,14 +323,6 @@ def _cells(planned: Sequence[Planned], columns: Sequence[Column]) -> list[list[s
     """The cells of each row that has a report."""
     texts = (column.texts(planned) for column in columns)
     return [[*_name(row), *cells] for (row, _), *cells in zip(planned, *texts, strict=True)]
-
-
-def _table(planned: Sequence[Planned], columns: Sequence[Column], names: Sequence[str]) -> RenderableType:
-    """All rows, with an empty row between two worlds."""
-    lines = list[list[str]]()
-    for _, group in groupby(zip(planned, _cells(planned, columns), strict=True), key=lambda entry: entry[0][0].world):
-        lines += [*([[]] if lines else []), *(cells for _, cells in group)]
-    return table([*names, *(column.head for column in columns)], lines, left=len(names))
 
 
 def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:

@@ -19,7 +19,8 @@ def inspect() -> dict[str, list[str]]:
     try:
         import torch as module
 
-        torch, lines["torch"] = module, [_torch_version(module)]
+        old = "" if release(module.__version__) >= OLDEST else f"; zbc run needs {'.'.join(map(str, OLDEST))} or newer"
+        torch, lines["torch"] = module, [f"{module.__version__}{old}"]
     except (ImportError, OSError) as error:  # OSError: a library torch needs is missing or damaged
         lines["torch"] = [f"cannot be imported: {error}"]
     lines["cpu"] = [f"{cores()} cores"]
@@ -28,11 +29,6 @@ def inspect() -> dict[str, list[str]]:
     lines["folder"] = [f"{Path.cwd()}: {'can' if _writable() else 'cannot'} be written"]
     lines["can"] = _abilities(torch)
     return lines
-
-
-def _torch_version(torch: ModuleType) -> str:
-    old = "" if release(torch.__version__) >= OLDEST else f"; zbc run needs {'.'.join(map(str, OLDEST))} or newer"
-    return f"{torch.__version__}{old}"
 
 
 def _devices(torch: ModuleType | None) -> list[str]:

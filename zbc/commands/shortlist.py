@@ -65,17 +65,23 @@ class Shortlist:
         return [[*self.name(row), *cells] for (row, _), cells in zip(self.shown, values, strict=True)]
 
     def table(self) -> RenderableType:
-        """The table, with an empty line between two worlds."""
-        lines = list[list[str]]()
-        for _, group in groupby(zip(self.shown, self.cells, strict=True), key=lambda entry: entry[0][0].world):
-            lines += [*([[]] if lines else []), *(cells for _, cells in group)]
-        return table([*self.heads, *(column.head for column in self.columns)], lines, left=len(self.heads))
+        return by_world(self.shown, self.cells, self.heads, [column.head for column in self.columns])
 
     def legend(self) -> Iterator[str]:
         meanings = [f"{column.head}: {column.meaning}" for column in self.columns if column.meaning]
         yield from wrap(meanings, 78, between="; ")
         if any(row.bent for row, _ in self.shown):
             yield "*: memory rules out the partition that is most even in time"
+
+
+def by_world(
+    planned: Sequence[Planned], cells: Sequence[list[str]], names: Sequence[str], heads: Sequence[str]
+) -> RenderableType:
+    """All rows, with an empty one between two worlds; `names`: the heads of the cells that tell rows apart."""
+    lines = list[list[str]]()
+    for _, group in groupby(zip(planned, cells, strict=True), key=lambda entry: entry[0][0].world):
+        lines += [*([[]] if lines else []), *(row for _, row in group)]
+    return table([*names, *heads], lines, left=len(names))
 
 
 def _fitting(columns: list[Brief], room: int) -> list[Brief]:

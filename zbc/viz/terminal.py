@@ -23,7 +23,7 @@ from rich.text import Text
 from zbc.compiler.cost.cost import Costs
 from zbc.ir import Kind, Op, Program
 from zbc.text import short, wrap
-from zbc.viz.cells import Block, CellGrid, by_slot, by_time
+from zbc.viz.cells import CellGrid, by_slot, by_time
 from zbc.viz.look import chunks_of, entries, letter, look
 from zbc.viz.look import label as label_of
 from zbc.viz.scale import ticks
@@ -149,8 +149,10 @@ def _row(program: Program, grid: CellGrid, rank: int, first: int, stop: int, cel
         if begin >= end:
             continue
         row.append("." * (cell * (begin - at)), _IDLE_STYLE)
-        chunk = chunks.get((block.op.pipe, block.op.stage), 0)
-        row.append(_label(block, chunk % 2 == 1, cell * (end - begin)), _style(block.op) + " underline" * (chunk > 1))
+        chunk, room = chunks.get((block.op.pipe, block.op.stage), 0), cell * (end - begin)
+        text = label_of(block.op, odd=chunk % 2 == 1)
+        text = text if len(text) <= room else letter(block.op, odd=chunk % 2 == 1)
+        row.append(text.ljust(room), _style(block.op) + " underline" * (chunk > 1))
         at = end
     return row.append("." * (cell * (stop - at)), _IDLE_STYLE)
 
@@ -181,11 +183,6 @@ def _style(op: Op) -> str:
     """The colours of an op; even and odd microbatches have different shades to separate neighbours."""
     appearance = look(op.kind)
     return f"{appearance.ink} on color({appearance.shades[op.mb % 2]})"
-
-
-def _label(block: Block, odd: bool, room: int) -> str:
-    text = label_of(block.op, odd=odd)
-    return (text if len(text) <= room else letter(block.op, odd=odd)).ljust(room)
 
 
 def _panels(program: Program, grid: CellGrid, ranks: Sequence[int], label: int, width: int) -> list[Text]:
