@@ -41,12 +41,8 @@ def toml_text(**changes: object) -> str:
     tables = {name: dict(table) for name, table in BASE.items()}
     if ":" in (changes.get("model", {}).get("family") or ""):  # type: ignore[attr-defined]
         del tables["model"]["hidden"], tables["model"]["heads"]
-    short = {
-        "layers": ("model", "layers"),
-        "pp": ("parallel", "pp"),
-        "m": ("schedule", "microbatches"),
-        "kind": ("schedule", "kind"),
-    }
+    short = {"layers": ("model", "layers"), "pp": ("parallel", "pp")}
+    short |= {"m": ("schedule", "microbatches"), "kind": ("schedule", "kind")}
     for key, value in changes.items():
         if key in short:
             table, field = short[key]

@@ -40,10 +40,7 @@ def stand_still(layer):
         (lambda data: data["layers"]["block"].update(speed=1), "layers.block.speed"),
         (lambda data: data["link"].update(gbps=0), "link.gbps: must be more than 1e-09, found 0"),
         (lambda data: data["link"].update(gbps=math.inf), "link.gbps: expected a finite number, found inf"),
-        (
-            lambda data: data["layers"]["block"]["f"].update(ms=1e300),
-            r"block.f.ms: must be at most 1e\+09, found 1e\+300",
-        ),
+        (lambda data: data["layers"]["block"]["f"].update(ms=1e300), r"block.f.ms: must be at most 1e\+09"),
         (lambda data: data["layers"]["block"]["f"].update(ms=math.nan), "f.ms: expected a finite number, found nan"),
         (lambda data: data["host"].update(f_us=1e300), "host.f_us: must be at most"),
         (lambda data: data["layers"]["block"]["bytes"].update(input=10**30), "bytes.input: must be at most"),

@@ -102,12 +102,7 @@ FACTORY = {"family": "a.b:c"}
         ({"data": {"validation": "a"}}, "E105", "data.validation", "train.eval_every is missing"),
         ({"data": {"kind": "synthetic", "path": "a"}}, "E150", "data.path", "data.kind is 'synthetic'"),
         ({"data": {"kind": "a.b:c", "path": "a"}}, "E150", "data.path", "names files of text, tokens or chat"),
-        (
-            {"data": {"args": {"x": 1}}},
-            "E150",
-            "data.args",
-            "belong to a factory or a chat template, data.kind is 'text'",
-        ),
+        ({"data": {"args": {"x": 1}}}, "E150", "data.args", "belong to a factory or a chat template, data.kind is"),
         ({"model": {**FACTORY, "hidden": 8}}, "E110", "model.hidden", "model.hidden is not for family a.b:c"),
         ({"model": {**FACTORY, "heads": 8}}, "E110", "model.heads", "model.heads is not for family a.b:c"),
         ({"model": {"rope_theta": 1e6}}, "E110", "model.rope_theta", "needs rotary positions"),

@@ -321,10 +321,7 @@ def test_any_program_gets_an_answer(op):
 
 @pytest.mark.parametrize(
     "name",
-    few(
-        SCHEDULES,
-        lambda name: name not in ("v-half", "v-min", "v-auto", "1f1b-v", "bitpipe", "bitpipe-zb", "looped-zb"),
-    ),
+    few(SCHEDULES, lambda n: n not in ("v-half", "v-min", "v-auto", "1f1b-v", "bitpipe", "bitpipe-zb", "looped-zb")),
 )
 def test_every_schedule_is_proven_before_and_after_lowering(name):
     schedule = SCHEDULES[name]

@@ -30,19 +30,11 @@ def diamond() -> Program:
 def test_a_stage_with_several_inputs_names_who_sends_them():
     program = diamond()
     lines = [[DIAMOND.text(op) for op in ops if op.kind.is_transfer] for ops in program.ranks]
-    assert lines[0] == [
-        "RECV_B s0 m0 from s1 <r1",
-        "RECV_B s0 m0 from s2 <r2",
-        "SEND_F s0 m0 to s1 >r1",
-        "SEND_F s0 m0 to s2 >r2",
-    ]
+    sent = ["RECV_B s0 m0 from s1 <r1", "RECV_B s0 m0 from s2 <r2", "SEND_F s0 m0 to s1 >r1", "SEND_F s0 m0 to s2 >r2"]
+    assert lines[0] == sent
     assert lines[1] == ["RECV_F s1 m0 <r0", "RECV_B s1 m0 <r3", "SEND_F s1 m0 >r3", "SEND_B s1 m0 >r0"]
-    assert lines[3] == [
-        "RECV_F s3 m0 from s1 <r1",
-        "RECV_F s3 m0 from s2 <r2",
-        "SEND_B s3 m0 to s1 >r1",
-        "SEND_B s3 m0 to s2 >r2",
-    ]
+    back = ["RECV_F s3 m0 from s1 <r1", "RECV_F s3 m0 from s2 <r2", "SEND_B s3 m0 to s1 >r1", "SEND_B s3 m0 to s2 >r2"]
+    assert lines[3] == back
 
 
 def test_a_missing_branch_is_named():

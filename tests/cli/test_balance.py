@@ -90,11 +90,8 @@ def test_a_trace_of_unequal_counts_is_refused(balanced, zbc, folder):
 
 # ---- samples dealt by schedule.tokens --------------------------------------------------------------------------------
 
-DEALT = {
-    "data": {"kind": "synthetic", "balance": "tokens"},
-    "model": {"seq_len": 64, "hidden": 64},
-    "train": {"steps": 9},
-}
+DEALT = {"data": {"kind": "synthetic", "balance": "tokens"}, "model": {"seq_len": 64, "hidden": 64}}
+DEALT |= {"train": {"steps": 9}}
 
 
 def test_lengths_that_a_run_recorded_make_the_next_plan(job, zbc, folder):

@@ -260,14 +260,8 @@ def test_check_says_what_it_proved(target, zbc, job):
     zbc("plan", job(kind="zb-h1"), "-q")
     ran = zbc("check", target)
     assert (ran.code, ran.err) == (0, "")
-    for word in (
-        "complete",
-        "paired",
-        "FIFO",
-        "deadlock-free",
-        "survives blocking sends: yes",
-        "survives one hardware queue: yes",
-    ):
+    proven = ("complete", "paired", "FIFO", "deadlock-free")
+    for word in (*proven, "survives blocking sends: yes", "survives one hardware queue: yes"):
         assert word in ran.out
     assert zbc("check", target, "-q").out == ""
     assert len(zbc("check", target, "-v").out) > len(ran.out)

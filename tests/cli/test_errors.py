@@ -50,104 +50,77 @@ def edit(**changes):
     return toml_text(**changes)
 
 
-# Each: the job file, exit code, error code, place, and a piece of the hint or the message.
+# Each: the job file, error code, place, and a piece of the hint or the message.
 JOBS = {
-    "toml syntax": ("# a job\n[model\nlayers = 8\n", 3, "E100", "zbc.toml:2:7", None),
-    "a string without quotes": (GOOD.replace('"1f1b"', "1f1b"), 3, "E100", "zbc.toml:12:9", "quotes"),
-    "unknown table": (GOOD.replace("[train]", "[trian]"), 3, "E102", "zbc.toml:15:2", 'did you mean "train"?'),
-    "unknown key": (GOOD.replace("hidden", "hiden"), 3, "E102", "zbc.toml:5:1", 'did you mean "hidden"?'),
-    "a number as a string": (edit(layers="8"), 3, "E103", "zbc.toml:4:10", "expected a whole number, found '8'"),
-    "half a microbatch": (edit(m=8.5), 3, "E103", "zbc.toml:13:16", "whole number"),
-    "yes for a number": (GOOD.replace("pp = 4", "pp = true"), 3, "E103", "zbc.toml:10:6", "whole number, found true"),
-    "a day for a number": (GOOD.replace("pp = 4", "pp = 2026-01-02"), 3, "E103", "zbc.toml:10:6", "found 2026-01-02"),
-    "no ranks": (edit(pp=0), 3, "E103", "zbc.toml:10:6", "at least 1"),
-    "memory in bytes": (edit(hardware={"memory_gib": 80 * 2**30}), 3, "E103", "zbc.toml:19:14", "not in bytes: 80"),
-    "a GPU by its memory": (edit(hardware={"gpu": "h100-80gb"}), 3, "E103", None, "you mean h100-sxm or h100-pcie?"),
-    "an unknown device": (edit(hardware={"device": "cdua"}), 3, "E103", "zbc.toml:19:10", 'did you mean "cuda"?'),
-    "a missing section": (GOOD.replace("[parallel]\npp = 4\n", ""), 3, "E105", "zbc.toml", "it needs pp"),
-    "a missing key": (GOOD.replace("pp = 4", "dp = 1"), 3, "E105", "zbc.toml:9:2", "parallel.pp is missing"),
-    "a gpt without width": (GOOD.replace("hidden = 32\n", ""), 3, "E105", "zbc.toml:2:2", "model.hidden"),
-    "an unknown schedule": (edit(kind="zvb"), 3, "E104", "zbc.toml:12:8", 'did you mean "zb-v"?'),
-    "two schedules": (edit(schedule={"plugin": "a:b"}), 3, "E110", "zbc.toml:15:10", "two answers to one question"),
-    "impossible chunks": (edit(kind="zb-v", schedule={"chunks": 3}), 3, "E110", "zbc.toml:15:10", "chunks = 2"),
-    "heads that do not divide": (edit(model={"heads": 5}), 3, "E110", "zbc.toml:6:9", "model.hidden = 32"),
-    "an odd head for rotary": (
-        edit(model={"heads": 32, "variant": "rotary"}),
-        3,
-        "E110",
-        "zbc.toml:9:11",
-        "even head size",
-    ),
-    "fewer layers than stages": (edit(kind="zb-v", layers=5), 3, "E130", "zbc.toml:4:10", "8"),
+    "toml syntax": ("# a job\n[model\nlayers = 8\n", "E100", "zbc.toml:2:7", None),
+    "a string without quotes": (GOOD.replace('"1f1b"', "1f1b"), "E100", "zbc.toml:12:9", "quotes"),
+    "unknown table": (GOOD.replace("[train]", "[trian]"), "E102", "zbc.toml:15:2", 'did you mean "train"?'),
+    "unknown key": (GOOD.replace("hidden", "hiden"), "E102", "zbc.toml:5:1", 'did you mean "hidden"?'),
+    "a number as a string": (edit(layers="8"), "E103", "zbc.toml:4:10", "expected a whole number, found '8'"),
+    "half a microbatch": (edit(m=8.5), "E103", "zbc.toml:13:16", "whole number"),
+    "yes for a number": (GOOD.replace("pp = 4", "pp = true"), "E103", "zbc.toml:10:6", "whole number, found true"),
+    "a day for a number": (GOOD.replace("pp = 4", "pp = 2026-01-02"), "E103", "zbc.toml:10:6", "found 2026-01-02"),
+    "no ranks": (edit(pp=0), "E103", "zbc.toml:10:6", "at least 1"),
+    "memory in bytes": (edit(hardware={"memory_gib": 80 * 2**30}), "E103", "zbc.toml:19:14", "not in bytes: 80"),
+    "a GPU by its memory": (edit(hardware={"gpu": "h100-80gb"}), "E103", None, "you mean h100-sxm or h100-pcie?"),
+    "an unknown device": (edit(hardware={"device": "cdua"}), "E103", "zbc.toml:19:10", 'did you mean "cuda"?'),
+    "a missing section": (GOOD.replace("[parallel]\npp = 4\n", ""), "E105", "zbc.toml", "it needs pp"),
+    "a missing key": (GOOD.replace("pp = 4", "dp = 1"), "E105", "zbc.toml:9:2", "parallel.pp is missing"),
+    "a gpt without width": (GOOD.replace("hidden = 32\n", ""), "E105", "zbc.toml:2:2", "model.hidden"),
+    "an unknown schedule": (edit(kind="zvb"), "E104", "zbc.toml:12:8", 'did you mean "zb-v"?'),
+    "two schedules": (edit(schedule={"plugin": "a:b"}), "E110", "zbc.toml:15:10", "two answers to one question"),
+    "impossible chunks": (edit(kind="zb-v", schedule={"chunks": 3}), "E110", "zbc.toml:15:10", "chunks = 2"),
+    "heads that do not divide": (edit(model={"heads": 5}), "E110", "zbc.toml:6:9", "model.hidden = 32"),
+    "an odd head for rotary": (edit(model={"heads": 32, "variant": "rotary"}), "E110", "zbc.toml:9:11", "even head"),
+    "fewer layers than stages": (edit(kind="zb-v", layers=5), "E130", "zbc.toml:4:10", "8"),
     "layers that do not add up": (
         edit(partition={"layers_per_stage": [2, 2, 2, 1]}),
-        3,
         "E130",
         "zbc.toml:19:20",
-        "sums to 7, model.layers is 8 (zbc.toml:4:10)",
+        "is 8 (zbc.toml:4:10)",
     ),
-    "too few entries": (edit(partition={"layers_per_stage": [4, 4]}), 3, "E130", "zbc.toml:19:20", "give 4 numbers"),
+    "too few entries": (edit(partition={"layers_per_stage": [4, 4]}), "E130", "zbc.toml:19:20", "give 4 numbers"),
     "costs for other ranks": (
         edit(costs={"f": [1, 2, 3], "b": 1, "w": 1}),
-        3,
         "E141",
         "zbc.toml:19:5",
-        "give one number, or 4",
+        "one number, or 4",
     ),
-    "partial costs": (edit(costs={"f": 1.0, "b": 1.0}), 3, "E141", "zbc.toml:19:5", "all of f, b and w"),
-    "an unreadable limit": (
-        edit(schedule={"memory_limit": "4 bananas"}),
-        3,
-        "E103",
-        "zbc.toml:15:16",
-        'write "1.0x" or "40 GiB"',
-    ),
-    "offload": (edit(memory={"activations": "offload"}), 3, "E141", "zbc.toml:19:15", "hardware.host_gbps"),
-    "an unknown word": (edit(memory={"activations": "forget"}), 3, "E103", "zbc.toml:19:15", '"recompute"'),
-    "peft's modules": (edit(adapter={"modules_to_save": []}), 3, "E102", "zbc.toml:19:1", "whole lm_head"),
-    "peft's": (edit(adapter={"use_dora": True}), 3, "E102", "zbc.toml:19:1", "norms of all rows"),
-    "layers": (edit(memory={"activations": {"recompute": "all"}}), 3, "E103", "zbc.toml:19", "{ recompute = 6 }"),
-    "a stage by name": (edit(memory={"activations": {"a": "keep"}}), 3, "E103", "zbc.toml:19", '{ 0 = "recompute" }'),
-    "a stage too many, left open": (
-        edit(memory={"activations": {"4": "auto"}}),
-        3,
-        "E110",
-        "zbc.toml:19",
-        "from 0 to 3",
-    ),
-    "more layers than anybody has": (edit(layers=99999999), 3, "E114", "zbc.toml:4:10", "100000 or fewer"),
-    "lists in lists": (f"{GOOD}[x]\ny = {70 * '['}{70 * ']'}\n", 3, "E100", "zbc.toml", "more than 64 deep"),
-    "an abyss": (f"{GOOD}[x]\ny = {9000 * '{a='}1{9000 * '}'}\n", 3, "E100", "zbc.toml", "make them flat"),
-    "a key that is there twice": (
-        GOOD.replace("layers = 8", "layers = 8\nlayers = 9"),
-        3,
-        "E100",
-        "zbc.toml:5:",
-        "twice",
-    ),
-    "capitals": (edit(optimizer={"kind": "adamW"}), 3, "E103", "zbc.toml:19:8", 'did you mean "adamw"?'),
-    "copies for a planet": (edit(parallel={"dp": 10**6}), 3, "E114", "zbc.toml:11:6", "fewer replicas"),
-    "the microbatches of a year": (edit(m=10**8), 3, "E114", "zbc.toml:13:16", "15 minutes and 19 GiB"),
-    "a stage too many": (edit(memory={"activations": {"4": "recompute"}}), 3, "E110", "zbc.toml:19", "from 0 to 3"),
-    "bytes that do not fit a vocabulary": (edit(model={"vocab": 100}), 3, "E150", "zbc.toml:7:9", "256 or more"),
+    "partial costs": (edit(costs={"f": 1.0, "b": 1.0}), "E141", "zbc.toml:19:5", "all of f, b and w"),
+    "an unreadable limit": (edit(schedule={"memory_limit": "4 bananas"}), "E103", "zbc.toml:15:16", 'write "1.0x" or'),
+    "offload": (edit(memory={"activations": "offload"}), "E141", "zbc.toml:19:15", "hardware.host_gbps"),
+    "an unknown word": (edit(memory={"activations": "forget"}), "E103", "zbc.toml:19:15", '"recompute"'),
+    "peft's modules": (edit(adapter={"modules_to_save": []}), "E102", "zbc.toml:19:1", "whole lm_head"),
+    "peft's": (edit(adapter={"use_dora": True}), "E102", "zbc.toml:19:1", "norms of all rows"),
+    "layers": (edit(memory={"activations": {"recompute": "all"}}), "E103", "zbc.toml:19", "{ recompute = 6 }"),
+    "a stage by name": (edit(memory={"activations": {"a": "keep"}}), "E103", "zbc.toml:19", '{ 0 = "recompute" }'),
+    "a stage too many, left open": (edit(memory={"activations": {"4": "auto"}}), "E110", "zbc.toml:19", "from 0 to 3"),
+    "more layers than anybody has": (edit(layers=99999999), "E114", "zbc.toml:4:10", "100000 or fewer"),
+    "lists in lists": (f"{GOOD}[x]\ny = {70 * '['}{70 * ']'}\n", "E100", "zbc.toml", "more than 64 deep"),
+    "an abyss": (f"{GOOD}[x]\ny = {9000 * '{a='}1{9000 * '}'}\n", "E100", "zbc.toml", "make them flat"),
+    "a key that is there twice": (GOOD.replace("layers = 8", "layers = 8\nlayers = 9"), "E100", "zbc.toml:5:", "twice"),
+    "capitals": (edit(optimizer={"kind": "adamW"}), "E103", "zbc.toml:19:8", 'did you mean "adamw"?'),
+    "copies for a planet": (edit(parallel={"dp": 10**6}), "E114", "zbc.toml:11:6", "fewer replicas"),
+    "the microbatches of a year": (edit(m=10**8), "E114", "zbc.toml:13:16", "15 minutes and 19 GiB"),
+    "a stage too many": (edit(memory={"activations": {"4": "recompute"}}), "E110", "zbc.toml:19", "from 0 to 3"),
+    "bytes that do not fit a vocabulary": (edit(model={"vocab": 100}), "E150", "zbc.toml:7:9", "256 or more"),
     "a plugin that is not there": (
-        GOOD.replace('kind = "1f1b"', 'plugin = "nowhere_to_be_found:make"'),
-        3,
+        GOOD.replace('kind = "1f1b"', 'plugin = "nowhere_to_be:make"'),
         "E121",
         "zbc.toml:12:10",
         "import path",
     ),
-    "too little memory": (edit(hardware={"memory_gib": 1e-6}), 5, "E301", "zbc.toml:19:14", "no other schedule"),
-    "over the limit": (edit(kind="gpipe", schedule={"memory_limit": "1.0x"}), 5, "E302", "zbc.toml:15:16", "1f1b ("),
+    "too little memory": (edit(hardware={"memory_gib": 1e-6}), "E301", "zbc.toml:19:14", "no other schedule"),
+    "over the limit": (edit(kind="gpipe", schedule={"memory_limit": "1.0x"}), "E302", "zbc.toml:15:16", "1f1b ("),
 }
 
 
 @pytest.mark.parametrize("name", few(JOBS, lambda name: name not in ("over the limit", "too little memory")))
 def test_a_bad_job_is_refused_and_nothing_is_written(name, zbc, folder):
-    text, exit_code, code, where, expected = JOBS[name]
+    text, code, where, expected = JOBS[name]
     (folder / "zbc.toml").write_text(text)
     before = tree()
-    fails(zbc("plan", "zbc.toml"), exit_code, code, where, text=expected or "")
+    fails(zbc("plan", "zbc.toml"), 5 if code > "E3" else 3, code, where, text=expected or "")
     assert tree() == before
     assert [path.name for path in folder.iterdir()] == ["zbc.toml"]
 
@@ -175,10 +148,8 @@ def test_errors_are_a_json_document_beside_the_text(zbc, folder):
     assert (ran.code, "error[E104]" in ran.err) == (3, True)
     document = ran.json()
     assert (document["format"], document["version"]) == ("zbc-error", 1)
-    assert [(e["code"], e["where"]) for e in document["errors"]] == [
-        ("E103", "zbc.toml:4:10"),
-        ("E104", "zbc.toml:12:8"),
-    ]
+    found = [(e["code"], e["where"]) for e in document["errors"]]
+    assert found == [("E103", "zbc.toml:4:10"), ("E104", "zbc.toml:12:8")]
     assert document["errors"][1]["hint"] == 'did you mean "zb-v"?'
 
 
@@ -217,11 +188,8 @@ def test_a_path_that_cannot_even_be_looked_at_is_refused_by_every_command(zbc, j
     """With too long a name, since tests may run as a user with access to every folder."""
     job(pp=2, m=3)
     data, tokens = f"data.path={LONG}", 'data.kind="tokens"'
-    for name, values in {
-        "plan": (),
-        "text": ('data.kind="text"', data, "model.vocab=256"),
-        "tokens": (tokens, data),
-    }.items():
+    text = ('data.kind="text"', data, "model.vocab=256")
+    for name, values in {"plan": (), "text": text, "tokens": (tokens, data)}.items():
         assert zbc("plan", "zbc.toml", "-q", "-o", name, *(f"--set={value}" for value in values)).code == 0
     before = tree()
     for command in [command for line in ANYWHERE for command in line.split(" | ")]:

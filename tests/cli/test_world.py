@@ -69,13 +69,8 @@ def test_ranks_that_share_tokens_are_chosen_where_that_is_asked_for(tmp_path):
 def test_replicas_that_share_out_experts_are_chosen_too(tmp_path):
     """Divisors of dp and the experts that fit on a node."""
     model = {"family": "llama", "experts": 12, "ffn_hidden": 16}
-    path = written(
-        tmp_path,
-        parallel='world = 8\nep = "auto"',
-        schedule='kind = "1f1b"\nbatch = 16',
-        hardware=HARDWARE,
-        model=model,
-    )
+    how = {"parallel": 'world = 8\nep = "auto"', "hardware": HARDWARE, "model": model}
+    path = written(tmp_path, schedule='kind = "1f1b"\nbatch = 16', **how)
     found = load_job(path)
     assert {(row.shape.dp, row.shape.ep) for row in found.weighed} >= {(8, 1), (8, 2), (8, 4), (4, 4), (2, 2), (1, 1)}
     assert all(row.shape.dp % row.shape.ep == 0 and row.shape.ep <= 4 for row in found.weighed)
@@ -250,13 +245,8 @@ def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
         ('shard = "optimizer"', "chimera", {}),
     )
     for keys, kind, tables in cases:
-        path = written(
-            tmp_path,
-            parallel=f"world = 8\n{keys}",
-            schedule=f'kind = "{kind}"\nbatch = 32',
-            hardware=HARDWARE,
-            **tables,
-        )
+        how = {"parallel": f"world = 8\n{keys}", "hardware": HARDWARE, **tables}
+        path = written(tmp_path, schedule=f'kind = "{kind}"\nbatch = 32', **how)
         rows = {(row.shape.pp, row.shape.dp, row.shape.tp): row for row in load_job(path).weighed}
         refused = [row.error for row in rows.values() if row.error and row.error.code in ("E110", "E119")]
         assert all("are on 2 nodes" in error.message for error in refused), keys
@@ -264,10 +254,8 @@ def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
     alone = load_job(path, ["parallel.pp=8", "parallel.dp=1", "schedule.microbatches=16"])
     assert alone.parallel.shard == "optimizer", "the two pipes of chimera share it out"
     other = load_job(path, ["parallel.pp=8", "parallel.dp=1", "schedule.microbatches=16"], "1f1b")
-    assert (
-        other.parallel.shard == "none"
-        and load_job(path, ["parallel.pp=4", "parallel.dp=2"], "1f1b").parallel.shard == "optimizer"
-    )
+    named = load_job(path, ["parallel.pp=4", "parallel.dp=2"], "1f1b")
+    assert other.parallel.shard == "none" and named.parallel.shard == "optimizer"
 
 
 def test_experts_are_shared_out_by_as_many_as_divide_the_replicas(tmp_path):

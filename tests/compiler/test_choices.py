@@ -18,13 +18,8 @@ from zbc.topology import Topology
 
 @pytest.mark.parametrize(
     ("choices", "count"),
-    [
-        (Choices(8, 3), 2),
-        (Choices(8, 3), 4),
-        (Choices(8, 3, 4, 2), 2),
-        (Choices(8, 3, 2, 1), 4),
-        (Choices(12, 3, 4, 2), 3),
-    ],
+    [(Choices(8, 3), p) for p in (2, 4)]
+    + [(Choices(8, 3, 4, 2), 2), (Choices(8, 3, 2, 1), 4), (Choices(12, 3, 4, 2), 3)],
 )
 def test_nodes_that_a_token_chooses_are_counted_over_all_its_choices(choices, count):
     """With groups also where nodes do not align with them."""

@@ -160,11 +160,8 @@ def test_one_that_is_the_fastest_only_between_two_values_is_found(path):
     leading = [one for one in found if one.leading]
     middle = {name: ms(job, name, "costs.comm", 1.0) for name in names}
     assert firsts[0] == "zb-v" and firsts[1] != min(middle, key=middle.get)
-    assert [one.before[0] for one in leading] + [leading[-1].after[0]] == [
-        "zb-v",
-        min(middle, key=middle.get),
-        firsts[1],
-    ]
+    between = min(middle, key=middle.get)
+    assert [one.before[0] for one in leading] + [leading[-1].after[0]] == ["zb-v", between, firsts[1]]
 
 
 def test_link_speeds_latencies_and_other_choices_are_swept_together(path):

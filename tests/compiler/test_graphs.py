@@ -25,11 +25,8 @@ BARS = [  # the sources of each stage; 1F1B and zb-h1 at F = B = W = 1 and 8 mic
     ([[], [], [], [0, 1, 2]], 27, 25),
     ([[], [0], [1], [0, 2]], 33, 27),
 ]
-MODEL = {
-    "family": "plans.graphs:towers",
-    "layers": 6,
-    "graph": {"vision": [2], "text": [2], "decoder": [2, "vision", "text"]},
-}
+TOWERS = {"vision": [2], "text": [2], "decoder": [2, "vision", "text"]}
+MODEL = {"family": "plans.graphs:towers", "layers": 6, "graph": TOWERS}
 
 
 def step(program, costs):
@@ -88,10 +85,7 @@ def test_the_largest_stage_is_least(seed):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"graph": {"vision": [2, "decoder"], "text": [2], "decoder": [2, "vision", "text"]}},
-            "cycle: vision -> decoder -> vision",
-        ),
+        ({"graph": TOWERS | {"vision": [2, "decoder"]}}, "cycle: vision -> decoder -> vision"),
         ({"graph": {"vision": [2], "text": [2], "decoder": [2, "vision"]}}, "nobody reads text and decoder"),
         ({"graph": {"vision": [2], "text": [2], "decoder": [2, "vision", "txt"]}}, "reads txt, which is no group"),
         ({"graph": {"vision": [2], "text": [], "decoder": [2, "vision", "text"]}}, "no one number of layers of text"),

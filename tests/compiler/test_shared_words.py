@@ -98,11 +98,8 @@ def test_given_heads_are_shared_out_by_rank():
 
 def test_estimates_of_all_ranks_are_those_of_the_whole_head():
     """The sum is the whole work plus small overhead: kernel starts on every rank, rows that each rank reads."""
-    found = [
-        cards.words(job(model=LARGE, parallel={**SHARED, "pp": p, "vocabulary": SUMS[n]}))
-        for p in (2, 4)
-        for n in (1, 2)
-    ]
+    ways = [{**SHARED, "pp": p, "vocabulary": SUMS[n]} for p in (2, 4) for n in (1, 2)]
+    found = [cards.words(job(model=LARGE, parallel=way)) for way in ways]
     assert [one.rows for one in found] == [2048, 2048, 1024, 1024] and [
         one.values["sums"] > 0 for one in found
     ] == 2 * [True, False]
@@ -175,10 +172,7 @@ def test_what_cannot_share_is_told_why(case):
 
 
 def test_zero1_shares_out_stages_and_rows():
-    found, plain = (
-        planned(parallel={**SHARED, "dp": 2}, optimizer={"zero1": True}),
-        planned(parallel={**SHARED, "dp": 2}),
-    )
+    found, plain = (planned(parallel={**SHARED, "dp": 2}, optimizer={"zero1": zero1}) for zero1 in (True, False))
     assert {Kind.GATHER, Kind.REDUCE} <= {op.kind for ops in found.program.ranks for op in ops}
     for mine, whole in zip(found.memory, plain.memory, strict=True):
         assert mine.optimizer == pytest.approx(whole.optimizer / 2, rel=0.02)

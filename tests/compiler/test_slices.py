@@ -85,11 +85,7 @@ def test_a_seq_len_beyond_its_slices():
 
 @pytest.mark.parametrize(
     ("cuts", "words"),
-    [
-        ([10, 6], "2 lengths, schedule.slices is 3"),
-        ([10, 4, 4], "add up to 18, model.seq_len is 16"),
-        ([10, 3, 2], "add up to 15"),
-    ],
+    [([10, 6], "2 lengths, schedule.slices is 3"), ([10, 4, 4], "to 18, model.seq_len is 16"), ([10, 3, 2], "to 15")],
 )
 def test_lengths_that_are_not_the_sequence(cuts, words):
     error = problem(**sliced(3, model={"seq_len": 16}, schedule={"cuts": cuts}))

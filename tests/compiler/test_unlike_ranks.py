@@ -69,10 +69,8 @@ def test_rates_by_rank_are_the_machines_they_stand_for(no_launches):
 
 @pytest.mark.parametrize("kind", ["chimera", "bitpipe"])
 def test_ops_of_copies_of_a_stage_take_what_they_take_on_their_own_ranks(kind):
-    plain, slow = (
-        planned(kind=kind, partition=EVEN),
-        planned(kind=kind, partition=EVEN, hardware={"slow": [1, 1, 2, 1]}),
-    )
+    slow = {"slow": [1, 1, 2, 1]}
+    plain, slow = (planned(kind=kind, partition=EVEN, hardware=hardware) for hardware in ({}, slow))
     usual = {(span.op.kind, span.op.stage): span.end - span.start for span in plain.timeline}
     for rank, op, start, end in slow.timeline:
         around = plain.costs.of("messages", op.stage) if op.kind in (Kind.F, Kind.B, Kind.BW) else 0.0

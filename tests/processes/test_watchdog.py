@@ -506,11 +506,8 @@ def test_a_machine_of_which_nothing_is_heard_is_one_line(apart):
     dog, ends = apart
     assert dog._report(100.0)
     rows = ends.errors[0].details
-    assert [row.partition("  ")[0] for row in rows[:3]] == [
-        "rank 0 on node-1",
-        "rank 1 on node-1",
-        "node-2 (ranks 2, 3)",
-    ]
+    places = [row.partition("  ")[0] for row in rows[:3]]
+    assert places == ["rank 0 on node-1", "rank 1 on node-1", "node-2 (ranks 2, 3)"]
     assert "  not responding (last heard 20.0 s ago)  " in rows[2]
     assert rows[2].endswith("   <- the machine that holds the others up")
     assert not any("rank 2" in row or "rank 3" in row for row in rows)

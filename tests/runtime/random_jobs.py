@@ -172,11 +172,8 @@ def resumed(job: Job, ways: Sequence[Way], steps: int, folder: Path) -> Ran:
 
 
 def differences(found: Ran, expected: Ran) -> list[str]:
-    wrong = [
-        f"step {one}, not {other}"
-        for one, other in zip(found.steps, expected.steps, strict=True)
-        if not _alike(one, other)
-    ]
+    steps = zip(found.steps, expected.steps, strict=True)
+    wrong = [f"step {one}, not {other}" for one, other in steps if not _alike(one, other)]
     if found.evaluations.keys() != expected.evaluations.keys():
         wrong.append(f"evaluated after {sorted(found.evaluations)}, not {sorted(expected.evaluations)}")
     elif not _alike([*found.evaluations.values()], [*expected.evaluations.values()]):

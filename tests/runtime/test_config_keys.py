@@ -22,13 +22,8 @@ transformers.utils.logging.disable_progress_bar()
 KINDS = ["gpt2", *hfconfig._KINDS]
 TOKENS = 12
 BASE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "initializer_range": 0.2}
-BASE |= {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+BASE |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
 BASE |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OWN = {

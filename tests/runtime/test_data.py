@@ -62,11 +62,7 @@ def test_too_little_data_for_one_step_is_refused():
         ({"path": list("abcd")}, None, "data.path = a, b, c, ..., in samples of 4 tokens"),
         ({}, None, "data.kind = text, in samples of 4 tokens"),
         ({"kind": "my.data:make"}, None, "data.kind = my.data:make"),
-        (
-            {"path": "a", "validation": 0.5},
-            "",
-            "data.path = a, in samples of 4 tokens, of which data.validation = 0.5 keeps",
-        ),
+        ({"path": "a", "validation": 0.5}, "", "data.path = a, in samples of 4 tokens, of which data.validation = 0.5"),
         ({"path": "a", "validation": "b"}, "", "data.validation = b, in samples of 4 tokens"),
         ({"path": "a", "validation": "b"}, None, "data.path = a, in samples of 4 tokens"),
     ],
@@ -78,12 +74,8 @@ def test_the_place_of_data_is_what_the_job_calls_them(data, kept, where):
 def test_text_is_bytes_of_files_and_folders_in_sorted_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder" / "deep").mkdir(parents=True)
-    for name, content in {
-        "folder/b.txt": "bb",
-        "folder/a.txt": "aé",
-        "folder/deep/c.txt": "c",
-        "folder/.x": "x",
-    }.items():
+    contents = {"folder/b.txt": "bb", "folder/a.txt": "aé", "folder/deep/c.txt": "c", "folder/.x": "x"}
+    for name, content in contents.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     assert bytes(corpus.read("folder")).decode() == "aébbc"
     assert bytes(corpus.read(["folder/b.txt", "folder/deep"])).decode() == "bbc"

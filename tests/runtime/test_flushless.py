@@ -230,11 +230,8 @@ def test_a_backward_before_the_step_of_the_step_before_is_wrong_without_a_word()
 
 def test_a_step_that_forgets_to_copy_is_noticed(monkeypatch):
     plan = plan_of("1f1b", 3, 4, model=SMALL)
-    assert broken(
-        plan,
-        monkeypatch,
-        lambda patch: patch.setattr("zbc.runtime.features.unflushed.versions.copy_all", lambda *_: None),
-    )
+    copies = "zbc.runtime.features.unflushed.versions.copy_all"
+    assert broken(plan, monkeypatch, lambda patch: patch.setattr(copies, lambda *_: None))
 
 
 def test_an_op_on_weights_that_are_not_here_is_refused():

@@ -11,16 +11,8 @@ from zbc.runtime.core import split
 
 FUSED = {"train__fused_gradients": True}
 LLAMA = {"model__family": "llama", "model__kv_heads": 2}
-TRAITS = (
-    "slices",
-    "tp",
-    "tp_sequence",
-    "offload",
-    "shared vocabulary",
-    "sharded weights",
-    "sharded gradients",
-    "freeze",
-)
+TRAITS = ("slices", "tp", "tp_sequence", "offload", "shared vocabulary", "sharded weights", "sharded gradients")
+TRAITS += ("freeze",)
 TRAITS += ("post-validate", "two versions", "average", "tied embeddings", "one-sided", "autocast")
 CASES = [("", "1f1b"), ("", "zb-v"), *((trait, "1f1b") for trait in TRAITS)]
 

@@ -68,11 +68,8 @@ def test_adamw_is_the_formula_in_float32_rounded_after_each_step(state, low):
         for name, (w, m, v) in own.items():
             assert named[name].dtype == (torch.bfloat16 if low else torch.float32)
             step_of, near = 2.0**-7 if low or state == "bfloat16" else 1e-6, {"atol": 1e-6}
-            for mine, theirs in (
-                (named[name].detach(), w),
-                (found[name]["exp_avg"], m),
-                (found[name]["exp_avg_sq"], v),
-            ):
+            state = found[name]
+            for mine, theirs in ((named[name].detach(), w), (state["exp_avg"], m), (state["exp_avg_sq"], v)):
                 torch.testing.assert_close(mine.float(), theirs, rtol=step_of, **near)
             own[name] = named[name].detach().float(), *(found[name][key].float() for key in ("exp_avg", "exp_avg_sq"))
 

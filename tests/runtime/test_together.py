@@ -26,14 +26,8 @@ SLICED = [("slices x offload", *how) for how in (("1f1b", "0.5x"), ("zb-v", "0.4
 SLICED += [("slices x offload", *how) for how in (("breadth-first", "0.6x"), ("v-auto", "0.4x"))]
 SLICED += [(f"slices x replicas{more}", "replicated-1f1b", "1.5x") for more in ("", " x tp")]
 SLICED += [("slices x replicas x offload", "replicated-1f1b", "0.6x")]
-LIMITS = {
-    "1f1b": "0.6x",
-    "zb-v": "0.5x",
-    "interleaved-1f1b": "0.6x",
-    "gis": "0.5x",
-    "v-auto": "0.5x",
-    "zb-auto": "0.7x",
-}
+LIMITS = {"1f1b": "0.6x", "zb-v": "0.5x", "interleaved-1f1b": "0.6x", "gis": "0.5x", "v-auto": "0.5x"}
+LIMITS |= {"zb-auto": "0.7x"}
 WORDS = [(f"shared vocabulary x {more}offload", *how) for more in ("", "slices x ") for how in LIMITS.items()]
 PARALLEL = [(f"shared vocabulary x {more}", "1f1b", "1.3x") for more in ("tp", "tp_sequence", "slices x tp")]
 PARALLEL += [("shared vocabulary x tp x offload", "zb-v", "0.5x"), ("slices x tp x offload", "1f1b", "0.4x")]

@@ -349,13 +349,8 @@ class Returns(nn.Module):
 
     def forward(self, x: Tensor, *more: Tensor):
         y = self.linear(x)
-        made = {
-            "dict": {"a": y},
-            "object": (y, {"a": object()}),
-            "none": (y, None),
-            "nothing": {"a": 1},
-            "pair": (y, y),
-        }
+        made = {"dict": {"a": y}, "object": (y, {"a": object()}), "none": (y, None), "nothing": {"a": 1}}
+        made |= {"pair": (y, y)}
         return {**made, "sparse": (y, torch.eye(8).to_sparse())}[self.what]
 
 
