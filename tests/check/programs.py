@@ -14,13 +14,7 @@ Ranks = list[list[Op]]
 def placement(rng: random.Random) -> Placement:
     p = rng.choice([1, 2, 2, 3, 3, 4])
     return rng.choice(
-        [
-            Placement.linear(p),
-            Placement.linear(p),
-            Placement.looped(p, 2),
-            Placement.vshape(p),
-            Placement.bidirectional(range(p)),
-        ]
+        [*[Placement.linear(p)] * 2, Placement.looped(p, 2), Placement.vshape(p), Placement.bidirectional(range(p))]
     )
 
 

@@ -77,7 +77,7 @@ JOBS = {
         edit(partition={"layers_per_stage": [2, 2, 2, 1]}),
         "E130",
         "zbc.toml:19:20",
-        "is 8 (zbc.toml:4:10)",
+        "to 7, ",
     ),
     "too few entries": (edit(partition={"layers_per_stage": [4, 4]}), "E130", "zbc.toml:19:20", "give 4 numbers"),
     "costs for other ranks": (
@@ -105,10 +105,10 @@ JOBS = {
     "a stage too many": (edit(memory={"activations": {"4": "recompute"}}), "E110", "zbc.toml:19", "from 0 to 3"),
     "bytes that do not fit a vocabulary": (edit(model={"vocab": 100}), "E150", "zbc.toml:7:9", "256 or more"),
     "a plugin that is not there": (
-        GOOD.replace('kind = "1f1b"', 'plugin = "nowhere_to_be:make"'),
+        GOOD.replace('kind = "1f1b"', 'plugin = "no.such:x"'),
         "E121",
         "zbc.toml:12:10",
-        "import path",
+        "path",
     ),
     "too little memory": (edit(hardware={"memory_gib": 1e-6}), "E301", "zbc.toml:19:14", "no other schedule"),
     "over the limit": (edit(kind="gpipe", schedule={"memory_limit": "1.0x"}), "E302", "zbc.toml:15:16", "1f1b ("),

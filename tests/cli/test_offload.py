@@ -56,10 +56,8 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
 
 
 def test_speed_in_bytes_is_that_of_the_bytes_that_move(tmp_path):
-    slow, fast = (
-        planned(tmp_path, costs={"f": 1.0, "b": 1.0, "w": 1.0}, hardware={"host_gbps": gbps}).costs
-        for gbps in (1.0, 2.0)
-    )
+    ms = {"f": 1.0, "b": 1.0, "w": 1.0}
+    slow, fast = (planned(tmp_path, costs=ms, hardware={"host_gbps": gbps}).costs for gbps in (1.0, 2.0))
     sizes = [size.bytes for size in slow.size["host"]]
     assert all(0 < size <= kept.bytes for size, kept in zip(sizes, slow.size["kept"], strict=True))
     assert slow.column("out") == pytest.approx([size / 1e6 for size in sizes])
@@ -181,10 +179,8 @@ def test_many_stages_and_recompute_fit_eighty_columns(zbc, job):
 def test_compare_names_the_cuts_that_are_not_alike(zbc, job):
     out = zbc("compare", job(layers=11, costs=HEAVY), "--schedule", "1f1b,zb-h1,interleaved-1f1b", "-v").out
     assert "layers per stage" in out
-    named = [
-        line.partition(": ")[2].split(", ")
-        for line in out.split("layers per stage")[1].split("\n\n")[0].split("\n")[1:]
-    ]
+    lines = out.split("layers per stage")[1].split("\n\n")[0].split("\n")[1:]
+    named = [line.partition(": ")[2].split(", ") for line in lines]
     assert sorted(name for names in named for name in names) == ["1f1b", "interleaved-1f1b", "zb-h1"]
     alike = zbc(
         "compare", "zbc.toml", "--schedule", "1f1b,zb-h1", "-v", "--sweep", 'partition.layers_per_stage="equal"'

@@ -183,13 +183,8 @@ def test_the_slowest_link_among_ranks_is_that_of_all_their_pairs(inner, node, or
 
 def test_sums_over_copies_take_the_slowest_link_of_their_ring():
     """Copies of two ranks: on nodes of four two of them share a node, and all four do not."""
-    inside, outside = (
-        costs(
-            replace(job(parallel={"pp": 2, "dp": dp}, hardware={**NODES, "ranks_per_node": 4}), node=(2, 2)),
-            Placement.linear(2),
-        )
-        for dp in (2, 4)
-    )
+    made = (job(parallel={"pp": 2, "dp": dp}, hardware={**NODES, "ranks_per_node": 4}) for dp in (2, 4))
+    inside, outside = (costs(replace(one, node=(2, 2)), Placement.linear(2)) for one in made)
     gradients = inside.bytes[1].gradients
     assert inside.of("reduce", 1) == pytest.approx(gradients / 1e8)
     assert outside.of("reduce", 1) == pytest.approx(2 * 3 / 4 * gradients / 1e7)

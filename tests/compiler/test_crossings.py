@@ -124,11 +124,8 @@ def test_crossings_lie_where_a_scan_finds_them(path):
     changes = []
     for i, one in enumerate(names):
         for other in names[i + 1 :]:
-            ahead = [
-                (a < b, value)
-                for a, b, value in zip(times[one], times[other], values, strict=True)
-                if abs(a - b) > 1e-9 * a
-            ]
+            pairs = zip(times[one], times[other], values, strict=True)
+            ahead = [(a < b, value) for a, b, value in pairs if abs(a - b) > 1e-9 * a]
             changes += [
                 ({one, other}, low, high) for (first, low), (second, high) in pairwise(ahead) if first != second
             ]

@@ -84,11 +84,8 @@ HOST = Host(f_us=50.0, b_us=100.0, w_us=10.0, transfer_us=20.0, transfer_share=0
 @pytest.mark.parametrize("known", [True, False])
 def test_a_plan_made_with_wrong_costs_gets_the_right_ones_from_its_run(kind, activations, known):
     described = job(kind=kind, layers=16, memory={"activations": activations}, partition={"layers_per_stage": "equal"})
-    true = profile_of(
-        described,
-        layers=TRUE,
-        host=HOST if known else HOST.model_copy(update={"transfer_us": 0.0, "transfer_share": 0.0}),
-    )
+    host = HOST if known else HOST.model_copy(update={"transfer_us": 0.0, "transfer_share": 0.0})
+    true = profile_of(described, layers=TRUE, host=host)
     wrong = true.model_copy(update={"layers": {name: layer(1.0, 1.0, 1.0) for name in TRUE}}) if known else None
     planned = compile_job(replace(described, profile=wrong))
     manifest = planned.assemble()[0]

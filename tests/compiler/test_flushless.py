@@ -273,13 +273,8 @@ def test_periods_and_peaks_are_those_of_the_unrolled_steps(seeds):
 @pytest.mark.parametrize(("m", "comm", "steps"), [(3, 0.3, [10.2, 10.2, 10.2, 10.8]), (3, 0.1, [9.4, 9.4, 9.4, 9.6])])
 def test_the_period_is_the_mean_of_steps_that_come_again(m, comm, steps):
     made = compile_job(two(m=m, costs={**GIVEN, "comm": comm}))
-    ends = cycles.ends(
-        [[str(op) for op in ops] for ops in made.program.ranks],
-        m,
-        range(4),
-        Work([1.0] * 4, [2.0] * 4, [0.0] * 4, comm),
-        30,
-    )
+    ops, work = [[*map(str, ops)] for ops in made.program.ranks], Work([1.0] * 4, [2.0] * 4, [0.0] * 4, comm)
+    ends = cycles.ends(ops, m, range(4), work, 30)
     assert sorted(b - a for a, b in pairwise(ends[0][20:25])) == pytest.approx(steps)
     assert made.settled_ms == pytest.approx(sum(steps) / 4)
 
@@ -329,13 +324,9 @@ def test_plans_are_compared_and_bounded_by_the_step_that_is_reported(kind, sync)
 
 
 def test_without_a_flush_an_objective_changes_nothing():
-    plans = [
-        compile_job(
-            job(kind="auto", pp=2, m=4, optimizer={"sync": "two-versions"}, schedule={"objective": objective}),
-            budget=0.0,
-        )
-        for objective in (None, "makespan", "period")
-    ]
+    asked = {"kind": "auto", "pp": 2, "m": 4, "optimizer": {"sync": "two-versions"}}
+    made = (job(**asked, schedule={"objective": objective}) for objective in (None, "makespan", "period"))
+    plans = [compile_job(one, budget=0.0) for one in made]
     assert len({(plan.schedule, plan.step_ms, plan.layers) for plan in plans}) == 1
 
 

@@ -239,10 +239,8 @@ def test_gathers_are_for_weights_that_come_and_go(shard):
 
 def test_all_copies_of_a_stage_take_from_each_other_where_two_pipes_have_it():
     """And not those of a pipe alone, as where they meet; so all have to be on one host."""
-    taken, met = (
-        compile_job(asked(pp=2, kind="chimera", exchange=how, schedule={}, costs=FREE))
-        for how in ("one-sided", "collective")
-    )
+    made = (asked(pp=2, kind="chimera", exchange=way, schedule={}, costs=FREE) for way in ("one-sided", "collective"))
+    taken, met = map(compile_job, made)
     assert met.program.ranks == taken.program.ranks
     for one, other in zip(taken.costs.bytes, met.costs.bytes, strict=True):
         assert one.own / one.gradients < 0.6 * other.own / other.gradients

@@ -162,9 +162,8 @@ def test_of_given_times_blocks_of_a_known_model_have_less_of_attention_too():
 
 
 def test_times_that_are_given_are_of_whole_rows_and_less_by_tokens():
-    costs = costs_of(
-        job(schedule={"tokens": SHARES}, costs=GIVEN["costs"], model={"family": "tests.toys:layers", "seq_len": 16})
-    )
+    model = {"family": "tests.toys:layers", "seq_len": 16}
+    costs = costs_of(job(schedule={"tokens": SHARES}, costs=GIVEN["costs"], model=model))
     assert [costs.duration(Op(Kind.F, 2, mb)) for mb in range(8)] == pytest.approx([4 * n / 16 for n in SHARES])
     assert [costs.held(Op(Kind.F, 2, mb)) for mb in range(8)] == pytest.approx([n / 16 for n in SHARES])
     assert [costs.link(0, 1, 2, mb) for mb in range(8)] == pytest.approx([0.5 * n / 16 for n in SHARES])
@@ -176,17 +175,9 @@ def test_times_that_are_given_are_of_whole_rows_and_less_by_tokens():
 def test_given_times_of_collectives_are_of_whole_rows_and_less_by_tokens(axis, per):
     more = {"experts": 4, "top_k": 2} if axis == "ep" else {}
     parallel = {"ep": {"dp": 2, "ep": 2}}.get(axis, {axis: 2})
-    without, given = (
-        costs_of(
-            job(
-                parallel=parallel,
-                model={"family": "llama", "seq_len": 16, **more},
-                costs={"per": per, "f": 8.0, "b": 6.0, "w": 4.0, **ms},
-                schedule={"tokens": SHARES},
-            )
-        )
-        for ms in ({}, {axis: 1.6})
-    )
+    how = {"parallel": parallel, "model": {"family": "llama", "seq_len": 16, **more}, "schedule": {"tokens": SHARES}}
+    times = {"per": per, "f": 8.0, "b": 6.0, "w": 4.0}
+    without, given = (costs_of(job(**how, costs=times | ms)) for ms in ({}, {axis: 1.6}))
     for mb, tokens in enumerate(SHARES):
         for column in ("f", "b"):
             assert given.of(column, 1, mb) - without.of(column, 1, mb) == pytest.approx(0.1 * tokens), (column, mb)
@@ -221,9 +212,8 @@ def test_a_step_takes_what_its_ops_take_one_by_one(kind):
 
 
 def test_steps_in_a_row_begin_again_with_the_first_microbatch():
-    compiled = planned(
-        schedule={"tokens": SHARES}, kind="1f1b", costs=GIVEN["costs"], optimizer={"sync": "two-versions"}
-    )
+    how = {"kind": "1f1b", "costs": GIVEN["costs"], "optimizer": {"sync": "two-versions"}}
+    compiled = planned(schedule={"tokens": SHARES}, **how)
     timeline, busy = in_a_row(compiled.program, compiled.costs, 3), [0.0] * 24
     for span in timeline:
         if span.op.kind is Kind.F and span.op.stage == 1:
@@ -383,9 +373,8 @@ def test_a_job_of_a_plan_has_its_numbers(tmp_path):
     again = load_job(tmp_path / "plan")
     assert again.tokens == compiled.job.tokens
     assert compile_job(again, budget=0.0).step_ms <= compiled.step_ms * (1 + 1e-9)
-    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["planning"]["schedule"]["tokens"] == list(
-        again.tokens
-    )
+    written = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert written["planning"]["schedule"]["tokens"] == list(again.tokens)
 
 
 def test_costs_with_other_numbers_are_those_of_a_job_with_them():

@@ -147,10 +147,8 @@ def test_waiting_is_put_down_to_the_rank_that_is_late(tmp_path):
         for name, times in (("usual", 1.0), ("slow", 1.8))
     )
     for rank in (1, 3):  # its neighbours wait for it, and for nobody else more than before
-        more = {
-            peer: ms - usual.ranks[rank].measured.senders.get(peer, 0.0)
-            for peer, ms in slow.ranks[rank].measured.senders.items()
-        }
+        before, after = (run.ranks[rank].measured.senders for run in (usual, slow))
+        more = {peer: ms - before.get(peer, 0.0) for peer, ms in after.items()}
         assert max(more, key=more.get) == 2 and more[2] > 0.8 * sum(more.values())
     assert slow.ranks[2].measured.message < usual.ranks[2].measured.message + 10
 

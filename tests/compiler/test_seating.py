@@ -297,10 +297,8 @@ def test_what_is_chosen_sends_least(placement):
     for sent, grad in itertools.product((1.0, 10.0, 100.0), repeat=2):
         boundaries, grads = [sent] * (placement.stages - 1), [grad] * placement.stages
         found = choose(placement, Topology(4, 4), 4, 3, boundaries, grads)
-        totals = {
-            (a, b): between(Topology(4, 4, node=(a, b)), placement, 4, 3, boundaries, grads)
-            for a, b in ((4, 1), (2, 2), (1, 4))
-        }
+        how, nodes = (placement, 4, 3, boundaries, grads), ((4, 1), (2, 2), (1, 4))
+        totals = {node: between(Topology(4, 4, node=node), *how) for node in nodes}
         assert totals[found] == min(totals.values())
 
 

@@ -283,17 +283,11 @@ def test_a_small_model_with_a_large_vocabulary_gains_what_was_published():
     """The sizes of Gemma 2 with 2 billion parameters: 1.6 times as fast as an even cut of its layers."""
     model = {"family": "gpt", "layers": 26, "hidden": 2304, "heads": 8, "vocab": 256_000, "seq_len": 4096}
     hardware = {"device": "cuda", "tflops": 400, "memory_gib": 80, "link_gbps": 1e5}  # links are fast
-    even = planned(
-        model=model,
-        parallel={"pp": 4},
-        schedule={"kind": "interleaved-1f1b", "microbatches": 16, "microbatch_size": 1},
-        partition={"layers_per_stage": "equal"},
-        hardware=hardware,
-    )
+    steps = {"kind": "interleaved-1f1b", "microbatches": 16, "microbatch_size": 1}
+    apart = {"parallel": {"pp": 4}, "partition": {"layers_per_stage": "equal"}}
+    even = planned(model=model, schedule=steps, hardware=hardware, **apart)
     for kind in ("interleaved-1f1b", "zb-h2", "zb-auto"):
-        found = planned(
-            model=model, schedule={"kind": kind, "microbatches": 16, "microbatch_size": 1}, hardware=hardware
-        )
+        found = planned(model=model, schedule={**steps, "kind": kind}, hardware=hardware)
         assert even.settled_ms >= 1.6 * found.settled_ms, kind
 
 

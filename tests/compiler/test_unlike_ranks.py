@@ -113,10 +113,7 @@ def test_given_times_of_ranks_know_them_already():
     [
         ({"hardware": {"slow": [1, 1]}}, "has 2 numbers"),
         ({"hardware": {"tflops": [1.0, 1.0]}}, "has 2 numbers"),
-        (
-            {"hardware": {"slow": [1, 1, 1, 1]}, "parallel": {"replicas": [1, 1, 1, 1]}, "kind": "replicated-1f1b"},
-            "step in",
-        ),
+        ({"hardware": {"slow": [1] * 4}, "parallel": {"replicas": [1] * 4}, "kind": "replicated-1f1b"}, "step in"),
     ],
     ids=str,
 )

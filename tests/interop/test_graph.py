@@ -14,6 +14,7 @@ from zbc.interop.digraph import digraph
 from zbc.ir import Op
 
 COSTS = {"f": 1.0, "b": 1.3, "w": 0.7, "comm": 0.1}
+SHARES = {"pp": 4, "dp": 2, "shard": "optimizer"}
 WAYS = {
     "1f1b": {"kind": "1f1b"},
     "zb-v": {"kind": "zb-v"},
@@ -21,12 +22,8 @@ WAYS = {
     "groups": {"kind": "dualpipe-v", "costs": {**COSTS, "overlap": 0.5}},
     "groups of two pipes": {"kind": "dualpipe", "costs": {**COSTS, "overlap": 0.5}},
     "no barrier": {"kind": "zb-h1", "optimizer": {"sync": "post-validate"}},
-    "shares": {"kind": "interleaved-1f1b", "parallel": {"pp": 4, "dp": 2, "shard": "optimizer"}},
-    "shares, no barrier": {
-        "kind": "zb-h1",
-        "parallel": {"pp": 4, "dp": 2, "shard": "optimizer"},
-        "optimizer": {"sync": "post-validate"},
-    },
+    "shares": {"kind": "interleaved-1f1b", "parallel": SHARES},
+    "shares, no barrier": {"kind": "zb-h1", "parallel": SHARES, "optimizer": {"sync": "post-validate"}},
 }
 
 

@@ -27,3 +27,12 @@ def moved(monkeypatch):
     monkeypatch.setattr(parcels, "SMALL", 1)
     monkeypatch.setattr(parcels.Parcel, "offload", offload)
     return found
+
+
+@pytest.fixture
+def default(request):
+    """Models of zbc's own have parameters of this type, by default of double precision."""
+    before, chosen = torch.get_default_dtype(), getattr(request, "param", torch.float64)
+    torch.set_default_dtype(chosen)
+    yield chosen
+    torch.set_default_dtype(before)

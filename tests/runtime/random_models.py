@@ -15,6 +15,8 @@ W = zoo.W
 SIZE = 2  # of a microbatch: some layers know it
 NAN, LARGE = 111.0, 222.0  # targets that make the gradient of their sample NaN or large
 
+_ALONE = [zoo.Inline, zoo.Custom, zoo.Conv, zoo.Tied, zoo.Hooked, zoo.Overwrites, zoo.Strided, zoo.Unused]
+_ALONE += [zoo.Noise, zoo.Dropped, zoo.Averages, zoo.Stops, zoo.Mapped, zoo.Made, zoo.Empty, zoo.Hands]
 # Input of a layer -> its factory and its output. v: vectors, c: complex, i: whole numbers, t: transposed.
 Piece = tuple[Callable[[], nn.Module], str]
 PIECES: dict[str, dict[str, Piece]] = {
@@ -23,23 +25,7 @@ PIECES: dict[str, dict[str, Piece]] = {
         "relu": (lambda: nn.ReLU(inplace=True), "v"),
         "identity": (nn.Identity, "v"),
         "batchnorm": (lambda: nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh()), "v"),
-        **{
-            kind.__name__: (kind, "v")
-            for kind in (
-                zoo.Inline,
-                zoo.Custom,
-                zoo.Conv,
-                zoo.Tied,
-                zoo.Hooked,
-                zoo.Overwrites,
-                zoo.Strided,
-                zoo.Unused,
-            )
-        },
-        **{
-            kind.__name__: (kind, "v")
-            for kind in (zoo.Noise, zoo.Dropped, zoo.Averages, zoo.Stops, zoo.Mapped, zoo.Made, zoo.Empty, zoo.Hands)
-        },
+        **{kind.__name__: (kind, "v") for kind in _ALONE},
         "Listens": (partial(zoo.Listens, "each"), "v"),
         "Carries": (partial(zoo.Carries, "count"), "v"),
         "Grows": (partial(zoo.Grows, "none"), "v"),

@@ -62,7 +62,11 @@ def test_too_little_data_for_one_step_is_refused():
         ({"path": list("abcd")}, None, "data.path = a, b, c, ..., in samples of 4 tokens"),
         ({}, None, "data.kind = text, in samples of 4 tokens"),
         ({"kind": "my.data:make"}, None, "data.kind = my.data:make"),
-        ({"path": "a", "validation": 0.5}, "", "data.path = a, in samples of 4 tokens, of which data.validation = 0.5"),
+        (
+            {"path": "a", "validation": 0.5},
+            "",
+            "data.path = a, in samples of 4 tokens, of which data.validation = 0.5 keeps",
+        ),
         ({"path": "a", "validation": "b"}, "", "data.validation = b, in samples of 4 tokens"),
         ({"path": "a", "validation": "b"}, None, "data.path = a, in samples of 4 tokens"),
     ],

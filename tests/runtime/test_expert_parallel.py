@@ -18,6 +18,7 @@ from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_experts import MODEL, OFFLOADED, SLICED, tables
+from tests.runtime.test_tensor_parallel import numbers
 from tests.runtime.weighed import most_held
 from tests.threads import each_parameter, run_threads
 from tests.tiers import dealt, few
@@ -51,10 +52,6 @@ def compiled(folder, way, **parallel):
 def plan(folder, way, **parallel):
     compiled(folder, way, **parallel).write(folder / "plan")
     return StoredPlan.read(folder / "plan")
-
-
-def numbers(workers):
-    return [(result.loss, result.grad_norm) for result in workers[-1].results]
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
@@ -263,10 +260,8 @@ def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_o
         layers = worker.features.of(SharedLayers)
         if name not in layers.cuts and not name.startswith(layers.own):
             assert torch.equal(held.setdefault((worker.replica, name), weight), weight), name
-    assert {name.split(".", 2)[2] for _, name in held if "mlp" in name} == {
-        "mlp.router.weight",
-        "mlp.shared_gate.weight",
-    }
+    alike = {name.split(".", 2)[2] for _, name in held if "mlp" in name}
+    assert alike == {"mlp.router.weight", "mlp.shared_gate.weight"}
 
 
 def of_the_page(folder, way, **parallel):

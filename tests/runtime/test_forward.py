@@ -9,12 +9,13 @@ from tests.composed import beside
 from tests.drawn import planned
 from tests.refusals import error_of
 from tests.runtime.given_steps import Ragged, Sentences
+from tests.runtime.one_by_one import TEXTS, Texts
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_given_steps import TOKENS
 from tests.runtime.test_given_steps import plan_of as given_plan
 from tests.runtime.test_gradients import VECTORS, user
 from tests.runtime.test_tensor_parallel import plan_of as parted_plan
-from tests.runtime.test_unequal import TEXTS, Texts, unequal
+from tests.runtime.test_unequal import unequal
 from tests.threads import begun, run_threads
 from tests.tiers import few
 from zbc.training.building.context import Settings

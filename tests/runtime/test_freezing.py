@@ -92,15 +92,15 @@ def test_words_that_all_ranks_share_are_trained_in_every_microbatch(schedule, su
     hold(run_threads(plan, 3), wanted, tolerance=1e-6)
 
 
+def first_alone(stage, mb):
+    return 0 if mb else WHOLE
+
+
 CASES = {
     "clipped, after they are means": ("zb-h1", {"optimizer": {**ADAMW, "clip_grad_norm": 0.3}}, 1e-6),
     "replicas share the turns": ("1f1b", {"m": 3, "dp": 2, "optimizer": SGD}, 1e-6),
     # of two microbatches one is frozen altogether: a mean over the others of both replicas
-    "a replica never trains a layer": (
-        "1f1b",
-        {"m": 2, "dp": 2, "optimizer": SGD, "share": lambda stage, mb: 0 if mb else WHOLE},
-        1e-6,
-    ),
+    "a replica never trains a layer": ("1f1b", {"m": 2, "dp": 2, "optimizer": SGD, "share": first_alone}, 1e-6),
     "autocast": ("zb-h1", {"model": {**GPT, "dtype": "bfloat16"}}, 0.0),
     "lower precision": ("zb-h1", {"model": {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}}, 2e-2),
     "layers that defer without asking": ("1f1b", {"model": user("scales"), "optimizer": SGD, **VECTORS}, 1e-6),
@@ -114,11 +114,7 @@ def test_what_freezing_goes_with_trains_as_in_one_process(name):
     check(frozen_plan(schedule, **how), tolerance=tolerance)
 
 
-SOME = {
-    "mixed": mixed,
-    "a microbatch": lambda stage, mb: 0 if mb else WHOLE,
-    "a stage": lambda stage, mb: 0 if stage == 1 else WHOLE,
-}
+SOME = {"mixed": mixed, "a microbatch": first_alone, "a stage": lambda stage, mb: 0 if stage == 1 else WHOLE}
 
 
 @pytest.mark.parametrize("share", SOME)

@@ -1,7 +1,7 @@
 """Runs of plans with microbatches of unequal length: they have these lengths, and train what one process does."""
 
-import math
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from tests.drawn import of as drawn_of
 from tests.drawn import outcome
 from tests.jobs import job
 from tests.refusals import refused
+from tests.runtime import one_by_one
+from tests.runtime.one_by_one import SGD, Texts
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, reference
 from tests.runtime.test_forward import rows_of
 from tests.runtime.test_given_steps import check
@@ -29,7 +31,6 @@ from zbc.training.data.data import build_dataset
 from zbc.training.data.documents import RandomDocuments
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.unequal import Fixed
-from zbc.training.models import model as models
 
 TOKENS = [32, 4, 16, 2, 32, 8, 24, 4]
 CASES = [
@@ -126,29 +127,10 @@ def test_rows_are_rounded_up_for_ranks_that_share_their_tokens(seen):
 
 # ---- samples dealt by their length ----------------------------------------------------------------------------------
 
-SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "clip_grad_norm": 0.5}
 DEALT = {"kind": "synthetic", "balance": "tokens"}
 
 
-class Texts:
-    """A user's sequences of tokens, with their lengths."""
-
-    def __init__(self, count=60, longest=16):
-        source = torch.Generator().manual_seed(3)
-        self.lengths = torch.randint(1, longest + 1, (count,), generator=source).tolist()
-        self._tokens = [torch.randint(61, (n + 1,), generator=source) for n in self.lengths]
-
-    def __len__(self):
-        return len(self._tokens)
-
-    def __getitem__(self, index):
-        return self._tokens[index][:-1], self._tokens[index][1:]
-
-    def pair(self, number):
-        return self[number % len(self)]
-
-
-TEXTS = {"kind": f"{__name__}:Texts", "balance": "tokens"}
+TEXTS = {"kind": one_by_one.TEXTS, "args": {"count": 60}, "balance": "tokens"}
 SLOTS = [5, 16, 2, 9]
 
 
@@ -177,36 +159,11 @@ def dealt(
 
 def alone(plan, steps, documents=None):
     """Losses, norms and weights of one process that runs the samples of a step one by one."""
-    clip, delayed = plan.manifest.training["optimizer"].get("clip_grad_norm") or math.inf, plan.manifest.flushless
-    settings = Settings.of(plan.manifest)
-    seed, chosen = settings.train.seed, settings.model
-    documents = documents or RandomDocuments(chosen.vocab, chosen.seq_len, seed)
-    size = plan.manifest.topology.batch * plan.manifest.microbatch_size
-    layers = {layer.name: layer.build(seed) for layer in models.layers(chosen, seed)}
-    weights = {f"{name}.{local}": p for name, layer in layers.items() for local, p in layer.named_parameters()}
-    optimizer = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9)
-    losses, norms, before = [], [], [p.data.clone() for p in weights.values()]
-    for step in range(steps):
-        newest = [p.data for p in weights.values()]
-        for p, older in zip(weights.values(), before if delayed else newest, strict=True):
-            p.data = older
-        pairs = [documents.pair(number) for number in samples_of(step, size, len(documents), seed)]
-        total, all_tokens = 0.0, sum(len(x) for x, _ in pairs)
-        for x, y in pairs:
-            h = x[None]
-            for layer in layers.values():
-                h = layer(h)
-            loss = functional.cross_entropy(h[0], y, reduction="sum") / all_tokens
-            loss.backward()
-            total += loss.item()
-        norms.append(float(nn.utils.clip_grad_norm_(weights.values(), clip)))
-        for p, data in zip(weights.values(), newest, strict=True):
-            p.data = data
-        before = [data.clone() for data in newest]
-        losses.append(total)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {name: p.detach() for name, p in weights.items()}
+    settings, size = Settings.of(plan.manifest), plan.manifest.topology.batch * plan.manifest.microbatch_size
+    seed = settings.train.seed
+    documents = documents or RandomDocuments(settings.model.vocab, settings.model.seq_len, seed)
+    numbers = partial(samples_of, size=size, count=len(documents), seed=seed)
+    return one_by_one.train(plan, steps, lambda step: [documents.pair(number) for number in numbers(step)])
 
 
 def samples_of(step, size, count, seed):
@@ -232,7 +189,7 @@ WAYS = [
 def test_the_longest_samples_of_a_step_are_in_its_longest_microbatches_and_train_as_one_by_one(schedule, options, seen):
     plan, steps = dealt(schedule, **options), 4
     workers = run_threads(plan, steps)
-    losses, norms, weights = alone(plan, steps, Texts() if options.get("data") is TEXTS else None)
+    losses, norms, weights = alone(plan, steps, Texts(60) if options.get("data") is TEXTS else None)
     assert losses_of(workers) == pytest.approx(losses, abs=1e-6)
     assert [one.grad_norm for one in workers[0].results] == pytest.approx(norms, rel=1e-5)
     for stage in (stage for worker in workers for stage in worker.stages.values()):
@@ -257,39 +214,23 @@ def test_a_training_of_dealt_samples_goes_on_where_it_was(tmp_path):
     assert losses_of(again) == losses_of(straight)[2:]
 
 
-def mean_over_tokens(plan, pairs):
-    """The loss of one process that runs each sample alone, at initial weights."""
-    settings, total = Settings.of(plan.manifest), 0.0
-    layers = [layer.build(settings.train.seed) for layer in models.layers(settings.model, settings.train.seed)]
-    for x, y in pairs:
-        h = x[None]
-        for layer in layers:
-            h = layer(h)
-        total += functional.cross_entropy(h[0], y, reduction="sum").item()
-    return total / sum(len(x) for x, _ in pairs)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_kept_samples_are_evaluated_in_whole_rows_and_their_padding_does_not_count(schedule):
     data = {**TEXTS, "args": {"count": 64}, "validation": 0.25}
     plan = dealt(schedule, data=data, train={"eval_every": 1}, still=True)
     (*_, last), texts = run_threads(plan, 1), Texts(64)
-    wanted = mean_over_tokens(plan, [texts[i] for i in range(48, 64)])
+    wanted = one_by_one.mean_over_tokens(plan, [texts[i] for i in range(48, 64)])
     assert [one.loss for one in last.evaluation.results] == pytest.approx([wanted], rel=1e-6)
     assert last.evaluation.results[0].samples == 16
 
 
 def test_rows_of_a_run_forward_are_those_of_all_samples_and_0_behind_them(tmp_path):
-    plan, texts = dealt("zb-v", data=TEXTS), Texts()
+    plan, texts = dealt("zb-v", data=TEXTS), Texts(60)
     rows = rows_of(plan, tmp_path)["log_probs"]
-    settings = Settings.of(plan.manifest)
-    layers = [layer.build(settings.train.seed) for layer in models.layers(settings.model, settings.train.seed)]
+    layers = one_by_one.built(plan)
     assert rows.shape == (60, 16)
     for row, (x, y) in zip(rows, (texts[i] for i in range(60)), strict=True):
-        h = x[None]
-        for layer in layers:
-            h = layer(h)
-        wanted = -functional.cross_entropy(h[0], y, reduction="none").detach()
+        wanted = -one_by_one.losses(layers, x, y).detach()
         torch.testing.assert_close(row, functional.pad(wanted, (0, 16 - len(y))), rtol=0, atol=1e-5)
 
 
@@ -303,7 +244,7 @@ def test_tokens_of_a_step_are_those_of_its_samples_or_of_its_rows():
     fixed = run_threads(dealt(data={"kind": "synthetic"}, copies=2, size=3), 1)[0].work
     assert fixed.tokens(0) == 2 * 3 * sum(SLOTS) and fixed.length(5, 6).tokens == 2
     work = run_threads(dealt(data=TEXTS), 1)[0].work
-    assert work.tokens(0) == sum(Texts().lengths[i] for i in samples_of(0, 8, 60, 7))
+    assert work.tokens(0) == sum(Texts(60).lengths[i] for i in samples_of(0, 8, 60, 7))
 
 
 def test_means_of_a_stage_that_steps_more_often_are_weighed_by_its_own_tokens():
@@ -361,7 +302,7 @@ def pairs():
 
 def test_layers_of_a_user_run_on_rows_of_any_length(seen):
     plan = dealt(model=user("per_token"), data=TEXTS)
-    losses, _, _ = alone(plan, 2, Texts())
+    losses, _, _ = alone(plan, 2, Texts(60))
     assert losses_of(run_threads(plan, 2)) == pytest.approx(losses, abs=1e-6)
     assert len({size for sizes in seen.values() for size in sizes}) > 3
 
@@ -424,11 +365,7 @@ def test_a_step_without_room_for_its_longest_is_refused_with_the_tokens_that_hav
         ({"data": {"kind": "text", "balance": "tokens"}, "schedule": {"tokens": [4] * 8}}, "E110", "one long sample"),
         ({"data": {"kind": "a.b:c"}, "schedule": {"tokens": [4] * 8}}, "E110", "nothing says which of a.b:c they get"),
         ({"data": {"balance": "length"}, "schedule": {"tokens": [4] * 8}}, "E110", 'data.balance = "length"'),
-        (
-            {"data": {"balance": "tokens"}, "schedule": {"tokens": [4] * 8, "max_microbatches": 9}},
-            "E110",
-            'balance is "tokens"',
-        ),
+        ({"data": DEALT, "schedule": {"tokens": [4] * 8, "max_microbatches": 9}}, "E110", 'balance is "tokens"'),
     ],
 )
 def test_what_deals_no_samples_is_refused(changes, code, said):

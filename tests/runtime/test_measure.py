@@ -74,11 +74,8 @@ def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case
 
 
 WIDE = {"hidden": 128, "heads": 4, "seq_len": 128, "vocab": 256}
-TO_HOST = {
-    "fp32": WIDE,
-    "bf16": {**WIDE, "dtype": "bfloat16"},
-    "llama": {**WIDE, "family": "llama", "kv_heads": 4, "ffn_hidden": 256},
-}
+TO_HOST = {"fp32": WIDE, "bf16": {**WIDE, "dtype": "bfloat16"}}
+TO_HOST |= {"llama": {**WIDE, "family": "llama", "kv_heads": 4, "ffn_hidden": 256}}
 
 
 @pytest.mark.parametrize(

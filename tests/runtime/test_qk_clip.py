@@ -136,12 +136,7 @@ WAYS = {
     "shards of parts": ("1f1b", 1, {"tp": 2, "dp": 2, "shard": "optimizer"}, LLAMA),
     "vocabulary": ("zb-h1", 2, {"vocabulary": "shared"}, BIASED),
     "experts": ("1f1b", 2, {"dp": 2, "ep": 2}, {**LLAMA, "model_more": {**GROUPED, "experts": 4, "top_k": 2}}),
-    "evaluation": (
-        "1f1b",
-        2,
-        {},
-        {**LLAMA, "train": {"eval_every": 1, "eval_batches": 1}, "data": {"validation": 0.2}},
-    ),
+    "evaluation": ("1f1b", 2, {}, {**LLAMA, **EVALUATED}),
     "average": ("1f1b", 1, {}, {**LLAMA, "optimizer": {"ema": 0.5}}),
     "muon": ("1f1b", 1, {}, {**LLAMA, "optimizer": {"kind": "muon", "lr": 0.01}}),
     "ahead": ("zb-h1", 2, {}, {**LLAMA, "optimizer": {"sync": "post-validate"}}),

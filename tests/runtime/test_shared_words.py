@@ -41,15 +41,6 @@ def plan_of(schedule, p, m, sums, *, slices=1, how=None, **options):
     return make_plan(shared_program(schedule, p, m, sums, slices=slices, **(how or {})), rows=ROWS[slices], **options)
 
 
-@pytest.fixture
-def default(request):
-    """Sets torch's default type for models."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield request.param
-    torch.set_default_dtype(before)
-
-
 def far(found, wanted):
     """The difference of two tensors, as a share of the norm of one."""
     return ((found - wanted).norm() / (wanted.norm() or 1.0)).item()

@@ -61,23 +61,15 @@ def planned(tables: Tables, folder: Path) -> tuple[Compiled, StoredPlan]:
 WEIGHED = [("slices x offload", kind, {}) for kind in ("1f1b", "zb-v", "interleaved-1f1b")]
 WEIGHED += [("slices x offload", "1f1b", {"memory__activations": "selective+offload"})]
 WEIGHED += [("slices x offload", "1f1b", {"model__family": "llama"})]
-OPEN = [
-    {"parallel__vocabulary": "shared-2"},
-    {"model__dtype": "bfloat16", "model__seq_len": 512},
-    {"model__family": "llama"},
-]
-OPEN += [{"model__ties": True}]
+OPEN = [{"parallel__vocabulary": "shared-2"}, {"model__dtype": "bfloat16", "model__seq_len": 512}]
+OPEN += [{"model__family": "llama"}, {"model__ties": True}]
 WITH_WORDS = [f"shared vocabulary{more}" for more in ("", " x offload", " x slices", " x slices x offload")]
 WEIGHED += [(words, kind, {}) for words in WITH_WORDS for kind in ("1f1b", "zb-v", "interleaved-1f1b")]
 WEIGHED += [(WITH_WORDS[-1], "1f1b", changes) for changes in OPEN]
 WEIGHED += [(f"slices x {more}tp_sequence", "1f1b", {"model__hidden": 256}) for more in ("", "offload x ")]
 WEIGHED += [(f"{words} x tp", "1f1b", {"model__hidden": 256}) for words in WITH_WORDS]
-ADAPTED = [
-    ("1f1b", {}),
-    ("zb-v", {}),
-    ("zb-h1", {"parallel__vocabulary": "shared-2"}),
-    ("1f1b", {"model__family": "llama"}),
-]
+ADAPTED = [("1f1b", {}), ("zb-v", {}), ("zb-h1", {"parallel__vocabulary": "shared-2"})]
+ADAPTED += [("1f1b", {"model__family": "llama"})]
 WEIGHED += [("shared vocabulary", kind, {"adapter__rank": 4, **how}) for kind, how in ADAPTED]
 
 

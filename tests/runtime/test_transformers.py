@@ -13,6 +13,7 @@ from tests.jobs import write_job
 from tests.refusals import refused
 from tests.runtime.test_adapters import SMALL, tensors_of, with_lora
 from tests.runtime.test_checkpoints import at
+from tests.runtime.test_tensor_parallel import numbers
 from tests.runtime.test_unequal import as_one_process, unequal
 from tests.threads import run_threads, scaled
 from tests.tiers import few
@@ -92,10 +93,6 @@ def plan_of(folder, kind, **how):
 
 def trained(folder, kind, steps=1, **how):
     return run_threads(plan_of(folder, kind, **how), steps)
-
-
-def numbers(workers):
-    return [(result.loss, result.grad_norm) for result in workers[-1].results]
 
 
 def written(workers, model, source=None):

@@ -9,6 +9,8 @@ from torch.nn import functional
 
 import zbc
 from tests.refusals import refused
+from tests.runtime import one_by_one
+from tests.runtime.one_by_one import SGD, TEXTS, Texts, mean_over_tokens
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_freed_weights import freeing, weights
 from tests.threads import losses_of, run_threads
@@ -20,7 +22,6 @@ from zbc.job import spec
 from zbc.plan.balancing import Shape
 from zbc.plan.directory import StoredPlan
 from zbc.plan.manifest import RampPlan, Unequal
-from zbc.runtime.core.optimizer import torch_optimizer
 from zbc.runtime.features.packing import packed
 from zbc.training.building.context import Settings
 from zbc.training.data.data import Pairs
@@ -28,10 +29,8 @@ from zbc.training.data.documents import PairDocuments, RandomDocuments, TokenDoc
 from zbc.training.data.tokenfile import Tokens, write_sidecar
 from zbc.training.data.unequal import Dealer
 from zbc.training.models import gpt
-from zbc.training.models import model as models
 
 STEPS = 3
-SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "clip_grad_norm": 0.5}
 DATA = {"kind": "synthetic", "balance": "length"}
 
 
@@ -76,28 +75,11 @@ def train_alone(plan, steps, documents=None):
     manifest = plan.manifest
     shape = Shape(manifest.copies, manifest.balance.room, manifest.microbatch_size, manifest.balance.most)
     dealer = Dealer(documents, shape, manifest.microbatches, settings.train.seed, "")  # which samples a step has
-    layers = {}
-    for layer in models.layers(settings.model, settings.train.seed):
-        layers[layer.name] = layer.build(settings.train.seed)
-    parameters = {f"{name}.{local}": p for name, layer in layers.items() for local, p in layer.named_parameters()}
-    optimizer = torch_optimizer(spec.Optimizer.model_validate(SGD), parameters)
-    losses, norms = [], []
-    for step in range(steps):
-        work = dealer.step(step)
-        total = 0.0
-        for number in work.samples:
-            x, y = documents.pair(number)
-            h = x[None]
-            for layer in layers.values():
-                h = layer(h)
-            loss = functional.cross_entropy(h[0], y, reduction="sum") / sum(work.lengths)
-            loss.backward()
-            total += loss.item()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), SGD["clip_grad_norm"])))
-        losses.append(total)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {name: p.detach() for name, p in parameters.items()}
+
+    def pairs_of(step):
+        return [documents.pair(number) for number in dealer.step(step).samples]
+
+    return one_by_one.train(plan, steps, pairs_of)
 
 
 def as_one_process(plan, documents=None, *, gathered=False):
@@ -219,28 +201,6 @@ def test_samples_of_a_row_do_not_see_each_other(name, rows):
     as_one_process(unequal("1f1b", rows=rows, model=MODELS[name]))
 
 
-class Texts:
-    """A user's sequences of tokens, with their lengths."""
-
-    def __init__(self, count=400, vocab=61, longest=16, wrong=None):
-        source = torch.Generator().manual_seed(3)
-        self.lengths = torch.randint(1, longest + 1, (count,), generator=source).tolist()
-        self._tokens = [torch.randint(vocab, (n + 1,), generator=source) for n in self.lengths]
-        if wrong == "none":
-            del self.lengths
-        elif wrong is not None:
-            self.lengths[7] = wrong
-
-    def __len__(self):
-        return len(self._tokens)
-
-    def __getitem__(self, index):
-        return self._tokens[index][:-1], self._tokens[index][1:]
-
-
-TEXTS = f"{__name__}:Texts"
-
-
 def test_a_dataset_of_a_user_with_lengths_is_dealt_and_packed():
     plan = unequal(data={"kind": TEXTS, "balance": "length"})
     as_one_process(plan, documents=PairDocuments(Pairs(Texts(), "texts", 0), Texts(), "texts", 16))
@@ -266,17 +226,9 @@ def test_padding_has_a_target_that_the_loss_of_a_user_leaves_out(balance):
         if balance == "length"
         else make_plan(make_program("1f1b", 2, 2), model=GPT | model, data=data, tokens=(16, 9))
     )
-    texts, settings = Texts(vocab=4), Settings.of(plan.manifest)
-    workers = run_threads(plan, 1)
-    layers = [layer.build(settings.train.seed) for layer in models.layers(settings.model, settings.train.seed)]
-    total, count = 0.0, 0
-    for x, y in (texts[number % len(texts)] for number in workers[0].work.step(0).samples):
-        h = x[None]
-        for layer in layers:
-            h = layer(h)
-        count += int((y != 0).sum())
-        total += functional.cross_entropy(h[0], y, reduction="sum", ignore_index=0).item()
-    assert workers[0].results[0].loss == pytest.approx(total / count, rel=1e-6)
+    workers, texts = run_threads(plan, 1), Texts(vocab=4)
+    pairs = [texts.pair(number) for number in workers[0].work.step(0).samples]
+    assert workers[0].results[0].loss == pytest.approx(mean_over_tokens(plan, pairs, ignored=0), rel=1e-6)
 
 
 def test_a_loss_that_fails_on_padding_is_refused_in_words():
@@ -288,20 +240,13 @@ def test_a_loss_that_fails_on_padding_is_refused_in_words():
 def test_kept_samples_are_evaluated_alone_in_their_rows():
     data = {"kind": TEXTS, "balance": "length", "validation": 0.25}
     plan = unequal(data=data, train={"eval_every": 1, "eval_batches": 1000})
-    texts, settings = Texts(), Settings.of(plan.manifest)
 
     def still(worker):
         worker.rate = lambda phases, step: 0.0
 
-    (*_, last), total = run_threads(plan, 1, setup=still), 0.0
-    layers = [layer.build(settings.train.seed) for layer in models.layers(settings.model, settings.train.seed)]
-    for x, y in (texts[i] for i in range(300, 400)):
-        h = x[None]
-        for layer in layers:
-            h = layer(h)
-        total += functional.cross_entropy(h[0], y, reduction="sum").item()
-    found = last.evaluation.results[0]
-    assert found.samples == 100 and found.loss == pytest.approx(total / sum(texts.lengths[300:]), rel=1e-6)
+    (*_, last), texts = run_threads(plan, 1, setup=still), Texts()
+    found, wanted = last.evaluation.results[0], mean_over_tokens(plan, [texts[i] for i in range(300, 400)])
+    assert found.samples == 100 and found.loss == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -120,14 +120,8 @@ def test_noise_that_begins_late_is_that_of_one_process(activations):
 @pytest.mark.parametrize(
     ("kinds", "text"),
     [
-        (
-            [("Large", []), ("Masks", [10.0]), ("Join", []), ("Plain", [])],
-            r"tensor 1 of layer layers.1 wants a gradient, which trials did not show",
-        ),
-        (
-            [("Plain", []), ("OwnDraw", [0.5]), ("Plain", []), ("Plain", [])],
-            r"layer layers.1 draws from numpy.random in its forward",
-        ),
+        ([("Large", []), ("Masks", [10.0]), ("Join", []), ("Plain", [])], "layer layers.1 wants a gradient"),
+        ([("Plain", []), ("OwnDraw", [0.5]), ("Plain", []), ("Plain", [])], "layers.1 draws from numpy.random"),
     ],
     ids=["a gradient", "a draw that nobody seeds"],
 )
