@@ -319,11 +319,7 @@ def _experts_config(model: Model, name: str) -> dict[str, Any]:
     if (why := next((why for why, so in wrong.items() if so), None)) is not None:
         text = f"run: experts of a llama {why} have no counterpart in transformers"
         raise ZbcError("E524", text, hint='drop variant, or use "qwen2" (which has ffn_hidden of two) or "qwen3"')
-    keys: dict[str, Any] = {
-        kind.number: model.experts,
-        "num_experts_per_tok": model.met,
-        kind.width: model.mlp_width,
-    }
+    keys: dict[str, Any] = {kind.number: model.experts, "num_experts_per_tok": model.met, kind.width: model.mlp_width}
     keys |= {"router_aux_loss_coef": model.balances[0]}
     if kind.variant != "plain":
         keys |= {"norm_topk_prob": model.normed, "decoder_sparse_step": 1}

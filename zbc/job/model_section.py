@@ -38,14 +38,7 @@ _ONLY_BUILTIN = (
     *_ONLY_LLAMA,
 )
 # Keys whose defaults hold in other families too.
-_PLAIN = (
-    "variant",
-    "router",
-    "balance_loss",
-    "imbalance",
-    "z_loss",
-    "label_smoothing",
-)
+_PLAIN = ("variant", "router", "balance_loss", "imbalance", "z_loss", "label_smoothing")
 _FOREIGN = {  # family -> keys it does not have; a factory has none of them
     "gpt": _ONLY_LLAMA,
     "llama": (),

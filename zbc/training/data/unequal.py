@@ -24,17 +24,7 @@ from zbc.plan.phases import Phases
 from zbc.runtime.core.state import Work
 from zbc.runtime.core.tensors import IGNORED, Batch, Length
 from zbc.runtime.features.packing import Rows
-from zbc.training.data.data import (
-    KINDS,
-    Batches,
-    Pairs,
-    RankBatches,
-    Tokens,
-    build_dataset,
-    in_epochs,
-    kept_of,
-    place,
-)
+from zbc.training.data.data import KINDS, Batches, Pairs, RankBatches, Tokens, build_dataset, in_epochs, kept_of, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 from zbc.training.data.pairs import Samples, Words
 from zbc.training.models.model import loss as load_loss
