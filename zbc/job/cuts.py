@@ -38,10 +38,8 @@ def cuts_of(job: Job) -> Cuts:
     return balanced(length, count, linear, attend, multiple)
 
 
-def multiple_of(hardware: Hardware, parallel: Parallel | None) -> int:
+def multiple_of(hardware: Hardware, parallel: Parallel) -> int:
     """Tokens that slices are multiples of: tiles of the kernels, and equal parts for the ranks that share tokens."""
-    if parallel is None:
-        return MULTIPLE[hardware.device]
     return lcm(MULTIPLE[hardware.device], parallel.sent, 2 * parallel.cp if parallel.cp > 1 else 1)
 
 
@@ -140,15 +138,9 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
     if model.seq_len is None:
         text = "config: schedule.slices cuts sequences of tokens, and there is no model.seq_len"
         yield ZbcError("E110", text, where=where, hint="give model.seq_len, or drop it")
-    elif schedule.slices == "auto":
-        yield from _lengths_of_auto(draft, schedule)
-    else:
-        multiple = multiple_of(hardware, draft.sections.get("parallel"))
-        yield from _misplaced(draft, schedule, schedule.slices, model.seq_len, multiple)
-
-
-def _lengths_of_auto(draft: Draft, schedule: Schedule) -> Iterator[ZbcError]:
-    if isinstance(schedule.cuts, list):
+    elif schedule.slices != "auto":
+        yield from _misplaced(draft, schedule, schedule.slices, model.seq_len, multiple_of(hardware, parallel))
+    elif isinstance(schedule.cuts, list):
         text = 'config: schedule.cuts are lengths of a given number of slices, and schedule.slices is "auto"'
         hint = f"set schedule.slices = {len(schedule.cuts)}, or drop schedule.cuts"
         yield ZbcError("E110", text, where=draft.document.where(("schedule", "cuts")), hint=hint)

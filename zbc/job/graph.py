@@ -78,10 +78,8 @@ def _wrong(model: Model) -> Iterator[tuple[str, str]]:
         text = f"model.graph: nobody reads {_list(ends)}, and only one group may end in the loss"
         yield text, f"let {ends[-1]} read {_list(ends[:-1])}, or drop what is not needed"
     if (count := sum(groups.values())) != model.layers:
-        yield (
-            f"groups of model.graph have {count} layers in all, model.layers is {model.layers}",
-            f"set layers = {count}",
-        )
+        text = f"groups of model.graph have {count} layers in all, model.layers is {model.layers}"
+        yield text, f"set layers = {count}"
 
 
 def _cycle(graph: Graph) -> list[str]:

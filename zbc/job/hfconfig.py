@@ -250,11 +250,8 @@ def config_of(model: Model) -> dict[str, Any]:
         "n_inner": model.mlp_width,
         "activation_function": "gelu_new" if model.variant == "gpt2" else "gelu",
         "layer_norm_epsilon": model.norm_eps,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), None),
         "tie_word_embeddings": model.tie_embeddings,
     }
 
@@ -294,15 +291,12 @@ def _llama_config(model: Model) -> dict[str, Any]:
         "intermediate_size": model.mlp_width,
         "head_dim": model.head_width,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **dict.fromkeys(("attention_bias", "mlp_bias"), False),
         "sliding_window": model.window,
         **(_experts_config(model, kind) if model.experts else {}),
         "rope_theta": model.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
         "tie_word_embeddings": model.tie_embeddings,
     }
 
@@ -320,7 +314,7 @@ def _experts_config(model: Model, name: str) -> dict[str, Any]:
         text = f"run: experts of a llama {why} have no counterpart in transformers"
         raise ZbcError("E524", text, hint='drop variant, or use "qwen2" (which has ffn_hidden of two) or "qwen3"')
     keys: dict[str, Any] = {kind.number: model.experts, "num_experts_per_tok": model.met, kind.width: model.mlp_width}
-    keys |= {"router_aux_loss_coef": model.balances[0]}
+    keys["router_aux_loss_coef"] = model.balances[0]
     if kind.variant != "plain":
         keys |= {"norm_topk_prob": model.normed, "decoder_sparse_step": 1}
     return keys | ({kind.shared: model.shared_hidden} if kind.shared else {})

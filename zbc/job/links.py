@@ -40,11 +40,8 @@ class LinkTable:
         """The table as the text of a file."""
         lines = [f'per = "{self.per}"']
         for key, rows in (("gbps", self.gbps), ("us", self.us)):
-            lines += [
-                f"{key} = [",
-                *(f"  {json.dumps([float(f'{value:.6g}') for value in row])}," for row in rows),
-                "]",
-            ]
+            each = (f"  {json.dumps([float(f'{value:.6g}') for value in row])}," for row in rows)
+            lines += [f"{key} = [", *each, "]"]
         return "\n".join(lines) + "\n"
 
 
@@ -86,9 +83,8 @@ def _square(values: Mapping[str, Any], key: str, document: toml.Document) -> lis
     """Rows of a square table of finite numbers, 0 or more."""
     rows = values.get(key)
     if not isinstance(rows, list) or not rows:
-        raise _wrong(
-            f"{key} is missing" if rows is None else f"{key} is no table", document, (key,), f"{key} = [[...]]"
-        )
+        text = f"{key} is missing" if rows is None else f"{key} is no table"
+        raise _wrong(text, document, (key,), f"{key} = [[...]]")
     for at, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != len(rows):
             length = f"{len(row)} numbers" if isinstance(row, list) else repr(row)

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from zbc.errors import ZbcError
 from zbc.excludes import TRANSFORMERS as TRANSFORMERS
 from zbc.job import graph
-from zbc.job.section import FACTORY, Count, NonNegative, Positive, Section, Width
+from zbc.job.section import FACTORY, Count, NonNegative, Positive, Section, Width, key
 from zbc.job.spellings import of_plan
 from zbc.job.toml import Document
 from zbc.job.unread import asks
@@ -25,17 +25,8 @@ _OF_LOSS = ("loss_chunk", "z_loss", "label_smoothing")
 _ONLY_LLAMA = ("head_size", "window")
 _EXPERTS = ("experts", "top_k", "router", "expert_groups", "balance_loss", "imbalance")
 _ONLY_BUILTIN = (
-    "pretrained",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "ffn_hidden",
-    *_EXPERTS,
-    *_OF_LOSS,
-    "norm_eps",
-    "rope_theta",
-    "variant",
-    *_ONLY_LLAMA,
+    *("pretrained", "hidden", "heads", "kv_heads", "ffn_hidden", *_EXPERTS, *_OF_LOSS),
+    *("norm_eps", "rope_theta", "variant", *_ONLY_LLAMA),
 )
 # Keys whose defaults hold in other families too.
 _PLAIN = ("variant", "router", "balance_loss", "imbalance", "z_loss", "label_smoothing")
@@ -44,108 +35,100 @@ _FOREIGN = {  # family -> keys it does not have; a factory has none of them
     "llama": (),
     TRANSFORMERS: tuple(key for key in _ONLY_BUILTIN if key not in ("pretrained", "experts", *_OF_LOSS)),
 }
-
-
 VARIANTS = {"gpt": ("plain", "gpt2", "rotary"), "llama": ("plain", "qwen2", "qwen3")}
 
 
 class Model(Section):
     """`[model]`: the model that is split into stages."""
 
-    family: str = Field(
-        "gpt", description='"gpt", "llama", or "package.module:factory", a callable that returns the layers'
-    )
-    layers: Count = Field(description="blocks of a family (embedding and head are extra), or layers of the factory")
-    hidden: Width | None = Field(None, description="width of the residual stream")
-    heads: Width | None = Field(None, description="attention heads")
-    kv_heads: Width | None = Field(None, description="heads of keys and values; default heads")
-    head_size: Width | None = Field(None, description="llama: width of a head; default hidden / heads")
+    family: str = key("gpt", '"gpt", "llama", or "package.module:factory", a callable that returns the layers')
+    layers: Count = key(..., "blocks of a family (embedding and head are extra), or layers of the factory")
+    hidden: Width | None = key(None, "width of the residual stream")
+    heads: Width | None = key(None, "attention heads")
+    kv_heads: Width | None = key(None, "heads of keys and values; default heads")
+    head_size: Width | None = key(None, "llama: width of a head; default hidden / heads")
     variant: Annotated[
         Literal["plain", "gpt2", "rotary", "qwen2", "qwen3"],
         BeforeValidator(lambda given: "plain" if given == "llama" else given),
-    ] = Field(
+    ] = key(
         "plain",
-        description="gpt: gpt2 has GELU by tanh, rotary rotary positions; llama: qwen2 has biases of queries, keys and "
+        "gpt: gpt2 has GELU by tanh, rotary rotary positions; llama: qwen2 has biases of queries, keys and "
         "values, qwen3 norms of their heads",
     )
-    window: Width | None = Field(None, description="llama: tokens that one sees, itself included; default all before")
-    ffn_hidden: Width | Annotated[tuple[Width, Width], Field(strict=False)] | None = Field(
+    window: Width | None = key(None, "llama: tokens that one sees, itself included; default all before")
+    ffn_hidden: Width | Annotated[tuple[Width, Width], Field(strict=False)] | None = key(
         None,
-        description="width inside the MLP, or each expert; two: also of an expert that all tokens meet; default gpt 4 "
+        "width inside the MLP, or each expert; two: also of an expert that all tokens meet; default gpt 4 "
         "hidden, llama 8/3 hidden up to a multiple of 256",
     )
-    experts: Width | None = Field(None, description="MLPs per block, each token meets top_k of them")
-    top_k: Width | None = Field(None, description="experts that a token meets; default 2")
-    router: Literal["softmax", "sigmoid", "softmax of all"] = Field(
+    experts: Width | None = key(None, "MLPs per block, each token meets top_k of them")
+    top_k: Width | None = key(None, "experts that a token meets; default 2")
+    router: Literal["softmax", "sigmoid", "softmax of all"] = key(
         "softmax",
-        description="what makes the scores of experts, by which they are chosen and weighed; the weights of a token's "
+        "what makes the scores of experts, by which they are chosen and weighed; the weights of a token's "
         'experts, if several, add up to 1, but for "softmax of all"',
     )
-    expert_groups: tuple[Width, Width] | None = Field(
+    expert_groups: tuple[Width, Width] | None = key(
         None,
+        "equal groups of experts, and how many a token's experts are in: by the two largest scores of each",
         strict=False,
-        description="equal groups of experts, and how many a token's experts are in: by the two largest scores of each",
     )
-    balance_loss: NonNegative | Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = Field(
+    balance_loss: NonNegative | Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = key(
         0.0,
-        description="coefficient of the loss that evens the experts' loads, of each block; two: also by how much a "
+        "coefficient of the loss that evens the experts' loads, of each block; two: also by how much a "
         "step moves an expert's bias in its router towards even loads",
     )
-    imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
-        1.0, description="parallel.ep: rows of the rank with most, over the mean; for plans, see expert_load of a run"
+    imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = key(
+        1.0, "parallel.ep: rows of the rank with most, over the mean; for plans, see expert_load of a run"
     )
-    vocab: Width | None = Field(None, description="size of the vocabulary")
-    seq_len: Width | None = Field(None, description="tokens per sequence")
-    norm_eps: Positive = Field(1e-5, description="added to the variance in norms")
-    rope_theta: Positive = Field(10000.0, description="base of rotary positions")
-    dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
+    vocab: Width | None = key(None, "size of the vocabulary")
+    seq_len: Width | None = key(None, "tokens per sequence")
+    norm_eps: Positive = key(1e-5, "added to the variance in norms")
+    rope_theta: Positive = key(10000.0, "base of rotary positions")
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"] = key(
         "float32",
-        description="what layers compute in, bfloat16 by autocast, float16 with a loss scale; fp8, for plans alone: "
+        "what layers compute in, bfloat16 by autocast, float16 with a loss scale; fp8, for plans alone: "
         "bfloat16, whose linear layers in blocks multiply in it",
     )
-    loss_scale: Scale | Annotated[tuple[Scale, Count], Field(strict=False)] = Field(
+    loss_scale: Scale | Annotated[tuple[Scale, Count], Field(strict=False)] = key(
         65536.0,
-        description="float16: factor of the loss in the first step; an overflow skips the step and halves it; two: "
+        "float16: factor of the loss in the first step; an overflow skips the step and halves it; two: "
         "also the steps in a row without an overflow that double it, default 2000",
     )
-    parameters: Literal["float32", "bfloat16", "bfloat16 alone"] = Field(
+    parameters: Literal["float32", "bfloat16", "bfloat16 alone"] = key(
         "float32",
-        description="what forward reads; bfloat16, which needs dtype bfloat16, keeps float32 master weights and "
+        "what forward reads; bfloat16, which needs dtype bfloat16, keeps float32 master weights and "
         "gradients, alone: no masters, steps round the weights themselves",
     )
-    compile: bool = Field(
-        False, description="torch.compile for the blocks of a family, or all layers of a factory; tried out first"
+    compile: bool = key(False, "torch.compile for the blocks of a family, or all layers of a factory; tried out first")
+    config: str | None = key(
+        None, "a config.json: the model as transformers builds it, without weights; in place of family"
     )
-    config: str | None = Field(
-        None, description="a config.json: the model as transformers builds it, without weights; in place of family"
+    pretrained: str | None = key(
+        None, "a Hugging Face folder to take the weights from; without family: the model of transformers"
     )
-    pretrained: str | None = Field(
-        None, description="a Hugging Face folder to take the weights from; without family: the model of transformers"
-    )
-    loss_chunk: Annotated[Count | None, BeforeValidator(lambda given: None if given == "auto" else given)] = Field(
+    loss_chunk: Annotated[Count | None, BeforeValidator(lambda given: None if given == "auto" else given)] = key(
         None,
-        description='cross_entropy: tokens whose logits there are at once; "auto" (default): all of a microbatch, or '
+        'cross_entropy: tokens whose logits there are at once; "auto" (default): all of a microbatch, or '
         "1024 where a plan would not fit otherwise",
     )
-    z_loss: NonNegative | Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = Field(
+    z_loss: NonNegative | Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = key(
         0.0,
-        description="cross_entropy: coefficient of the mean of log(sum of exp of logits)^2, which keeps them small; "
+        "cross_entropy: coefficient of the mean of log(sum of exp of logits)^2, which keeps them small; "
         "two: also of that of routers' logits",
     )
-    label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
-        0.0, description="cross_entropy: the share of a target's weight that all words have"
+    label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
+        0.0, "cross_entropy: the share of a target's weight that all words have"
     )
-    loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
-    args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
-    ties: bool | dict[str, str] = Field(
+    loss: str = key("cross_entropy", '"cross_entropy", "mse", or "package.module:function"')
+    args: dict[str, Any] = key({}, "keyword arguments of the factory")
+    ties: bool | dict[str, str] = key(
         {},
-        description="true: one matrix for embedding and head; a factory: parameters of other layers, in quotes: "
+        "true: one matrix for embedding and head; a factory: parameters of other layers, in quotes: "
         '"layers.7.weight" = "layers.0.weight"',
     )
-    graph: dict[Group, list[Count | Group]] = Field(
-        {},
-        description="a factory that returns a dict: its groups of layers, each with their number and the groups that "
-        "it reads",
+    graph: dict[Group, list[Count | Group]] = key(
+        {}, "a factory that returns a dict: its groups of layers, each with their number and the groups that it reads"
     )
 
     @model_validator(mode="before")
@@ -273,10 +256,10 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
         hint = 'use "cross_entropy", "mse" or "package.module:function"'
         where = document.where(("model", "loss"))
         yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where, hint=hint)
-    for key in _OF_LOSS if model.causal and model.loss != "cross_entropy" else ():
-        if asks(model, key):
-            text = f"config: model.{key} is for cross_entropy, model.loss is {model.loss!r}"
-            yield ZbcError("E110", text, where=document.where(("model", key)), hint="drop it, or model.loss")
+    for name in _OF_LOSS if model.causal and model.loss != "cross_entropy" else ():
+        if asks(model, name):
+            text = f"config: model.{name} is for cross_entropy, model.loss is {model.loss!r}"
+            yield ZbcError("E110", text, where=document.where(("model", name)), hint="drop it, or model.loss")
 
 
 def _ties(model: Model, document: Document) -> Iterator[ZbcError]:
@@ -294,14 +277,10 @@ def _ties(model: Model, document: Document) -> Iterator[ZbcError]:
             hint = f'write "layers.N.name" = "layers.M.name", layers 0 to {model.layers - 1}'
             yield ZbcError("E110", text, where=where, hint=hint)
         elif layers[0] == layers[1] or owner in model.tied:
-            text = f"config: model.ties has {name!r} = {owner!r}, which {_why_not(layers, owner)}"
-            yield ZbcError(
-                "E110", text, where=where, hint="name one owner in another layer for all that share a weight"
-            )
-
-
-def _why_not(layers: list[int], owner: str) -> str:
-    return "is in the same layer" if layers[0] == layers[1] else f"is itself tied ({owner})"
+            why = "is in the same layer" if layers[0] == layers[1] else f"is itself tied ({owner})"
+            text = f"config: model.ties has {name!r} = {owner!r}, which {why}"
+            hint = "name one owner in another layer for all that share a weight"
+            yield ZbcError("E110", text, where=where, hint=hint)
 
 
 def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
@@ -317,19 +296,19 @@ def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
 def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
     if not model.builtin:
         return
-    for key in _EXPERTS[1:]:
-        if model.experts is None and asks(model, key):
-            text = f"config: model.{key} is for models with experts, model.experts is not set"
-            yield ZbcError("E110", text, where=document.where(("model", key)), hint="set model.experts, or drop it")
+    for name in _EXPERTS[1:]:
+        if model.experts is None and asks(model, name):
+            text = f"config: model.{name} is for models with experts, model.experts is not set"
+            yield ZbcError("E110", text, where=document.where(("model", name)), hint="set model.experts, or drop it")
     if model.experts and model.top_k and model.top_k > model.experts:
         text = f"config: model.top_k = {model.top_k} is more than model.experts = {model.experts}"
         where = document.where(("model", "top_k"))
         yield ZbcError("E110", text, where=where, hint=f"use top_k = {model.experts} or less")
     yield from _groups(model, document)
-    for key, there in (("ffn_hidden", model.shared_hidden), ("z_loss", model.z_losses[1])):
+    for name, there in (("ffn_hidden", model.shared_hidden), ("z_loss", model.z_losses[1])):
         if there and model.experts is None:
-            text = f"config: the second number of model.{key} is for models with experts, model.experts is not set"
-            yield ZbcError("E110", text, where=document.where(("model", key)), hint="set model.experts, or give one")
+            text = f"config: the second number of model.{name} is for models with experts, model.experts is not set"
+            yield ZbcError("E110", text, where=document.where(("model", name)), hint="set model.experts, or give one")
 
 
 def _groups(model: Model, document: Document) -> Iterator[ZbcError]:
@@ -352,10 +331,10 @@ def _groups(model: Model, document: Document) -> Iterator[ZbcError]:
 
 
 def _missing(model: Model, document: Document) -> Iterator[ZbcError]:
-    for key in ("hidden", "heads", "vocab", "seq_len"):
-        if getattr(model, key) is None:
-            text = f"config: model.{key} is missing (family {model.family} needs it)"
-            hint = f"add {key} = ... ({Model.model_fields[key].description})"
+    for name in ("hidden", "heads", "vocab", "seq_len"):
+        if getattr(model, name) is None:
+            text = f"config: model.{name} is missing (family {model.family} needs it)"
+            hint = f"add {name} = ... ({Model.model_fields[name].description})"
             yield ZbcError("E105", text, where=document.where(("model",), key=True), hint=hint)
 
 
@@ -368,11 +347,11 @@ def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
     """E110 for keys of another family, which are refused rather than ignored."""
     if not model.builtin and not FACTORY.fullmatch(model.family):  # another rule rejects the family
         return
-    for key in foreign(model):
-        if document.has(("model", key)) and (key not in _PLAIN or asks(model, key)):
-            text = f"config: model.{key} is not for family {model.family}"
+    for name in foreign(model):
+        if document.has(("model", name)) and (name not in _PLAIN or asks(model, name)):
+            text = f"config: model.{name} is not for family {model.family}"
             hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"
-            yield ZbcError("E110", text, where=document.where(("model", key)), hint=hint)
+            yield ZbcError("E110", text, where=document.where(("model", name)), hint=hint)
     if model.builtin and model.variant not in (known := VARIANTS[model.family]):
         text = f'config: model.variant = "{model.variant}" is not for family {model.family}'
         hint = f'use "{known[1]}" or "{known[2]}", or drop it'
@@ -394,8 +373,8 @@ def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
     elif model.rotary and model.head_width % 2:
         text = f"rotary positions need an even head size, it is {model.head_width}"
         fix = "drop variant, or use other heads" if model.family == "gpt" else "use other heads or head_size"
-        key = "variant" if model.family == "gpt" else "heads"
-        yield ZbcError("E110", f"config: {text}", where=document.where(("model", key)), hint=fix)
+        name = "variant" if model.family == "gpt" else "heads"
+        yield ZbcError("E110", f"config: {text}", where=document.where(("model", name)), hint=fix)
     if model.kv_heads is not None and heads % model.kv_heads:
         text = f"model.kv_heads = {model.kv_heads} does not divide model.heads = {heads}"
         hint = f"use kv_heads = {_divisors_near(heads, model.kv_heads)}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -291,20 +292,11 @@ class Profile(Section):
     def plain(self) -> dict[str, Any]:
         """The profile as plain data, as in files."""
         plain: dict[str, Any] = _rounded(self.model_dump(mode="json"))
-        for layer in plain["layers"].values():
-            for name in _NEWER:
-                if not layer[name]:
-                    del layer[name]
-        for name, there in (
-            ("words", self.words),
-            ("shared", self.shared),
-            ("sums", self.sums),
-            ("cp", self.cp > 1),
-            ("tp", self.tp > 1),
-            ("adapter", self.adapter),
-            ("tokens", self.tokens),
-        ):
-            if not there:
+        for layer, name in product(plain["layers"].values(), _NEWER):
+            if not layer[name]:
+                del layer[name]
+        for name in ("words", "shared", "sums", "cp", "tp", "adapter", "tokens"):
+            if getattr(self, name) in (None, 1, {}, []):
                 del plain[name]
         if self.copies is not None:
             plain["copies"] = {name: value for name, value in plain["copies"].items() if value is not None}
@@ -388,12 +380,10 @@ def _incomplete(profile: Profile, model: Model) -> list[str]:
     unknown = sorted(set(profile.order) - profile.layers.keys())
     if unknown:
         return [f"order names {', '.join(unknown)}, which layers does not have"]
-    if model.builtin and profile.order == FAMILY:
-        return []
     extra = 2 if model.builtin else 0  # embedding and head
-    if len(profile.order) != model.layers + extra:
-        return [f"order has {len(profile.order) - extra} layers, model.layers is {model.layers}"]
-    return []
+    if (model.builtin and profile.order == FAMILY) or len(profile.order) == model.layers + extra:
+        return []
+    return [f"order has {len(profile.order) - extra} layers, model.layers is {model.layers}"]
 
 
 def _word(value: Any) -> str:

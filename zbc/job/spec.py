@@ -60,7 +60,9 @@ def gathered(
     for setting in overrides:
         document = toml.merge(document, override(setting, document.source))
     if schedule is not None:
-        document = _choose(document, schedule)
+        place: dict[toml.KeyPath, str] = {("schedule", "kind"): f"--schedule {schedule}"}
+        chosen = toml.Document(document.source, {"schedule": {"kind": schedule}}, place, {**place})
+        document = toml.merge(document, chosen)
     if profile is not None:
         document = replace(_without_given(document), profile=profile)
     return spellings.renamed(hfmodel.filled(gpu.filled(document)))
@@ -130,13 +132,8 @@ def _read_links(result: Draft) -> None:
     if wrong is not None:
         result.problems.append(wrong)
     if costs is not None and costs.comm is not None:
-        result.add(
-            "E141",
-            "config: costs.comm and hardware.links say both what a transfer takes",
-            "costs",
-            "comm",
-            hint="drop one of them",
-        )
+        text = "config: costs.comm and hardware.links say both what a transfer takes"
+        result.add("E141", text, "costs", "comm", hint="drop one of them")
 
 
 def override(text: str, source: str) -> toml.Document:
@@ -161,12 +158,6 @@ def override(text: str, source: str) -> toml.Document:
     return toml.Document(source, tree, dict(places), places)
 
 
-def _choose(document: toml.Document, schedule: str) -> toml.Document:
-    """The document with `schedule` in place of its kind."""
-    place: dict[toml.KeyPath, str] = {("schedule", "kind"): f"--schedule {schedule}"}
-    return toml.merge(document, toml.Document(document.source, {"schedule": {"kind": schedule}}, place, {**place}))
-
-
 def _read_section(result: Draft, name: str, section: type[Section]) -> None:
     raw = result.document.values.get(name, {})
     if not isinstance(raw, Mapping):
@@ -174,10 +165,8 @@ def _read_section(result: Draft, name: str, section: type[Section]) -> None:
         return
     required = [field for field, info in section.model_fields.items() if info.is_required()]
     if name not in result.document.values and required:
-        keys = ", ".join(required)
-        result.problems.append(
-            ZbcError("E105", f"config: [{name}] is missing", where=result.document.source, hint=f"it needs {keys}")
-        )
+        text, hint = f"config: [{name}] is missing", f"it needs {', '.join(required)}"
+        result.problems.append(ZbcError("E105", text, where=result.document.source, hint=hint))
         return
     try:
         result.sections[name] = section.model_validate(dict(raw))
@@ -194,13 +183,11 @@ def _read_section(result: Draft, name: str, section: type[Section]) -> None:
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a job file, for editors."""
     definitions: dict[str, Any] = {}
-    properties: dict[str, Any] = {}
     required = []
     for name, section in SECTIONS.items():
         schema = section.model_json_schema(ref_template="#/$defs/{model}")
         definitions |= schema.pop("$defs", {})
         definitions[name] = schema
-        properties[name] = {"$ref": f"#/$defs/{name}"}
         if schema.get("required"):
             required.append(name)
     for name, key in (world.GIVEN["pp"], world.MICROBATCHES):  # parallel.world and schedule.batch may replace them
@@ -209,7 +196,7 @@ def json_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "zbc job",
         "type": "object",
-        "properties": properties,
+        "properties": {name: {"$ref": f"#/$defs/{name}"} for name in SECTIONS},
         "required": required,
         "additionalProperties": False,
         "$defs": definitions,

@@ -36,18 +36,17 @@ def convert(
         return ZbcError("E103", text, where=where, hint=hint), path[:2]
     if kind == "missing":
         key = str(problem["loc"][-1])
-        where = document.where(path, key=True)
-        return ZbcError("E105", f"config: {dotted}.{key} is missing", where=where, hint=_add(section, key)), (
-            *path,
-            key,
-        )
+        about = section.model_fields[key].description if key in section.model_fields else None
+        hint = f"add {key} = ..." + (f" ({about})" if about else "")
+        text = f"config: {dotted}.{key} is missing"
+        return ZbcError("E105", text, where=document.where(path, key=True), hint=hint), (*path, key)
     if kind == "extra_forbidden":
         inner = section if len(path) == 2 else _table(section.model_fields[str(path[1])].annotation)
         return unknown(path, document, list(inner.model_fields if inner else ())), path
     if (instead := RETIRED_VALUES.get((dotted, str(value)))) is not None:
         text = f'config: {dotted} = "{value}" is gone; write {instead}'
         return ZbcError("E103", text, where=document.where(path)), path
-    text = f"config: {dotted}: {_sentence(section, path, problem)}, found {_short(value)}"
+    text = f"config: {dotted}: {_list_or_one(section, path, kind) or sentence(problem)}, found {_short(value)}"
     return ZbcError("E103", text, where=document.where(path), hint=_fix(section, path, problem)), path
 
 
@@ -65,32 +64,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 30 else f"{text[:27]}..."
 
 
-def _add(section: type[BaseModel], key: str) -> str:
-    about = section.model_fields[key].description if key in section.model_fields else None
-    return f"add {key} = ..." + (f" ({about})" if about else "")
-
-
 _WANTED = {
-    "int_type": "expected a whole number",
-    "int_from_float": "expected a whole number",
-    "int_parsing": "expected a whole number",
-    "float_parsing": "expected a number",
-    "float_type": "expected a number",
-    "string_type": "expected a string",
-    "bool_type": "expected true or false",
-    "list_type": "expected a list",
-    "tuple_type": "expected a list",
-    "dict_type": "expected a table",
-    "model_type": "expected a table",
-    "finite_number": "expected a finite number",
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    **dict.fromkeys(("dict_type", "model_type"), "a table"),
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
 }
-
-
-def _sentence(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
-    choice = _list_or_one(section, path, problem["type"])
-    if choice is not None:
-        return choice
-    return sentence(problem)
 
 
 _BOUNDS = {
@@ -109,13 +91,11 @@ def sentence(problem: Any) -> str:
     """The expected value of a pydantic problem, in words."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in _WANTED:
-        return _WANTED[kind]
+        return f"expected {_WANTED[kind]}"
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
         return f"must be {words} {_limit(context[key])}"
-    if kind == "literal_error":
-        return f"expected {context['expected']}"
-    if kind == "enum":
+    if kind in ("literal_error", "enum"):
         return f"expected {context['expected']}"
     return str(problem["msg"]).removeprefix("Value error, ").removesuffix(".").lower()
 

@@ -9,6 +9,7 @@ If a key and the keys it stands for are both given, the command line takes prece
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -68,15 +69,11 @@ class Weighed:
     error: ZbcError | None = None
 
     def as_json(self) -> dict[str, Any]:
-        pp, dp, microbatches, why, tp, ep, cp = self.shape
-        reason = why if self.error is None else f"[{self.error.code}] {self.error.message}"
+        shape = self.shape
+        reason = shape.why if self.error is None else f"[{self.error.code}] {self.error.message}"
         return {
-            "pp": pp,
-            "dp": dp,
-            "tp": tp,
-            "ep": ep,
-            "cp": cp,
-            "microbatches": microbatches or None,
+            **{axis: getattr(shape, axis) for axis in ("pp", "dp", "tp", "ep", "cp")},
+            "microbatches": shape.microbatches or None,
             "schedule": self.schedule,
             "step_ms": self.step_ms,
             "ms_per_sample": self.sample_ms,
@@ -98,8 +95,7 @@ class World:
         """The job with one of the shapes, at the places of the keys that it comes from, and without settings of
         replicas or of ranks that share layers if the shape has none."""
         document = _applying(self.document, shape.copies, shape.tp, shape.ep, replicated=self.replicated)
-        for path in () if shape.ep > 1 and shape.tp > 1 else OF_EXPERTS:
-            document = _without(document, path)
+        document = _without(document, *(() if shape.ep > 1 and shape.tp > 1 else OF_EXPERTS))
         for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
             document = _with(document, path, number)
         for path, number in ((TP, shape.tp), (EP, shape.ep), (CP, shape.cp)):
@@ -126,7 +122,7 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
         return _shown(document)
     document, samples = _batch(document, batch)
     document, fixed = _fixed(document)
-    bare = _without(_without(document, WORLD), BATCH)
+    bare = _without(document, WORLD, BATCH)
     if world is not None and len(fixed) == 2:  # the command line sets pp and dp of a world
         copies, tp, ep = fixed["dp"] * parallel.get("cp", 1), parallel.get("tp", 1), parallel.get("ep", 1)
         bare = _applying(bare, copies, tp, ep, replicated=replicated)
@@ -138,7 +134,7 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
             raise ZbcError("E110", f"config: {shape.why}", where=document.where(BATCH), hint=_NEAREST)
         return _with(bare, MICROBATCHES, shape.microbatches)
     document, count = _count(document)
-    bare = _without(_without(document, WORLD), BATCH)
+    bare = _without(document, WORLD, BATCH)
     inner = ((cp, tp) for tp in _shared(document, count) for cp in _contexts(document, count, tp))
     some = (shape for cp, tp in inner for shape in _shapes(document, count, fixed, samples, cp, tp))
     shapes = tuple(shape._replace(ep=ep) for shape in some for ep in _experts(document, shape))
@@ -151,9 +147,8 @@ def _applying(document: Document, copies: int, tp: int, ep: int, *, replicated: 
     """Without settings of replicas or of ranks that share layers, if there are none."""
     folded = ep > 1 and document.values["parallel"].get("expert_tp", 1) == 1  # of whose experts others may have copies
     alone = copies == 1 and not (folded and tp > ep)
-    for path in (*(() if not alone or replicated else OF_REPLICAS), *(() if tp > 1 else OF_SHARED_LAYERS)):
-        document = _without(document, path)
-    return document
+    idle = (*(() if not alone or replicated else OF_REPLICAS), *(() if tp > 1 else OF_SHARED_LAYERS))
+    return _without(document, *idle)
 
 
 _NODE = Hardware.model_fields["ranks_per_node"].default
@@ -192,9 +187,7 @@ def _fixed(document: Document) -> tuple[Document, dict[str, int]]:
             raise ZbcError("E110", text, where=document.where(WORLD), hint=hint)
         else:
             document = _without(document, path)
-    if len(fixed) == 2 or "world" not in parallel:
-        return _without(document, WORLD), fixed
-    return document, fixed
+    return _without(document, *((WORLD,) if len(fixed) == 2 else ())), fixed
 
 
 def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]:
@@ -215,18 +208,13 @@ def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]
     if given is not None and batch is None and document.level(MICROBATCHES) < document.level(WORLD):
         samples = given * schedule.get("microbatch_size", 1) * parallel.get("dp", 1)
         return _without(document, MICROBATCHES), samples  # the batch that the job had
-    if given is None:
-        text, place = (
-            "config: schedule.batch is missing, and parallel.world leaves open what share each rank has",
-            WORLD,
-        )
-    else:
-        text = (
-            "config: schedule.microbatches are those of one pipeline, and parallel.world leaves open how many there are"
-        )
-        place = MICROBATCHES
-    code = "E105" if given is None else "E110"
-    raise ZbcError(code, text, where=document.where(place), hint="set schedule.batch, the samples of a step")
+    code, place = ("E105", WORLD) if given is None else ("E110", MICROBATCHES)
+    text = "schedule.batch is missing, and parallel.world leaves open what share each rank has"
+    if given is not None:
+        text = "schedule.microbatches are those of one pipeline, and parallel.world leaves open how many there are"
+    raise ZbcError(
+        code, f"config: {text}", where=document.where(place), hint="set schedule.batch, the samples of a step"
+    )
 
 
 def _count(document: Document) -> tuple[Document, int]:
@@ -236,22 +224,14 @@ def _count(document: Document) -> tuple[Document, int]:
         return document, int(world)
     hardware = document.values.get("hardware")
     device = hardware.get("device", "cpu") if isinstance(hardware, Mapping) else "cpu"
-    sizes, launched = gpus() if device == "cuda" else [], _launched()
+    sizes, launched = gpus() if device == "cuda" else [], os.environ.get("WORLD_SIZE", "")  # which torchrun sets
     if sizes and isinstance(hardware, Mapping) and "memory_gib" not in hardware:
         document = _with(document, ("hardware", "memory_gib"), min(sizes))
-    count = launched or (len(sizes) if device == "cuda" else cores())
+    count = int(launched if launched.isdecimal() else 0) or (len(sizes) if device == "cuda" else cores())
     if not count:
         text = 'config: parallel.world = "auto" counts the GPUs of this machine, and nvidia-smi finds none'
         raise ZbcError("E110", text, where=document.where(WORLD), hint="write how many there will be: world = 8")
     return document, count
-
-
-def _launched() -> int:
-    """The number of ranks that torchrun started; 0 without torchrun."""
-    import os
-
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() else 0
 
 
 def _shared(document: Document, world: int) -> list[int]:
@@ -328,15 +308,10 @@ def _shape(document: Document, pp: int, dp: int, batch: int | None) -> Shape:
         return Shape(pp, dp, schedule["microbatches"])
     per_microbatch = dp * schedule.get("microbatch_size", 1)
     if batch % per_microbatch:
-        return Shape(
-            pp,
-            dp,
-            0,
-            f"a batch of {batch} samples does not divide into {per_microbatch}, one microbatch of each replica",
-        )
-    if type(layers) is int and pp > layers:
-        return Shape(pp, dp, batch // per_microbatch, f"more ranks than the {layers} layers")
-    return Shape(pp, dp, batch // per_microbatch)
+        why = f"a batch of {batch} samples does not divide into {per_microbatch}, one microbatch of each replica"
+        return Shape(pp, dp, 0, why)
+    few = f"more ranks than the {layers} layers" if type(layers) is int and pp > layers else None
+    return Shape(pp, dp, batch // per_microbatch, few)
 
 
 def _with(document: Document, path: tuple[str, str], number: float) -> Document:
@@ -349,9 +324,8 @@ def _with(document: Document, path: tuple[str, str], number: float) -> Document:
     return replace(document, values=tables, places=places)
 
 
-def _without(document: Document, path: tuple[str, str]) -> Document:
-    name, key = path
-    if not document.has(path):
-        return document
-    table = {field: value for field, value in document.values[name].items() if field != key}
-    return replace(document, values={**document.values, name: table})
+def _without(document: Document, *paths: tuple[str, str]) -> Document:
+    for name, key in filter(document.has, paths):
+        table = {field: value for field, value in document.values[name].items() if field != key}
+        document = replace(document, values={**document.values, name: table})
+    return document
