@@ -22,8 +22,7 @@ from zbc.runtime.core.split import split_backward
 from zbc.runtime.core.tensors import Part, share_of
 from zbc.runtime.features.slices import slicing
 from zbc.runtime.features.slices.slicing import Inside, Past, attention, positions, within
-from zbc.training.models.gpt import GptBlock
-from zbc.training.models.llama import LlamaBlock
+from zbc.training.models.gpt import Block
 from zbc.training.probing.checkup import check_up
 
 ROWS = {1: (), 2: (0, 9, 16), 3: (0, 7, 8, 16), 4: (0, 7, 11, 14, 16)}  # of 16 tokens
@@ -82,7 +81,7 @@ def capped(block):
 
 def block_of(family, **options):
     model = Model(family=family, layers=2, hidden=32, heads=4, vocab=16, seq_len=24, ffn_hidden=48, **options)
-    return (GptBlock if family == "gpt" else LlamaBlock)(model)
+    return Block(model)
 
 
 def run_slices(block, x, grad, cuts, slot=Slot, split=False):

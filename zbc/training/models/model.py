@@ -28,7 +28,7 @@ from zbc.runtime.core.split import refuse_wrapped
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features.words import words
 from zbc.runtime.seeding import seed_of, seeded
-from zbc.training.models import gpt, llama
+from zbc.training.models import gpt
 from zbc.training.probing.refusals import refuse_untrainable
 
 TIED = "embed.tokens.weight"  # the weight shared by embedding and head, under its name in the embedding
@@ -127,22 +127,12 @@ def _family(model: spec.Model) -> list[LayerPlan]:
     if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
         text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
         raise ZbcError("E105", text)
-    block = llama.LlamaBlock if model.family == "llama" else gpt.GptBlock
-    ties = {"logits.weight": TIED} if model.tie_embeddings else {}
+    ties, block = {"logits.weight": TIED} if model.tie_embeddings else {}, functools.partial(gpt.Block, model)
     return [
         LayerPlan("embed", functools.partial(gpt.Embed, model)),
-        *(
-            LayerPlan(f"layers.{i}", functools.partial(block, model), like="block", compiles=True)
-            for i in range(model.layers)
-        ),
-        LayerPlan("head", functools.partial(_head, model), ties=ties),
+        *(LayerPlan(f"layers.{i}", block, like="block", compiles=True) for i in range(model.layers)),
+        LayerPlan("head", functools.partial(gpt.GptHead, model), ties=ties),
     ]
-
-
-def _head(model: spec.Model) -> nn.Module:
-    hidden, eps = model.hidden or 0, model.norm_eps
-    norm = nn.RMSNorm if model.family == "llama" else nn.LayerNorm
-    return gpt.GptHead(model, norm(hidden, eps=eps))
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:

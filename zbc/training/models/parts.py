@@ -56,5 +56,9 @@ class Rotary(nn.Module):
         return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
 
 
+def norm_of(model: Model, size: int) -> nn.Module:
+    return (nn.RMSNorm if model.family == "llama" else nn.LayerNorm)(size, eps=model.norm_eps)
+
+
 def rotary_of(model: Model) -> Rotary:
     return Rotary(model.seq_len or 0, model.head_width, model.rope_theta)

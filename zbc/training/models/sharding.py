@@ -31,8 +31,7 @@ from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
 from zbc.training.models.adapters import STACKED, LoraLinear, LoraStack
 from zbc.training.models.experts import Expert, Experts
-from zbc.training.models.gpt import Embed, GptBlock, GptHead
-from zbc.training.models.llama import LlamaBlock
+from zbc.training.models.gpt import Block, Embed, GptHead
 from zbc.training.models.parts import Rotary, same
 
 
@@ -48,7 +47,7 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
 
     `joined`: the head gathers all logits, for a loss that needs whole ones. Raises E119 for layers without `shard`.
     """
-    if isinstance(layer, Embed | GptBlock | LlamaBlock | GptHead):
+    if isinstance(layer, Embed | Block | GptHead):
         if isinstance(layer, Embed):
             found = _embed(layer, group)
         else:
@@ -95,7 +94,7 @@ def spread(layer: nn.Module, tokens: Spread, rows: Tensor, *, unequal: bool = Fa
             module.index = module.index[rows]
         elif isinstance(module, Rotary):
             module.cos, module.sin = module.cos[rows], module.sin[rows]
-        elif isinstance(module, GptBlock | LlamaBlock):
+        elif isinstance(module, Block):
             module.attend = tokens.attention
         elif isinstance(module, Experts):
             module.tokens = (*module.tokens, tokens.group)
@@ -133,7 +132,7 @@ def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
     return columns(layer, "logits", [words], group)
 
 
-def _block(layer: GptBlock | LlamaBlock, group: Group) -> dict[str, Cut]:
+def _block(layer: Block, group: Group) -> dict[str, Cut]:
     """Shards a block. Rows of qkv are all queries, keys, values; of gate_up the gate, then up. Heads are not split."""
     parts = [heads * layer.size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
     layer.heads, layer.kv_heads = layer.heads // group.size, layer.kv_heads // group.size
