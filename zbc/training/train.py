@@ -433,9 +433,8 @@ def _tell_filled(run: _Run) -> None:
         run.worker.transport = run.filling.inner
     if run.worker.plan.manifest.training.get("filler", {}).get("task"):
         found = "" if run.filling is None else f"{run.name(run.rank)}: {run.filling.found}"
-        run.show(
-            "filler  " + run.board.meet("filled", run.limit, found, lambda told: "\n        ".join(filter(None, told)))
-        )
+        every = run.board.meet("filled", run.limit, found, lambda told: "\n        ".join(filter(None, told)))
+        run.show(f"filler  {every}")
 
 
 def _tell_late(run: _Run) -> None:

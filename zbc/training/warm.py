@@ -77,7 +77,7 @@ def _warm(worker: Worker, settings: Settings) -> None:
     if worker.evaluation is not None:
         with _unchanged(worker), evaluating(worker):
             for stage in worker.stages.values():
-                first = _of_first(worker, stage)
+                first = stage.of_rows(worker.length(0))
                 first.evaluate(_input(worker, first), _finish(worker, first), "warm")
     _signal(worker)
     _transfer(worker)
@@ -96,25 +96,12 @@ def _unchanged(worker: Worker) -> Iterator[None]:
         stack.enter_context(left_alone([place for layer in layers for place in layer.buffers]))
         for layer in layers:
             for module, name in places(layer.module, (*layer.traits.carries, *layer.traits.mixes)):
-                stack.callback(_put_back, module, name, vars(module).get(name, _ABSENT))
                 if name in vars(module):
+                    stack.callback(setattr, module, name, vars(module)[name])
                     setattr(module, name, copy.deepcopy(vars(module)[name]))
+                else:
+                    stack.callback(vars(module).pop, name, None)
         yield
-
-
-_ABSENT = object()
-
-
-def _put_back(module: nn.Module, name: str, value: object) -> None:
-    if value is not _ABSENT:
-        setattr(module, name, value)
-    elif name in vars(module):
-        delattr(module, name)
-
-
-def _of_first(worker: Worker, stage: Stage) -> Stage:
-    """The stage for rows as long as those of the first microbatch, whose data it gets here."""
-    return stage.of_rows(worker.length(0))
 
 
 def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | None:
@@ -122,7 +109,7 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
 
     Offloads and reloads if the plan does, which allocates the stage's host memory.
     """
-    stage = _of_first(worker, stage)
+    stage = stage.of_rows(worker.length(0))  # as long as those of the first microbatch, whose data it gets
     x, finish = _input(worker, stage), _finish(worker, stage)
     slot = Slot() if split or stage.slotted else None
     last = worker.features.find(Vocabulary) is None and not worker.placement.sinks(stage.index)
@@ -173,9 +160,8 @@ def _input(worker: Worker, stage: Stage) -> Tensor:
     first = worker.features.find(Vocabulary) is None and not worker.placement.sources(stage.index)
     if first and worker.batches is not None:
         return stage.entered(_carried(worker, worker.batches.inputs))
-    if stage.takes.numbers:
-        return stage.arrived(stage.empty_input().normal_())
-    return stage.arrived(stage.empty_input().zero_())
+    empty = stage.empty_input()
+    return stage.arrived(empty.normal_() if stage.takes.numbers else empty.zero_())
 
 
 def _finish(worker: Worker, stage: Stage) -> Callable[[Tensor], Tensor]:

@@ -204,7 +204,11 @@ class Watchdog:
             if now - ticked > 3 * self.tick + 2.0:
                 self._awake_since = now  # this whole process was stopped; its data about the others are outdated
             count, ticked = count + 1, now
-            if board is not None and not _told(board, self._beat(count, now)):
+            beat = self._beat(count, now)
+            try:
+                if board is not None:
+                    board.beat(beat)
+            except RuntimeError:
                 board = None
             self._heard.set()
             self._retrying.look()
@@ -379,14 +383,6 @@ class Watchdog:
         if silent:
             state = f"not responding (last heard {now - heard.at:.1f} s ago)"
         return f"{self.name(rank)}  {place}  {beat.op:{width}}  {state}"
-
-
-def _told(board: Board, beat: Beat) -> bool:
-    try:
-        board.beat(beat)
-    except RuntimeError:
-        return False
-    return True
 
 
 def in_time(call: Callable[[], _Result], seconds: float) -> _Result | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -52,18 +52,10 @@ class Settings:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Settings:
-        planning, training = manifest.planning, manifest.training
-        return cls(
-            section(spec.Model, planning["model"]),
-            section(spec.Data, training["data"]),
-            section(spec.Train, training["train"]),
-            section(spec.Optimizer, training["optimizer"]),
-            section(spec.Memory, planning.get("memory", {})),
-            section(spec.Checkpoint, training.get("checkpoint", {})),
-            section(spec.Freeze, planning.get("freeze", {})),
-            section(spec.Adapter, planning.get("adapter", {})),
-            training.get("pretrained"),
-        )
+        every = {**manifest.planning, **manifest.training}  # planning has some keys of what training has whole
+        *names, _ = (field.name for field in fields(cls))
+        found: dict[str, Any] = {name: section(spec.SECTIONS[name], every.get(name, {})) for name in names}
+        return cls(**found, pretrained=every.get("pretrained"))
 
     @property
     def lowered(self) -> torch.dtype | None:

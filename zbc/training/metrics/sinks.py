@@ -44,11 +44,10 @@ def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], f
 
     `first`: the number of steps after which the run resumes; metrics of later steps are dropped.
     """
-    sinks: list[Sink] = []
-    for name in log.get("to", ()):
-        board = name == "tensorboard"
-        sinks.append(TensorBoard(folder, first) if board else WeightsAndBiases(name[len("wandb:") :], folder, about))
-    return sinks
+    return [
+        TensorBoard(folder, first) if name == "tensorboard" else WeightsAndBiases(name.partition(":")[2], folder, about)
+        for name in log.get("to", ())
+    ]
 
 
 class TensorBoard:

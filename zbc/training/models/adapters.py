@@ -72,8 +72,7 @@ class LoraLinear(nn.Linear):
 
     def pair(self, key: str) -> Lora:
         """The adapter of that name."""
-        found = getattr(self.lora, key)
-        assert isinstance(found, Lora)
+        found: Lora = getattr(self.lora, key)
         return found
 
     @cached_property
@@ -113,8 +112,7 @@ class LoraStack(GroupedLinear):
     @property
     def experts(self) -> LoraExperts:
         """The adapters."""
-        found = getattr(self.lora, STACKED)
-        assert isinstance(found, LoraExperts)
+        found: LoraExperts = getattr(self.lora, STACKED)
         return found
 
     @cached_property

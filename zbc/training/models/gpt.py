@@ -40,7 +40,7 @@ class Embed(nn.Module):
         vocab, hidden, seq_len = model.vocab or 0, model.hidden or 0, model.seq_len or 0
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = None if model.rotary else nn.Embedding(seq_len, hidden)
-        self.look_up: Callable[[Tensor], Tensor] = self._look_up
+        self.look_up: Callable[[Tensor], Tensor] | None = None  # instead of the table's own
         self.length = seq_len
         self.place = 0  # index of this rank's shard of the tokens, with sequence parallelism
         self.own: Callable[[int, torch.device], Tensor] | None = None  # as in Rotary
@@ -51,16 +51,13 @@ class Embed(nn.Module):
                 nn.init.normal_(table.weight, std=STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.look_up(tokens)
+        x = (self.look_up or self.tokens)(tokens)
         if self.positions is None:
-            return x
+            return x  # type: ignore[no-any-return]
         rows, start = rows_now(), first_row() + self.place * x.shape[1]
         index = self.index if self.own is None else self.own(tokens.shape[1], x.device)
         at = index if rows is None else places(rows, self.length, x.device)[:, index]
         return x + self.positions(at[..., start : start + x.shape[1]])  # type: ignore[no-any-return]
-
-    def _look_up(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens)  # type: ignore[no-any-return]
 
     def without_words(self) -> tuple[str, Tensor]:
         """Begins after the look-up; returns the name of the table, and it."""

@@ -212,8 +212,7 @@ def _refuse_shared(found: list[Any], ties: Sequence[Mapping[str, str]]) -> None:
         if isinstance(item, nn.Module)
         for p in {id(p): p for name, p in item.named_parameters() if name not in tied}.values()
     )
-    if owners and max(owners.values()) > 1:
-        shared = {key for key, count in owners.items() if count > 1}
+    if shared := {key for key, count in owners.items() if count > 1}:
         guilty = [
             f"layers.{i}"
             for i, item in enumerate(found)

@@ -66,12 +66,8 @@ def try_layers(site: Site, stages: Iterable[Stage]) -> None:
         if names := (*layer.traits.remembers, *layer.traits.carries):
             text = f"model: layer {layer.name} changes {names[0]} in its forward, which runs once for every slice"
             raise ZbcError("E512", text, hint=f"use a layer that keeps nothing of its forwards, {ONE_SLICE}")
-    _try_each(
-        site,
-        layers,
-        "slices",
-        functools.partial(_try, parts=site.slices or _cut(site.settings.model.seq_len or TOKENS)),
-    )
+    parts = site.slices or _cut(site.settings.model.seq_len or TOKENS)
+    _try_each(site, layers, "slices", functools.partial(_try, parts=parts))
 
 
 def try_padded(site: Site, stages: Iterable[Stage]) -> None:

@@ -28,7 +28,7 @@ from zbc.job.userobject import FAILURES
 from zbc.runtime.core.grouped import Loads
 from zbc.runtime.core.private import NUMBERLESS, FakeTensor, FakeTensorMode, grouped_kernel, load_fakes, pytree, reader
 from zbc.runtime.features.slices.slicing import last_rows
-from zbc.topology import INNER, Topology
+from zbc.topology import INNER
 from zbc.training import frames
 from zbc.training.profiling import words
 from zbc.training.profiling.kernels import FP8, MOVED, PRODUCT, Kernels, count
@@ -51,7 +51,9 @@ def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[P
 
     Raises E110 for a graph of layers, E505 for layers that need numbers to run, E5xx as training.
     """
-    kernels = Kernels(job.hardware.device, _axes(job.parallel.topology))
+    run = job.parallel.topology
+    axes = {run.sharing(0): "ep", **{run.beside(axis.name, 0): axis.name for axis in INNER}}  # of groups within ops
+    kernels = Kernels(job.hardware.device, axes)
     on: dict[str, Any] = {"source": "dry", "device": job.hardware.device, "torch": torch.__version__}
     made: dict[str, Any] = {"on": Origin(**on), **about(job)}
     if policy == "words":
@@ -75,11 +77,6 @@ def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[P
     return [Profile(**made, layers={kind: layer(kind, part) for kind in kinds}) for part in range(len(found))]
 
 
-def _axes(run: Topology) -> dict[tuple[int, ...], str]:
-    """The name of the axis of each group of ranks with which the first one meets inside of ops."""
-    return {run.sharing(0): "ep", **{run.beside(axis.name, 0): axis.name for axis in INNER}}
-
-
 def weighed(
     job: Job, kernels: Kernels | None = None, policy: str = "keep", cuts: Sequence[int] = ()
 ) -> tuple[Rig, list[dict[str, LayerProfile]]]:
@@ -98,19 +95,13 @@ def weighed(
             raise frames.failure(error, "profile: a layer, the loss or the data of the job failed") from error
         text = "profile: a layer, or the loss, cannot run without numbers"
         hint = "measure it on its device: `zbc profile JOB.toml -o FILE`, without --dry"
-        raise ZbcError("E505", text, hint=hint, details=_told(causes)) from error
+        who = [error.message] if isinstance(error, ZbcError) else list(getattr(error, "__notes__", []))
+        raise ZbcError("E505", text, hint=hint, details=[*who, *frames.raised(causes[-1])]) from error
 
 
 def _rig(job: Job, policy: str = "keep") -> Rig:
     plain = {"dtype": "bfloat16"} if job.model.dtype == "fp8" else {}  # nothing multiplies in it: kernels are renamed
     return build_rig(replace(job, model=job.model.model_copy(update=plain)), CPU, policy, apart=bool(job.vocabulary))
-
-
-def _told(causes: Sequence[BaseException]) -> list[str]:
-    """Who failed, and where in users' code."""
-    first, last = causes[0], causes[-1]
-    who = [first.message] if isinstance(first, ZbcError) else list(getattr(first, "__notes__", []))
-    return [*who, *frames.raised(last)]
 
 
 @contextmanager
@@ -119,7 +110,8 @@ def fakes(job: Job) -> Iterator[None]:
 
     def even(rows: int, sizes: list[int]) -> list[list[int]]:
         got = math.ceil(rows * job.model.imbalance)
-        return [_shared(total, count) for total, count in zip((rows, *len(sizes) * [got]), sizes, strict=False)]
+        each = zip((rows, *len(sizes) * [got]), sizes, strict=False)
+        return [[total // parts + (i < total % parts) for i in range(parts)] for total, parts in each]
 
     load_fakes()
     before, Loads.answer = Loads.answer, even
@@ -130,10 +122,6 @@ def fakes(job: Job) -> Iterator[None]:
     finally:
         gc.enable()
         Loads.answer = before
-
-
-def _shared(total: int, parts: int) -> list[int]:
-    return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 class Answers(TorchFunctionMode):
@@ -154,10 +142,6 @@ def _ends_step(module: str) -> bool:
     return module.startswith(_ENDS) and (module == _OF_LOSS or not module.startswith(_INSIDE))
 
 
-def _one(x: Tensor) -> float | int:
-    return 1.0 if x.is_floating_point() else 1
-
-
 def _grouped(a: Tensor, b: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
     """The result of a grouped product, of any type."""
     groups = (len(offs),) if a.dim() == b.dim() == 2 else ()
@@ -175,7 +159,7 @@ def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
 
 # Losses, norms and the like that end a step. Inside of layers shapes may depend on what is read.
 READS: dict[Any, Callable[..., Any]] = {
-    Tensor.item: _one,
+    Tensor.item: lambda x: 1.0 if x.is_floating_point() else 1,
     Tensor.__float__: lambda x: 1.0,
     Tensor.__int__: lambda x: 1,
     Tensor.__bool__: lambda x: True,
