@@ -13,6 +13,7 @@ from tests.runtime.test_exchanges import planned
 from tests.runtime.test_expert_parallel import numbers, plan
 from tests.threads import run_threads
 from zbc.job import trained
+from zbc.job.spec import Model
 from zbc.training.models.experts import Experts
 
 LIMITED = {"experts": 8, "top_k": 2, "expert_groups": [4, 2]}
@@ -24,9 +25,8 @@ def test_choices_and_weights_are_those_of_transformers(groups, limit, k):
     sizes = {"hidden_size": 16, "n_routed_experts": 32, "num_experts_per_tok": k, "norm_topk_prob": True}
     config = module.DeepseekV3Config(**sizes, n_group=groups, topk_group=limit, routed_scaling_factor=1.0)
     theirs = module.DeepseekV3TopkRouter(config)
-    layer = Experts(
-        16, 8, 32, k, layers=1, activation=nn.SiLU(), scores=torch.sigmoid, rate=0.01, groups=(groups, limit)
-    )
+    chosen = {"router": "sigmoid", "balance_loss": (0.0, 0.01), "expert_groups": (groups, limit)}
+    layer = Experts(Model(layers=1, hidden=16, ffn_hidden=8, experts=32, top_k=k, **chosen), nn.SiLU())
     torch.manual_seed(1)
     with torch.no_grad():
         theirs.weight.copy_(layer.router.weight.normal_())
@@ -43,7 +43,8 @@ def test_choices_and_weights_are_those_of_transformers(groups, limit, k):
 
 
 def test_a_token_has_groups_of_single_experts():
-    layer = Experts(4, 8, 4, 2, layers=1, activation=nn.SiLU(), groups=(4, 2))
+    model = Model(layers=1, hidden=4, ffn_hidden=8, experts=4, expert_groups=(4, 2))
+    layer = Experts(model, nn.SiLU())
     likely = torch.rand(20, 4)
     assert torch.equal(layer._chosen(likely), likely.topk(2).indices)
 

@@ -55,14 +55,15 @@ def of_one_token(layer, x):
     return torch.stack(found)
 
 
+SMALL = Model(family="llama", layers=1, hidden=8, ffn_hidden=8, experts=4)
+
+
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(
-    ("normed", "shared", "scores"), [(True, 0, softmax), (False, 24, softmax), (True, 24, torch.sigmoid)]
-)
-def test_a_token_gets_what_its_experts_give(gated, normed, shared, scores):
+@pytest.mark.parametrize(("router", "widths"), [("softmax", 20), ("softmax of all", (20, 24)), ("sigmoid", (20, 24))])
+def test_a_token_gets_what_its_experts_give(gated, router, widths):
     torch.manual_seed(0)
-    how = {"gated": gated, "normed": normed, "shared": shared, "scores": scores}
-    layer = Experts(16, 20, 6, 3, layers=2, activation=nn.SiLU(), **how).double()
+    how = {"family": "llama" if gated else "gpt", "router": router, "ffn_hidden": widths}
+    layer = Experts(Model(layers=2, hidden=16, experts=6, top_k=3, **how), nn.SiLU()).double()
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) / 3
     x = torch.randn(2, 7, 16, dtype=torch.float64)
@@ -85,7 +86,7 @@ def test_one_expert_that_all_tokens_meet_is_the_mlp_of_its_family(kind):
 
 
 def test_an_expert_that_nobody_chose_has_a_gradient_of_zero():
-    layer = Experts(8, 8, 4, 1, layers=1, activation=nn.SiLU())
+    layer = Experts(SMALL.model_copy(update={"top_k": 1}), nn.SiLU())
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([5.0, 0, 0, 0])[:, None].expand(4, 8))
     layer(torch.ones(3, 8)).sum().backward()
@@ -93,11 +94,11 @@ def test_an_expert_that_nobody_chose_has_a_gradient_of_zero():
     assert not layer.experts.down.weight.grad[1:].any()
 
 
-@pytest.mark.parametrize("scores", [softmax, torch.sigmoid])
-def test_added_losses_are_those_of_their_papers(scores):
+@pytest.mark.parametrize(("router", "scores"), [("softmax", softmax), ("sigmoid", torch.sigmoid)])
+def test_added_losses_are_those_of_their_papers(router, scores):
     torch.manual_seed(1)
-    how = {"balance": 0.5, "z": 0.25, "scores": scores}
-    layer, adding = Experts(8, 8, 4, 2, layers=1, activation=nn.SiLU(), **how), Adding(0.125)
+    how = {"balance_loss": 0.5, "z_loss": (0.0, 0.25), "router": router}
+    layer, adding = Experts(SMALL.model_copy(update=how), nn.SiLU()), Adding(0.125)
     x = torch.randn(10, 8)
     with adding_to(adding):
         layer(x)
@@ -202,7 +203,7 @@ def test_loads_are_the_rows_of_each_expert_and_biases_move_towards_even_ones(way
 
 
 def test_a_bias_chooses_experts_and_weighs_none():
-    layer = Experts(8, 8, 4, 2, layers=1, activation=nn.SiLU(), rate=0.1)
+    layer = Experts(SMALL.model_copy(update={"balance_loss": (0.0, 0.1)}), nn.SiLU())
     layer.bias.copy_(torch.tensor([9.0, 9.0, 0, 0]))
     x = torch.randn(5, 8)
     likely = (x @ layer.router.weight.t()).softmax(-1)[:, :2]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zbc.job.spec import Model
 from zbc.runtime.core import grouped
 from zbc.runtime.core.grouped import Groups
 from zbc.runtime.core.slot import Slot, using
@@ -19,7 +20,8 @@ from zbc.training.models.experts import Experts
 
 def made(dtype=torch.float32, *, gated=True, fused=False, hidden=16, width=24, count=6, top_k=2):
     torch.manual_seed(1)
-    layer = Experts(hidden, width, count, top_k, layers=1, activation=nn.SiLU(), gated=gated).to(dtype)
+    sizes = {"hidden": hidden, "ffn_hidden": width, "experts": count, "top_k": top_k}
+    layer = Experts(Model(family="llama" if gated else "gpt", layers=1, **sizes), nn.SiLU()).to(dtype)
     split_backward(layer, fused=fused)
     return layer
 

@@ -101,33 +101,17 @@ def lowered(rows: Tensor) -> Tensor:
 class Experts(nn.Module):
     """(.., H) -> (.., H)."""
 
-    def __init__(
-        self,
-        hidden: int,
-        width: int,
-        count: int,
-        top_k: int,
-        *,
-        layers: int,
-        activation: nn.Module,
-        gated: bool = True,
-        shared: int = 0,
-        normed: bool = True,
-        scores: Callable[[Tensor], Tensor] = softmax,
-        balance: float = 0.0,
-        z: float = 0.0,
-        rate: float = 0.0,
-        groups: tuple[int, int] = (1, 1),
-    ) -> None:
-        """`count` experts of `width`; `shared`: width of the shared expert, 0 for none; `scores`: function from logits
-        to scores; `rate`: change of an expert's bias per step, 0 for none; `groups` of experts, and how many of these
-        a token meets."""
+    def __init__(self, model: Model, activation: nn.Module) -> None:
+        """Those of a block of a model, with the `activation` of its family."""
         super().__init__()
-        self.count, self.top_k, self.normed, self.balance, self.z = count, top_k, normed, balance, z
-        self.scores, self.groups = scores, groups
-        made = functools.partial(Expert, hidden, layers=layers, gated=gated, activation=activation)
+        hidden, count, shared = model.hidden or 0, model.experts or 0, model.shared_hidden
+        self.count, self.top_k, self.normed, self.groups = count, model.met, model.normed, model.expert_groups or (1, 1)
+        (self.balance, self.rate), (_, self.z) = model.balances, model.z_losses
+        self.scores: Callable[[Tensor], Tensor] = torch.sigmoid if model.router == "sigmoid" else softmax
+        gated = model.family == "llama"
+        made = functools.partial(Expert, hidden, layers=model.layers, gated=gated, activation=activation)
         self.router = linear(hidden, count, bias=False)
-        self.experts = ExpertStack(count, functools.partial(made, width))
+        self.experts = ExpertStack(count, functools.partial(made, model.mlp_width))
         self.shared = made(shared) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
         self.swaps = Swaps()
@@ -138,9 +122,8 @@ class Experts(nn.Module):
         # The layout of its input: tokens flat, or by sequences, if they are gathered.
         self.rows: Callable[[Tensor], Tensor] = functools.partial(torch.flatten, end_dim=-2)
         self.place: int | None = None  # index of its first expert among those of all blocks
-        self.rate = rate
         self.bias: Tensor | None
-        self.register_buffer("bias", torch.zeros(count) if rate else None)
+        self.register_buffer("bias", torch.zeros(count) if self.rate else None)
 
     def forward(self, x: Tensor) -> Tensor:
         own = x if self.fold is None else self.fold.share(x)
@@ -194,28 +177,6 @@ class Experts(nn.Module):
         normed = likely if self.scores is softmax else likely / likely.sum(-1, keepdim=True)
         found = self.balance * self.count * (share * normed.sum(0)).sum() / tokens
         return found + self.z * logits.logsumexp(-1).square().sum() / tokens if self.z else found
-
-
-def experts_of(model: Model, activation: nn.Module, *, gated: bool) -> Experts | None:
-    """The experts of a block of a model, in place of its MLP; None if it has none."""
-    if not model.experts:
-        return None
-    return Experts(
-        model.hidden or 0,
-        model.mlp_width,
-        model.experts,
-        model.met,
-        layers=model.layers,
-        gated=gated,
-        activation=activation,
-        shared=model.shared_hidden,
-        normed=model.normed,
-        scores=torch.sigmoid if model.router == "sigmoid" else softmax,
-        balance=model.balances[0],
-        z=model.z_losses[1],
-        rate=model.balances[1],
-        groups=model.expert_groups or (1, 1),
-    )
 
 
 class Balance(NamedTuple):

@@ -28,7 +28,7 @@ from zbc.job.model_section import Model
 from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slices.slicing import attention, first_row
-from zbc.training.models.experts import experts_of
+from zbc.training.models.experts import Experts
 from zbc.training.models.parts import STD, linear, norm_of, rotary_of, same
 
 
@@ -77,7 +77,7 @@ class Block(nn.Module):
         kv_heads, layers, gated = model.kv_heads or heads, model.layers, model.family == "llama"
         self.heads, self.kv_heads, self.size, self.gated = heads, kv_heads, size, gated
         self.activation = nn.SiLU() if gated else nn.GELU("tanh" if model.variant == "gpt2" else "none")
-        experts = experts_of(model, self.activation, gated=gated)
+        experts = Experts(model, self.activation) if model.experts else None
         self.norm1 = norm_of(model, hidden)
         # Rows: all queries, keys, values.
         self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=not gated or model.variant == "qwen2")
