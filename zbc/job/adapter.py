@@ -133,7 +133,7 @@ def whole(adapter: Adapter, model: Model, module: str) -> str:
     return names[-1] if adapter.names(*names, whole=True) else ""
 
 
-def linears(model: Model, block: int = 0) -> tuple[str, ...]:
+def linears(model: Model) -> tuple[str, ...]:
     """Names of the linear layers in a block of a built-in model that may have adapters: with experts, of attention."""
     names = ("qkv", "proj", "gate_up" if model.family == "llama" else "up", "down")
     return names[:2] if model.experts else names
@@ -149,7 +149,7 @@ def stacks(model: Model) -> Iterator[tuple[str, ...]]:
 def called(model: Model) -> Iterator[tuple[str, ...]]:
     """The names of each linear layer of a built-in model's blocks: its own, then its names in a Hugging Face folder."""
     for i in range(model.layers if model.builtin else 0):
-        for linear in (f"layers.{i}.{name}" for name in linears(model, i)):
+        for linear in (f"layers.{i}.{name}" for name in linears(model)):
             yield linear, *(tensor.name.removesuffix(".weight") for tensor in hfnames.parts(model, f"{linear}.weight"))
 
 
@@ -185,10 +185,5 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
     if adapter is None or not (adapter.rank and adapter.targets) or model is None or not model.builtin:
         return
     few = model.model_copy(update={"layers": min(model.layers, LAYERS)})  # another rule rejects more layers
-    yield from unknown(
-        adapter,
-        called(few),
-        [ends(few, name) for name in ENDS],
-        stacks(few),
-        draft.document.where(("adapter", "targets")),
-    )
+    where = draft.document.where(("adapter", "targets"))
+    yield from unknown(adapter, called(few), [ends(few, name) for name in ENDS], stacks(few), where)
