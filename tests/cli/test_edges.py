@@ -50,7 +50,7 @@ HARMFUL = [
     ({"planning.parallel.dp": 2}, "its job has parallel.dp = 2"),
     ({"planning.parallel.pp": 2**63 - 1}, "more than zbc plans"),
     ({"planning.costs.f": 1}, "costs give f but not"),
-    ({"planning.optimizer": []}, "is not what a plan has"),
+    ({"planning.optimizer": []}, "planning.optimizer: expected a table"),
     ({"planning.hardware.memory_gbps": [1]}, "memory_gbps has 1 numbers"),
     ({"planning.parallel.average": {}}, "parallel.average"),
 ]

@@ -264,7 +264,6 @@ def test_replicas_of_a_rank_are_put_on_one_node():
     ("dp", "more"),
     [
         (4, {"hardware": {"ranks_per_node": 2}}),
-        (4, {"hardware": {"ranks_per_node": 4}, "parallel": {"node": [4, 1]}}),
         (2, {"hardware": {"ranks_per_node": 4}, "parallel": {"order": [0, 1, 2, 3, 4, 5, 6, 7]}}),
     ],
 )

@@ -78,7 +78,7 @@ def test_stages_that_are_slow_in_every_copy_make_no_rank_slow(tmp_path):
 
 def test_copies_that_share_a_node_are_told_apart_too(tmp_path):
     """Ranks 0 and 1 are both copies of the first rank of the pipeline, so 0 receives from 2 and 1 from 3."""
-    nodes = {"parallel": {"dp": 2, "node": [1, 2]}, "hardware": {"ranks_per_node": 2}}
+    nodes = {"parallel": {"dp": 2, "order": [0, 2, 1, 3]}}
     plan = compiled("1f1b", p=2, m=4, costs=GIVEN, **nodes)
     found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 1, 1.2))), again=False)
     assert [set(rank.measured.senders) for rank in found.ranks] == [{2}, {3}, {0}, {1}]

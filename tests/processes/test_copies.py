@@ -218,7 +218,7 @@ def test_a_batch_grows_while_four_processes_train(tmp_path):
     schedule = {"kind": "zb-h1", "microbatches": 3, "ramp": ramp}
     rate = {"lr": 1e-2, "schedule": {"kind": "cosine", "by": "samples"}}
     optimizer = {"sync": "post-validate", "clip_grad_norm": 0.5, **rate}
-    together = {"parallel": {**TWO, "node": [1, 2]}, "hardware": {"ranks_per_node": 2}}  # copies next to each other
+    together = {"parallel": {**TWO, "order": [0, 2, 1, 3]}}  # copies next to each other
     folder = write_plan(tmp_path, schedule=schedule, optimizer=optimizer, train={"steps": 5}, **together)
     assert "1, then 2, then 3 microbatches of 2" in run_here(folder, 4, tmp_path / "run")[0]
     expected, found = reference(StoredPlan.read(folder), 5), metrics(tmp_path / "run")

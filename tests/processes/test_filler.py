@@ -1,5 +1,7 @@
 """[filler] in runs over gloo, as for a user."""
 
+from multiprocessing import forkserver
+
 import pytest
 
 from tests.processes.plans import metrics, run_here, write_plan
@@ -13,6 +15,7 @@ JOB = {**LAYERS, "data": {"kind": "bench.sleeping:Points"}, "schedule": {"kind":
 @pytest.fixture
 def filled(tmp_path, monkeypatch):
     monkeypatch.setenv("FILLED", str(tmp_path))
+    forkserver._forkserver._stop()  # ranks have the environment of their server
 
     def run(name, task="make"):
         filler = {"filler": {"task": f"tests.processes.fillers:{task}"}}

@@ -116,7 +116,7 @@ def pretending(tmp_path, monkeypatch):
             out.mkdir(parents=True)
             (out / "run.json").write_text('{"format": "zbc-run"}')
             took = [1000.0, 1000.0, *[TOOK[schedule]] * 3]
-            rows = [{"step": n, "step_ms": ms, "busy_ms": [1.0]} for n, ms in enumerate(took, 1)]
+            rows = [{"step": n, "step_ms": ms, "busy_ms": [1.0], "peak_bytes": [1]} for n, ms in enumerate(took, 1)]
             (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
         monkeypatch.setattr(tuner, "_command", command)

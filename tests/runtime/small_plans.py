@@ -213,7 +213,7 @@ def reference(
     if settings.model.tie_embeddings:
         layers[-1][1].logits.weight = layers[0][1].tokens.weight
     modules = dict(layers)
-    for name, owner in settings.model.ties.items():
+    for name, owner in settings.model.tied.items():
         (_, one, path), (_, other, target) = (text.split(".", 2) for text in (name, owner))
         inner, _, leaf = path.rpartition(".")
         setattr(modules[f"layers.{one}"].get_submodule(inner), leaf, modules[f"layers.{other}"].get_parameter(target))

@@ -227,7 +227,7 @@ def _flushless(found: Facts) -> Iterator[str]:
 
 
 def _exact(found: Facts) -> Iterator[str]:
-    """The proven lower bound of the order's step, and what the solver made of the order it began with."""
+    """The proven lower bound of the order's step, and the solver's change of the order it began with."""
     yield f"no order of these stages takes less than {short(found.lower_ms)} ms, gap {percent(max(0.0, found.gap))}"
     shorter = f"{short(found.ms)} ms a step instead of {short(found.before_ms)} ms: a shorter order"
     yield shorter if found.ms < found.before_ms else "none shorter than the one it began with"

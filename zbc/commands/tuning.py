@@ -43,7 +43,7 @@ def tune(
     """Find the fastest plan of a job by running the best few.
 
     Profiles the layers, plans, runs some steps of each plan, plans again with the measured times, and keeps the plan
-    with the fastest steps. Ctrl-C keeps the best so far. What it tried stays in runs/tune-JOB-N.
+    with the fastest steps. Ctrl-C keeps the best so far. Its trials stay in runs/tune-JOB-N.
     """
     from zbc.plan.directory import refuse_unwritable
 

@@ -153,7 +153,7 @@ class CpModel:
         problem = self.problem
 
         def place(op: int) -> tuple[int, int, int, int, int]:
-            """By time; ops without length before what starts with them, and along the path of the microbatches."""
+            """By time; ops without length before others of their start, and along the path of the microbatches."""
             kind, s, unit = self.what[op]
             start = solver.value(self.start[op])
             return problem.rank[s], start, start + self._length(op), unit, s if kind == F else 2 * self.n - s

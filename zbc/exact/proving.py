@@ -1,7 +1,7 @@
 """Proves that an order is optimal for its placement, or finds a shorter one: `zbc plan --exact`.
 
-The model knows times of ops and of messages, and the memory of activations. What it leaves out (links that are busy,
-buffers, sums of gradients) makes a step longer or larger only, so its bound holds for every order; an order that it
+The model knows times of ops and of messages, and the memory of activations. Busy links, buffers and sums of gradients,
+which it leaves out, make a step longer or larger only, so its bound holds for every order; an order that it
 finds is weighed as a whole plan, and taken if it is shorter and fits.
 """
 
@@ -28,7 +28,7 @@ BETTER = 1 - 1e-9
 def proven(job: Job, found: Ordered, seconds: float) -> tuple[Ordered, Facts]:
     """The shortest order known after `seconds`, with the lower bound that is proven, and a report: ms of the model.
 
-    Backwards stay as they are: split if any is. Raises E110 for what the model does not know, E602 without ortools.
+    Backwards stay as they are: split if any is. Raises E110 for features beyond the model, E602 without ortools.
     """
     program, costs, objective = found.program, found.costs, job.objective
     has = {"exact": True, "copies": len(program.placement.pipes) > 1, "groups": program.grouped}

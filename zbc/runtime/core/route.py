@@ -173,7 +173,8 @@ class Edges:
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> None:
         values = [tensor] * len(self.edges) if self.each is None else self.each(tensor)
-        worker.edges.update(zip(self.edges, values, strict=True))
+        for edge, value in zip(self.edges, values, strict=True):
+            worker.edges[edge] = value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a model of transformers does with words: the layer that makes its logits, and tables that ranks can share."""
+"""Words in a model of transformers: the layer that makes its logits, and tables that ranks can share."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LOGITS = "head.logits.weight"
 
 class Ends(NamedTuple):
     """The shapes (words, features) of the tables of a model, by name, the embedding's first, the output layer's last;
-    what it makes of logits; the word whose row of the embedding does not learn."""
+    its shape of logits; the word whose row of the embedding does not learn."""
 
     tables: Mapping[str, tuple[int, int]]
     shaped: Shaped = AS_IS

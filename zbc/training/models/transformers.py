@@ -211,7 +211,7 @@ class TakenApart:
         return logits
 
     def before_logits(self, root: nn.Module, hidden: Tensor, name: str) -> Tensor:
-        """What its layer `name` reads, whose products make the logits."""
+        """The input of its layer `name`, whose products make the logits."""
         stub = _Stub(root.get_submodule(name))
         self._after(root, hidden, {name: stub})
         read: Tensor = stub.__dict__["call"][0]
@@ -400,7 +400,7 @@ class Part(nn.Module):
 
 
 class _LookedUp(nn.Embedding):
-    """Beside the class of an embedding: its argument is what was looked up."""
+    """Beside the class of an embedding: its argument are the rows that were looked up."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.__dict__["weight"] = x.new_empty(0)  # some classes read its type
