@@ -27,8 +27,7 @@ class UserPass:
     function: Callable[[Program, Context], object]
 
     def run(self, program: Program, context: Context) -> Program:
-        """Raises PassFailed: E121 for a function that fails or returns another program, E2xx for an order that cannot
-        run."""
+        """Raises PassFailed: E121 for a function that fails or returns another program, E2xx if that cannot run."""
         try:
             made = self._made(program, context)
             check_graph(context.then(made).graph)
@@ -63,8 +62,7 @@ def passes_of(job: Job) -> tuple[UserPass, ...]:
 
 
 def refuse_what_is_no_op(program: Program, whose: str, where: str) -> None:
-    """Raises E121 if a plugin or a pass put something other than an op into the order of a rank, or a non-number into
-    an op."""
+    """Raises E121 if a plugin or a pass put something other than ops of whole numbers into the order of a rank."""
     for rank, step, op in program:
         if not (isinstance(op, Op) and isinstance(op.kind, Kind) and all(type(part) is int for part in op[1:])):
             text = f"schedule: {whose} has {op!r} in the order of rank {rank}, step {step}"

@@ -42,6 +42,7 @@ class Best:
         self.fullest = dict[Choice, int]()  # the rank that exceeds a limit most, of the last order that does
         self._known = dict[tuple[Case, Choice, float, bool], tuple[float, float]]()
         self._made = dict[Hashable, tuple[float, float]]()
+        self._likely = dict[Hashable, Setup]()  # of two pipes, under the limit whose order looks best
         self._too_large: tuple[float, Ordered] | None = None
         self._refused: list[tuple[bool, float, ZbcError]] = []  # whether the error is not about memory, the least limit
 
@@ -91,16 +92,17 @@ class Best:
             yield planned(setup, seconds, beat=self.step, **compiled)
             return
         # They may use all memory. The budget is for the limit whose order looks best.
-        looks = list[tuple[tuple[float, float], Setup]]()
-        for place, rung in enumerate([setup, *setup.lowered()]):
+        where, looks = (case, setup.stages, setup.recompute), list[tuple[tuple[float, float], Setup]]()
+        for place, rung in enumerate([setup, *setup.lowered()] if where not in self._likely else []):
             if place > 1 and (case.size > LARGE or self.rules_out(case, rung.least_step)):
                 break
             if not place or rung.limit.units != setup.limit.units:
                 order = planned(rung, 0.0)
                 looks.append(((over_of(case.job, order), order.step_ms(self.job)), rung))
                 yield order
+        likely = self._likely.setdefault(where, min(looks, key=lambda look: look[0])[1] if looks else setup)
         if seconds:
-            yield planned(min(looks, key=lambda look: look[0])[1], seconds)
+            yield planned(likely, seconds)
 
     def _offered(self, case: Case, one: Ordered) -> tuple[float, float]:
         refused, step, over = freezing_refused(self.job, one), one.step_ms(self.job), over_of(case.job, one)
