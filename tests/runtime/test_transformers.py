@@ -316,7 +316,7 @@ KINDS = {"slices": ("qwen3", "gemma3_text", "deepseek_v3"), "ep": ("qwen3_moe", 
 KINDS |= {"tp": ("qwen3", "phi3", "olmo2", "gemma2", "llama4_text", "deepseek_v2"), "tp of experts": ("qwen3_moe",)}
 KINDS |= {"cp": ("deepseek_v3", "gemma3_text", "opt", "qwen3_moe"), "cp of slices": ("qwen3",)}
 KINDS |= {"tp of adapters": ("phi3",), "words of slices": ("qwen3", "olmo2")}
-KINDS |= {"words": ("deepseek_v3", "qwen3", "gemma2", "gemma3_text", "gpt2", "granite", "opt", "qwen3_moe", "bloom")}
+KINDS |= {"words": ("deepseek_v3", "qwen3", "gemma2", "gemma3_text", "gpt2", "granite", "opt", "qwen3_moe")}
 CASES = [(way, kind) for way in WAYS for kind in KINDS.get(way, ("deepseek_v3",))]
 
 

@@ -113,14 +113,14 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def adds(module: nn.Module, takes: TensorSpec) -> bool:
     """Whether a backward with a zero gradient of the output, in a loss that weighs nothing, gives gradients: `module`
-    adds them itself, once per microbatch. It runs on the CPU; False if it cannot run there, or without numbers."""
+    adds them itself, once per microbatch. It runs on the CPU; False if it cannot run there."""
     try:
         with seeded(3), adding_to(Adding(0.0)):
             x = example_for(module, takes).requires_grad_(takes.numbers)
             found = there_and_back(module, module, x, torch.zeros_like)
-            return any(largest(grad) > 0 for name, grad in found.items() if name != OUTPUT)
     except FAILURES:
         return False
+    return any(largest(grad) > 0 for name, grad in found.items() if name != OUTPUT)
 
 
 def carried(module: nn.Module, takes: TensorSpec) -> tuple[bool, bool]:
