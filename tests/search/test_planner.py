@@ -14,7 +14,7 @@ from zbc.compiler.order import glance, order
 from zbc.compiler.partition.setup import Choice, Setup
 from zbc.compiler.planner import planner
 from zbc.compiler.planner.best import Best
-from zbc.compiler.planner.case import Case
+from zbc.compiler.planner.case import NEAR, Case
 from zbc.compiler.schedules import SCHEDULES, find
 from zbc.errors import ZbcError
 
@@ -86,6 +86,14 @@ def test_neighbours_move_one_layer_or_one_stages_recompute_the_lightest_first():
     busiest = [one.loads(other.recompute).busiest(other.points) for other in found]
     assert busiest == pytest.approx(sorted(busiest))
     assert {len(other.recompute) for other in found} == {0, 1}
+
+
+def test_neighbours_of_many_stages_are_few_and_take_from_the_busiest():
+    one = case(pp=150, m=1, layers=298)
+    heavy = Choice((0, 4, 5, *range(6, 301, 2)))
+    found = one.neighbours(heavy)
+    assert 0 < len(found) <= NEAR * NEAR
+    assert one.loads(frozenset()).busiest(found[0].points) < one.loads(frozenset()).busiest(heavy.points)
 
 
 def test_a_variant_is_looked_at_once_and_one_that_a_bound_rules_out_never(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from operator import add
 from random import Random
 
@@ -38,6 +38,7 @@ TINY, INF = 1e-9, float("inf")  # of a limit
 STATE = 16.0  # resident bytes per parameter: weight, gradient and two moments
 WEIGHT = 4.0  # of a frozen one, at most
 SUBSETS = 64  # sets of recomputing stages up to which all are tried
+NEAR = 64  # stages that give a layer to others, and stages that take one
 
 
 class Case:
@@ -132,21 +133,18 @@ class Case:
     @cached_property
     def least_step(self) -> float:
         """A lower bound in ms for all orders on all partitions: the work of a rank with an equal share."""
-        if self.job.costs.overlap and (self.moves or not self.movable):
-            return 0.0
         if self.moves or not self.movable:
-            return unlimited(self.job, self.placement, self.first).of(self.job.objective)
+            least = unlimited(self.job, self.placement, self.first).of(self.job.objective)
+            return 0.0 if self.job.costs.overlap else least
         return self._steps(sum(map(min, zip(*self._least_times(frozenset()), strict=True))) / self.placement.ranks)
 
     def least(self, choice: Choice) -> float:
         """A lower bound in ms for all orders of a choice, known without its costs: the work of its busiest rank."""
         if self.moves or not self.movable or self.two_pipes:
             return self.least_step
-        loads = self._least_loads.get(choice.recompute)
-        if loads is None:
-            loads = of_ranks(self._least_times(choice.recompute), self.placement)
-            self._least_loads[choice.recompute] = loads
-        return self._steps(loads.busiest(choice.points))
+        if choice.recompute not in self._least_loads:
+            self._least_loads[choice.recompute] = of_ranks(self._least_times(choice.recompute), self.placement)
+        return self._steps(self._least_loads[choice.recompute].busiest(choice.points))
 
     def _steps(self, work: float) -> float:
         """ms of a step in which a rank has this work for each microbatch."""
@@ -264,16 +262,18 @@ class Case:
 
     def neighbours(self, choice: Choice, fullest: int | None = None) -> list[Choice]:
         """A layer moved to another stage; another stage that recomputes, with the layers as they are and even again;
-        with a `fullest` rank from its stages to others, and of its stages.
+        with a `fullest` rank from its stages to others, and of its stages. Of more than `NEAR` stages, those of the
+        busiest ranks give, and those of the idlest take.
 
         Sorted by the work of the busiest rank, least first.
         """
-        stages, choices = range(self.stages), list[Choice]()
-        givers = stages if fullest is None else self.placement.stages_of(fullest)
-        if self.movable:
-            points = (moved(choice.points, giver, taker) for giver in givers for taker in stages)
-            choices += [Choice(near, choice.recompute) for near in points if near is not None]
-        for stage in self.optional if fullest is None else sorted({*self.optional} & {*givers}):
+        work = self.loads(choice.recompute).of(choice.points)
+        idlest = sorted(range(self.stages), key=lambda s: max(work[rank] for rank in self.placement.holders(s)))
+        givers = sorted(idlest[-NEAR:]) if fullest is None else self.placement.stages_of(fullest)
+        pairs = product(givers, sorted(idlest[:NEAR])) if self.movable else ()
+        found = (moved(choice.points, *pair) for pair in pairs)
+        choices = [Choice(points, choice.recompute) for points in found if points is not None]
+        for stage in sorted({*self.optional} & {*givers}):
             toggled = choice.recompute ^ {stage}
             choices += [Choice(choice.points, toggled), *([self.even(toggled)] if self.movable else [])]
         loads = {recompute: self.loads(recompute) for recompute in {near.recompute for near in choices}}
