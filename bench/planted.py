@@ -452,7 +452,7 @@ BUGS = (
     Bug(
         "a bound counts all of the weight gradients",
         "zbc/compiler/freezing.py",
-        "m * (f + bw - costs.left_out(Op(whole, s), job.freeze.most))",
+        "m * (f + bw - costs.left_out(Op(whole, s), job.freeze.share))",
         "m * (f + bw)",
         ("tests/compiler/test_freeze.py",),
     ),

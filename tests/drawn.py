@@ -96,7 +96,7 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "balance": ({"data": {"balance": "length"}}, True),
     "tokens": ({"schedule": {"tokens": [64, 24], "renumber": False}}, True),
     "dealt by tokens": ({"data": {"balance": "tokens"}, "schedule": {"tokens": [64, 24], "renumber": False}}, True),
-    "freeze later": ({"freeze": {"most": 0.5, "after": STEPS}}, False),
+    "freeze later": ({"freeze": {"most": [0.5, STEPS]}}, False),
     "adapter": ({"adapter": {"rank": 4}}, True),
     "world": ({"parallel": {"world": 4, "pp": None}, "schedule": {"batch": 16, "microbatches": None}}, False),
 }

@@ -41,7 +41,7 @@ COUNTED = {
     "commands": (len(COMMANDS), 13),
     "options": (len({*OPTIONS}), 46),
     "places of options": (len([option for option in OPTIONS if option not in GLOBAL]), 95),
-    "keys": (keys(json_schema(), json_schema()), 151),
+    "keys": (keys(json_schema(), json_schema()), 150),
     "codes": (len(errors.CATALOGUE), 65),
 }
 
@@ -135,6 +135,7 @@ SAID = {  # old key: what a file may have said, and where it is now
     "model.loss_scale_steps": ("3", "model", "loss_scale", [65536.0, 3]),
     "model.master": ("false", "model", "parameters", "bfloat16 alone"),
     "model.matmul": ('"fp8"', "model", "dtype", "fp8"),
+    "freeze.after": ("3", "freeze", "most", [0.0, 3]),
     "model.groups": ("{ a = 2 }", "model", "graph", {"a": [2]}),
 }
 

@@ -145,7 +145,7 @@ def test_ranks_that_share_layers_freeze_the_same(kind, tmp_path):
 
 
 def test_nothing_is_frozen_at_first():
-    plan = frozen_plan("zb-h1", freeze={"most": 0.5, "after": 2})
+    plan = frozen_plan("zb-h1", freeze={"most": [0.5, 2]})
     check(plan, 4, after=2)
     plain = frozen_plan("zb-h1", share=lambda stage, mb: WHOLE)
     losses = [losses_of(run_threads(one, 4)) for one in (plan, plain)]

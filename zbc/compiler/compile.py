@@ -456,7 +456,7 @@ def _compile(job: Job, budget: float | None, exact: float | None = None) -> Comp
         found.name,
         chosen,
         barrier_ms=barrier,
-        ahead_ms=None if job.freeze.most else ahead,  # frozen layers need the barrier
+        ahead_ms=None if job.freeze.share else ahead,  # frozen layers need the barrier
         limits=report.told(**asdict(limits_of(job, found.name, found.costs))),
         freezing=freeze_report(job, before, found),
         adapter=adapter_report(job, found),

@@ -18,13 +18,13 @@ from zbc.ops import round_trip
 
 def freezes(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Ordered:
     """The order with layers frozen, if requested. Raises E110 for orders in which none can be, E602."""
-    if not job.freeze.most:
+    if not job.freeze.share:
         return found
     refused = freezing_refused(job, found)
     if refused is not None:
         raise refused
     layers = tuple(trained(table, part) for part in found.stages)
-    lowering = replace(found.lowering, freeze=Freeze(job.freeze.most, layers))
+    lowering = replace(found.lowering, freeze=Freeze(job.freeze.share, layers))
     return replace(found, lowering=lowering, bounds=_bounds(job, found))
 
 
@@ -34,20 +34,20 @@ def _bounds(job: Job, found: Ordered) -> Bounds:
     least = bounds_of(job, placement, costs.with_ms(w=(0.0,) * placement.stages, bw=()))
     whole = round_trip(split=False)[-1]
     columns = zip(*map(costs.column, ("f", "bw")), strict=True)
-    work = [m * (f + bw - costs.left_out(Op(whole, s), job.freeze.most)) for s, (f, bw) in enumerate(columns)]
+    work = [m * (f + bw - costs.left_out(Op(whole, s), job.freeze.share)) for s, (f, bw) in enumerate(columns)]
     busiest = max(sum(work[s] for s in placement.stages_of(rank)) for rank in range(placement.ranks))
     return replace(least, makespan=max(least.makespan, busiest), span=max(least.span, busiest))
 
 
 def freeze_report(job: Job, before: Ordered, found: Ordered) -> Facts | None:
     """The frozen shares of weight gradients, and ms of the order as it was `before`, and if each op skips `most`."""
-    if not job.freeze.most:
+    if not job.freeze.share:
         return None
     program, plain = found.complete.program, before.complete
     return told(
-        most=job.freeze.most,
+        most=job.freeze.share,
         frozen=frozen(program),  # mean over all ops that have weight gradients
         by_stage=tuple(frozen_by_stage(program)),
         unfrozen_ms=plain.timeline.makespan,
-        alike_ms=alike(plain, job.freeze.most),
+        alike_ms=alike(plain, job.freeze.share),
     )

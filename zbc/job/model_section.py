@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from zbc.errors import ZbcError
 from zbc.excludes import TRANSFORMERS as TRANSFORMERS
 from zbc.job import graph
-from zbc.job.section import FACTORY, Count, NonNegative, Positive, Section, Width, key
-from zbc.job.spellings import of_plan
+from zbc.job.section import FACTORY, Count, NotNegative, Positive, Section, Width, key
 from zbc.job.toml import Document
 from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
@@ -73,7 +72,7 @@ class Model(Section):
         "equal groups of experts, and how many a token's experts are in: by the two largest scores of each",
         strict=False,
     )
-    balance_loss: NonNegative | Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = key(
+    balance_loss: NotNegative | Annotated[tuple[NotNegative, NotNegative], Field(strict=False)] = key(
         0.0,
         "coefficient of the loss that evens the experts' loads, of each block; two: also by how much a "
         "step moves an expert's bias in its router towards even loads",
@@ -112,7 +111,7 @@ class Model(Section):
         'cross_entropy: tokens whose logits there are at once; "auto" (default): all of a microbatch, or '
         "1024 where a plan would not fit otherwise",
     )
-    z_loss: NonNegative | Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = key(
+    z_loss: NotNegative | Annotated[tuple[NotNegative, NotNegative], Field(strict=False)] = key(
         0.0,
         "cross_entropy: coefficient of the mean of log(sum of exp of logits)^2, which keeps them small; "
         "two: also of that of routers' logits",
@@ -130,11 +129,6 @@ class Model(Section):
     graph: dict[Group, list[Count | Group]] = key(
         {}, "a factory that returns a dict: its groups of layers, each with their number and the groups that it reads"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_today(cls, values: Any) -> Any:
-        return of_plan("model", values)
 
     @property
     def builtin(self) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from zbc.job.spellings import of_plan
 
 Count = Annotated[int, Field(ge=1)]
 Width = Annotated[int, Field(ge=1, le=10_000_000)]  # of a model: more is a typo
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # Larger numbers are typos: sums over a step would lose the precision of floats, or be infinite.
 Ms = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to eleven days
 Us = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -25,6 +26,11 @@ class Section(BaseModel):
     """A table of a job file. It is frozen; unknown keys and values of another type are problems."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_today(cls, values: Any) -> Any:
+        return of_plan(cls.__name__.lower(), values)
 
 
 def key(default: Any, about: str, **more: Any) -> Any:

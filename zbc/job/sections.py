@@ -608,13 +608,23 @@ class Filler(Section):
     task: str | None = key(None, '"package.module:make" of rank and ranks: makes an object with step()')
 
 
+Some = Annotated[float, Field(gt=0, le=1)]  # a share
+
+
 class Freeze(Section):
     """`[freeze]`: leaves out weight gradients to shorten a step; changes the training."""
 
-    most: Annotated[float, Field(ge=0, le=1)] = key(
-        0.0, "largest share of a stage's weight gradients that a step leaves out; 0: none"
+    most: Annotated[float, Field(ge=0, le=1)] | Annotated[tuple[Some, Count], Field(strict=False)] = key(
+        0.0, "largest share of a stage's weight gradients that a step leaves out; two: after steps that leave out none"
     )
-    after: Annotated[int, Field(ge=0)] = key(0, "steps at the beginning that leave out none")
+
+    @property
+    def share(self) -> float:
+        return self.most if isinstance(self.most, float) else self.most[0]
+
+    @property
+    def after(self) -> int:
+        return 0 if isinstance(self.most, float) else self.most[1]
 
 
 class Log(Section):

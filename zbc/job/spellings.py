@@ -63,6 +63,11 @@ OLD: dict[str, tuple[str, str, Mapping[Any, Any] | Joined]] = {
         "optimizer.lr = [0.02, 0.001]: of matrices, and of what adamw steps",
         _second(3e-4),
     ),
+    "freeze.after": (
+        "freeze.most",
+        "freeze.most = [share, steps]",
+        lambda value, beside: beside if value == 0 else _second(0.0)(value, beside),
+    ),
     "partition.layout": ("partition.layers_per_stage", 'partition.layers_per_stage = "Et|t|tL"', SAME),
 }
 

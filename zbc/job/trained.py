@@ -61,7 +61,7 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _read(section: type[_Section], values: Mapping[str, Any]) -> _Section:
     """A section as another version of zbc may have written it: without keys that this one lacks."""
-    known = of_plan("model", values) if section is Model else values
+    known = of_plan(section.__name__.lower(), values)  # before keys that are not known go
     return section.model_validate({key: known[key] for key in known if key in section.model_fields}, strict=False)
 
 

@@ -67,14 +67,6 @@ IDLE = (
         "drop it, or set momentum",
     ),
     Unread(
-        "freeze",
-        ("after",),
-        "most",
-        lambda most: not most,
-        "says when freezing begins, and with freeze.most = {!r} nothing is frozen",
-        "set freeze.most, or drop it",
-    ),
-    Unread(
         "memory",
         ("attention",),
         "activations",

@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 from zbc.errors import ZbcError
 from zbc.host.linefile import LineFile
 from zbc.ir import WHOLE, Op
+from zbc.job.sections import Freeze
 from zbc.plan import directory as plans
 from zbc.trace.line import (
     FORMAT,
@@ -328,7 +329,8 @@ def read(run: Path, phase: str | None = None) -> Trace:
     parts = [topology.of(r).pp for r in range(world)]
     traces = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[parts[r]]) for r in range(world))
     trace = Trace(run, plan, traces, phase, plans.read_manifest(run / FOLDER / PLAN) if phase else None)
-    if plan.program.freezes and trace.steps and trace.steps[-1] <= plan.manifest.planning["freeze"]["after"]:
+    freeze = Freeze.model_validate(plan.manifest.planning.get("freeze", {}), strict=False)
+    if plan.program.freezes and trace.steps and trace.steps[-1] <= freeze.after:
         trace = _unfrozen(trace)
     if not trace.steps:
         raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=RECORD)

@@ -31,7 +31,7 @@ def check_asked(manifest: Manifest, program: Program) -> None:
     table = estimate.layers(job)
     stages = recall.stages_of(manifest, table)
     raise_found(missing_problems(job, program))
-    raise_found(freeze_problems(program, job.freeze.most, [trained(table, part) for part in stages]))
+    raise_found(freeze_problems(program, job.freeze.share, [trained(table, part) for part in stages]))
     if manifest.slices == job.slices:
         costs = recall.costs_for(job, manifest)
         check_memory(job, peaks(program, costs), costs)

@@ -460,7 +460,7 @@ def refusals(job: Job, card: ScheduleCard) -> Iterator[ZbcError]:
 
 def freezing_refused(job: Job, found: Ordered) -> ZbcError | None:
     """E110 for an order in which no layers can be frozen, if the job requests freezing."""
-    if not job.freeze.most:
+    if not job.freeze.share:
         return None
     traits = {"groups"} if found.complete.graph.marks else set[str]()
     traits |= {"copies"} if len(found.program.placement.pipes) > 1 else set()

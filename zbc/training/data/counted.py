@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -97,20 +98,13 @@ class Weights:
         """`parts`: weights are shares of the whole, not 1 on average. `tell`: number of ranks over which the tokens of
         a microbatch are sharded."""
         self._groups, self._parts, self._tell = groups, parts, tell
-        self._steps: dict[int, dict[int, float]] = {}
+        self.of = lru_cache(_STEPS)(self._counted)
 
-    def of(self, step: int, counts: Callable[[int, int], tuple[float, float]]) -> dict[int, float]:
+    def _counted(self, step: int, counts: Callable[[int, int], tuple[float, float]]) -> dict[int, float]:
         """By microbatch, from the counts of this rank's tokens and of all tokens of each."""
-        found = self._steps.get(step)
-        if found is None:
-            while len(self._steps) >= _STEPS:
-                del self._steps[next(iter(self._steps))]
-            found = self._steps[step] = {}
-            for group in self._groups(step):
-                each = [counts(step, mb) for mb in group]
-                total, size = sum(every for _, every in each), 1 if self._parts else len(group) * self._tell
-                found |= {mb: own * size / total if total else 0.0 for mb, (own, _) in zip(group, each, strict=True)}
+        found = dict[int, float]()
+        for group in self._groups(step):
+            each = [counts(step, mb) for mb in group]
+            total, size = sum(every for _, every in each), 1 if self._parts else len(group) * self._tell
+            found |= {mb: own * size / total if total else 0.0 for mb, (own, _) in zip(group, each, strict=True)}
         return found
-
-    def forget(self) -> None:
-        self._steps.clear()

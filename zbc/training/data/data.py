@@ -15,7 +15,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -253,7 +253,7 @@ class RankBatches(BatchSource):
     def follow(self, phases: Phases) -> None:
         self._kept.clear()
         if self._weights is not None:
-            self._weights.forget()
+            self._weights.of.cache_clear()
 
     @abstractmethod
     def whole(self, step: int, mb: int) -> Batch:
@@ -323,8 +323,7 @@ class Batches(RankBatches):
         super().__init__(lowered, tokens)
         self._lengths, self._asked = lengths, order
         self._samples, self._seed, self._size = samples, seed, size
-        self._orders: dict[int, Sequence[int] | Permutation] = {}
-        self._steps: dict[int, dict[int, list[int]]] = {}  # numbers of samples, by microbatch
+        self._order, self._of_step = lru_cache(_ORDERS)(self._shuffled), lru_cache(_STEPS)(self._expected)
         self._ahead = True
 
     @property
@@ -334,11 +333,11 @@ class Batches(RankBatches):
     def follow(self, phases: Phases) -> None:
         super().follow(phases)
         self.phases = phases
-        self._steps.clear()
+        self._of_step.cache_clear()
 
     def close(self) -> None:
         self._ahead = False
-        self._steps.clear()
+        self._of_step.cache_clear()
         self._samples.expect(())
 
     def open(self) -> None:
@@ -359,15 +358,14 @@ class Batches(RankBatches):
 
     def _numbers(self, step: int, mb: int) -> list[int]:
         """The numbers of its samples over epochs, as in `Samples`."""
-        found = self._steps.get(step)
-        if found is None:
-            every = self._asked[self.phases.index(step)] if self._asked and self._ahead else ()
-            found = {one: self._at(step, one) for one in every}
-            self._samples.expect([number for numbers in found.values() for number in numbers])
-            while len(self._steps) >= _STEPS:
-                del self._steps[next(iter(self._steps))]
-            self._steps[step] = found
+        found = self._of_step(step)
         return found[mb] if mb in found else self._at(step, mb)
+
+    def _expected(self, step: int) -> dict[int, list[int]]:
+        every = self._asked[self.phases.index(step)] if self._asked and self._ahead else ()
+        found = {one: self._at(step, one) for one in every}
+        self._samples.expect([number for numbers in found.values() for number in numbers])
+        return found
 
     def _at(self, step: int, mb: int) -> list[int]:
         place = self.phases.position(step) + mb * self._size
@@ -387,15 +385,10 @@ class Batches(RankBatches):
             epoch, place = epoch + 1, 0
         return found
 
-    def _order(self, epoch: int) -> Sequence[int] | Permutation:
+    def _shuffled(self, epoch: int) -> Sequence[int] | Permutation:
         if self._seed is None:
             return range(self._count)
-        order = self._orders.get(epoch)
-        if order is None:
-            while len(self._orders) >= _ORDERS:
-                del self._orders[next(iter(self._orders))]
-            order = self._orders[epoch] = Permutation(self._count, seed_of(self._seed, "epoch", epoch))
-        return order
+        return Permutation(self._count, seed_of(self._seed, "epoch", epoch))
 
 
 def in_epochs(indices: Sequence[int], position: int, count: int) -> list[int]:

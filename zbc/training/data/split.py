@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -58,18 +59,11 @@ class Steps(Pairs):
         super().__init__(dataset, name, seed, words=words)
         self.size, self._microbatches, self._length, self._ignores = size, count, length, ignores
         self._tokens = tokens
-        self._known = dict[int, list[Microbatch]]()
+        self.step = lru_cache(_KEPT)(self._read)
 
-    def step(self, number: int) -> list[Microbatch]:
+    def _read(self, number: int) -> list[Microbatch]:
         """The microbatches of a step, padded. Raises E505 for others than the plan has."""
-        found = self._known.get(number)
-        if found is None:
-            (item,) = self._look([number])
-            found = self._split(number % len(self), item)
-            while len(self._known) >= _KEPT:
-                del self._known[next(iter(self._known))]
-            self._known[number] = found
-        return found
+        return self._split(number % len(self), *self._look([number]))
 
     def inputs(self, indices: Sequence[int]) -> Any:
         """Inputs of the first microbatch of the first of these steps."""

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median_low
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ class Dealer(Work):
         self._order = Batches(Padded(documents, shape.room), seed=seed, microbatches=least, size=size, where=where)
         self.samples = self._samples(microbatches)
         self.phases = Phases.even(self.samples)
-        self._known: dict[int, StepWork] = {}
+        self.step = lru_cache(KEPT)(self._dealt)
 
     def _least(self) -> tuple[int, int]:
         """The fewest microbatches of a step of all replicas, and their samples."""
@@ -135,7 +136,7 @@ class Dealer(Work):
 
     def follow(self, phases: Phases) -> None:
         self.phases = phases
-        self._known.clear()
+        self.step.cache_clear()
 
     @property
     def digest(self) -> int:
@@ -143,23 +144,18 @@ class Dealer(Work):
         raw = self.documents.lengths.numpy().tobytes() + self.documents.digest().to_bytes(5, "big")
         return int.from_bytes(hashlib.sha256(raw).digest()[:5], "big")
 
-    def step(self, step: int) -> StepWork:
+    def _dealt(self, step: int) -> StepWork:
         """The work of a step. Raises E110 if its samples do not fit into `max_microbatches`."""
-        found = self._known.get(step)
-        if found is None:
-            position = self.phases.position(step)
-            samples = self._order.taken(position, self.samples)
-            lengths = [self._lengths[i] for i in samples]
-            replicas = self._deal(lengths)
-            if replicas is None:
-                needs, shape = max(map(len, dealt_evenly(lengths, self.shape))), self.shape
-                text = f"data: the samples of step {step + 1} do not fit into {shape.most} microbatches of"
-                hint = f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches"
-                raise ZbcError("E110", f"{text} {shape.tokens} tokens", hint=hint)
-            while len(self._known) >= KEPT:
-                del self._known[next(iter(self._known))]
-            found = self._known[step] = StepWork(in_epochs(samples, position, len(self._lengths)), lengths, replicas)
-        return found
+        position = self.phases.position(step)
+        samples = self._order.taken(position, self.samples)
+        lengths = [self._lengths[i] for i in samples]
+        replicas = self._deal(lengths)
+        if replicas is None:
+            needs, shape = max(map(len, dealt_evenly(lengths, self.shape))), self.shape
+            text = f"data: the samples of step {step + 1} do not fit into {shape.most} microbatches of"
+            hint = f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches"
+            raise ZbcError("E110", f"{text} {shape.tokens} tokens", hint=hint)
+        return StepWork(in_epochs(samples, position, len(self._lengths)), lengths, replicas)
 
     def tokens(self, step: int) -> int:
         return sum(self.step(step).lengths)
