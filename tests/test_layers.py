@@ -183,7 +183,7 @@ BOUNDS = {
     "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27733),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4260),
     "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 24150),
-    "all of zbc": (lambda: lines("zbc"), 73699),
+    "all of zbc": (lambda: lines("zbc"), 73696),
     "tests": (lambda: lines("tests"), 55893),
 }
 

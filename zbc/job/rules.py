@@ -94,8 +94,6 @@ def _data_rules(data: Data, model: Model | None = None) -> Found:
         hint = 'add path = "train.bin"; `zbc tokenize` makes such files'
         hint = hint if data.kind == "tokens" else 'add path = "train.jsonl", or a list of files'
         yield "E105", "[data]", f"data.path is missing (files of {data.kind})", hint
-    if data.dtype is not None and data.kind != "tokens":
-        yield "E150", "data.dtype", f'data.dtype is for kind = "tokens", kind is "{data.kind}"', "drop it"
     if any(data.sets.values()) and data.kind not in KINDS_OF_FILES:
         text = f"data.validation names files of text, tokens or chat, data.kind is {data.kind!r}"
         yield "E150", "data.validation", text, "write the share of the samples that is kept, such as 0.01"
@@ -337,12 +335,8 @@ RULES.append(_excluded)
 
 @given
 def _sync_rules(optimizer: Optimizer, schedule: Schedule | None = None) -> Found:
-    """E110 for settings of another `optimizer.sync`."""
+    """E110 for settings that asynchronous stages cannot have."""
     sync, every = optimizer.sync, optimizer.every
-    only = {"every": "asynchronous", "lookahead": "asynchronous", "feedback": "two-versions"}
-    for key in (key for key, of in only.items() if sync != of and asks(optimizer, key)):
-        text = f'optimizer.{key} goes with sync = "{only[key]}", sync is "{sync}"'
-        yield "E110", f"optimizer.{key}", text, "drop it"
     if sync == "asynchronous" and schedule is not None and schedule.microbatches % every:
         text = f"optimizer.every = {every} does not divide {schedule.microbatches} microbatches"
         yield "E110", "optimizer.every", text, "set a number that does"

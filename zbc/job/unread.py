@@ -48,7 +48,10 @@ IDLE = (
     _only("optimizer.kind", "betas eps", "adam", "adamw", "muon"),
     _only("optimizer.kind", "momentum", "sgd", "muon", hint="drop it (betas are what adam has instead)"),
     _only("optimizer.kind", "scale", "muon"),
+    _only("optimizer.sync", "every lookahead", "asynchronous"),
+    _only("optimizer.sync", "feedback", "two-versions"),
     _only("model.dtype", "loss_scale", "float16"),
+    _only("data.kind", "dtype", "tokens", code="E150"),
     _only("data.kind", "tokenizer", "chat", code="E150"),
     Unread(
         "optimizer",
