@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bench.sleeping import Paced, sleep_until
 from tests.threads import run_threads
-from zbc.compiler.compile import Compiled
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.context import Context
 from zbc.compiler.steps import period_of

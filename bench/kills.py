@@ -33,7 +33,8 @@ from typing import Protocol
 
 from record import Record
 
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.training.launch import launch
 from zbc.training.launch.options import RunOptions
 

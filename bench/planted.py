@@ -48,7 +48,7 @@ BUGS = (
     ),
     Bug(
         "of all pp and dp the slowest are taken",
-        "zbc/compiler/compile.py",
+        "zbc/compiler/shapes.py",
         "best = min(fits, key=",
         "best = max(fits, key=",
         ("tests/cli/test_world.py",),

@@ -35,10 +35,11 @@ from record import Record
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.threads import run_threads
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.recorded.report import build
+from zbc.compiler.shapes import load_job
 from zbc.ir import Kind, Op
 from zbc.plan.directory import Manifest, StoredPlan
 from zbc.runtime.core.execute import Step, StepResult, run_step

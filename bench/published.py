@@ -53,11 +53,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.record import Record
 from tests.jobs import job
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.schedules.request import Request
+from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.simulate import simulate
 from zbc.job.spec import Job
 

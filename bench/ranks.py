@@ -131,7 +131,8 @@ def results(
 
 def planned(job: str, folder: Path) -> Any:
     """Plans a job into `folder`; returns the compiled plan."""
-    from zbc.compiler.compile import compile_job, load_job
+    from zbc.compiler.compile import compile_job
+    from zbc.compiler.shapes import load_job
 
     path = folder.with_suffix(".toml")
     path.write_text(job)

@@ -31,7 +31,7 @@ from zbc import cli  # noqa: E402
 from zbc.api import Plan  # noqa: E402
 from zbc.commands.cards import card_parts  # noqa: E402
 from zbc.compiler.check import survival  # noqa: E402
-from zbc.compiler.compile import compile_job, load_job  # noqa: E402
+from zbc.compiler.compile import compile_job  # noqa: E402
 from zbc.compiler.cost.cost import Costs  # noqa: E402
 from zbc.compiler.graph import build  # noqa: E402
 from zbc.compiler.lowering import Lowering  # noqa: E402
@@ -39,6 +39,7 @@ from zbc.compiler.passes.offload import Offload  # noqa: E402
 from zbc.compiler.passes.weave import Weave  # noqa: E402
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard  # noqa: E402
 from zbc.compiler.schedules.searched import even_slices  # noqa: E402
+from zbc.compiler.shapes import load_job  # noqa: E402
 from zbc.compiler.sim.context import Context  # noqa: E402
 from zbc.explain import glossary  # noqa: E402
 from zbc.ir import Op  # noqa: E402

@@ -9,8 +9,10 @@ from random import Random
 from typing import Any, NamedTuple
 
 from tests.jobs import toml_value
-from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.schedules import AUTO, SCHEDULES
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 
 Tables = dict[str, dict[str, Any]]

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs import tiny_tensors_move, toml_value
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.plan.directory import StoredPlan
 
 Tables = dict[str, dict[str, Any]]

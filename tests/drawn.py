@@ -17,9 +17,11 @@ from tests.check import operational
 from tests.composed import CHANGES, SETTINGS, STEPS, TOLERANCE, Tables, apart, settings, toml
 from tests.jobs import tiny_tensors_move
 from tests.threads import run_threads
-from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.ir import COPY, Kind, Program
 from zbc.plan.directory import StoredPlan

@@ -18,8 +18,9 @@ from tests.jobs import toml_text
 from tests.profiles import profile_of
 from zbc.api import Plan
 from zbc.commands.checking import check_csv, check_plan
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.interop import torch_csv
 from zbc.job import hfconfig

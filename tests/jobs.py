@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-from zbc.compiler.compile import load_job
 from zbc.compiler.cost import profiled
+from zbc.compiler.shapes import load_job
 from zbc.job.spec import Job
 
 BASE = {

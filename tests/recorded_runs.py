@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zbc.compiler.compile import Compiled
+from zbc.compiler.compiled import Compiled
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
 from zbc.trace import recording as trace

@@ -39,8 +39,10 @@ compiler.planner
 interop  compiler.graphs  exact
 compiler.order
 compiler.deciding compiler.seating  compiler.freezing  compiler.adapting
-compiler.numbering
+compiler.numbering  compiler.compiled  compiler.reading
+compiler.ramps  compiler.alternatives
 compiler.compile
+compiler.shapes
 compiler.recorded  compiler.whatif
 viz
 api

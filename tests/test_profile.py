@@ -9,8 +9,9 @@ import pytest
 from tests.jobs import job, toml_text, write_job
 from tests.profiles import layer, profile_of
 from tests.refusals import refused
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.recorded.replan import with_profile
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.job.profile import Copy, LinkProfile, Measured, Profile, misfits, read
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.compiler.grid import FIXED, chunk_counts, make
 from tests.lowered import lower
 from zbc.commands.explaining import listing
-from zbc.compiler.compile import load_job
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.simulate import simulate
 from zbc.interop import as_json
 from zbc.ir import Op, Placement

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from tests.jobs import job, toml_text, write_job
 from tests.limits import at_most
 from tests.refusals import refused
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.errors import Problems, ZbcError
 from zbc.job import spec, toml
 from zbc.job.sections import Memory

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from zbc.compiler import recall
 from zbc.compiler.check import check_all, survives_blocking_sends
 from zbc.compiler.check.asked import check_asked
-from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost.cost import Costs, refuse_slices
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.recorded.log import is_run
@@ -35,6 +36,7 @@ from zbc.compiler.recorded.report import RunReport
 from zbc.compiler.recorded.report import build as build_report
 from zbc.compiler.report.difference import RankDifference, difference
 from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.compiler.whatif.compare import Asked, ComparedPlan, combinations

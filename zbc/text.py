@@ -49,6 +49,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
+def change(now: float, before: float) -> str:
+    """`+3.1%`: by how much a number is larger."""
+    return f"{100 * (now / before - 1):+.1f}%" if before > 0 else "+0.0%"
+
+
 def size(count: float) -> str:
     """Bytes in the unit that fits: 940 B, 31.2 KiB, 5.42 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

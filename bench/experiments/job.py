@@ -22,7 +22,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.threads import run_threads
-from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
+from zbc.compiler.shapes import load_job
 from zbc.ir import Kind, Program
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.state import Worker

@@ -10,9 +10,10 @@ from tests.jobs import write_job
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.commands import advising
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.shapes import load_job
 from zbc.compiler.whatif import advise as core
 from zbc.compiler.whatif.compare import Asked, combinations, compare
 from zbc.job import toml, world

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiers import few
-from zbc.compiler.compile import load_job
+from zbc.compiler.shapes import load_job
 from zbc.plan import directory as plans
 from zbc.trace import recording as trace
 from zbc.training.profiling.rig import build_rig

@@ -13,10 +13,11 @@ from tests.jobs import toml_text, write_job
 from tests.tiers import few
 from zbc.commands.jobs import Template, template_text
 from zbc.commands.summary import layer_ranges, ranges
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.recall import timeline_of
 from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.shapes import load_job
 from zbc.ir import Op
 from zbc.plan.directory import StoredPlan
 

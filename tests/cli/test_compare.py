@@ -9,7 +9,8 @@ import pytest
 
 from tests.jobs import toml_text
 from tests.profiles import profile_of
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
 

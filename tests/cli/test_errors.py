@@ -590,7 +590,7 @@ def test_a_bug_shows_its_traceback_and_asks_for_a_report(zbc, job, monkeypatch):
     def broken(*arguments, **options):
         raise RuntimeError("a planted bug")
 
-    monkeypatch.setattr("zbc.compiler.compile.load_job", broken)
+    monkeypatch.setattr("zbc.compiler.shapes.load_job", broken)
     ran = zbc("plan", job())
     assert ran.code == 1
     assert "a planted bug" in ran.err
@@ -602,7 +602,7 @@ def test_an_interrupt_ends_with_130(zbc, job, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("zbc.compiler.compile.load_job", interrupted)
+    monkeypatch.setattr("zbc.compiler.shapes.load_job", interrupted)
     ran = zbc("plan", job())
     assert (ran.code, "Traceback" in ran.err) == (130, False)
 

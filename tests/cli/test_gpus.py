@@ -4,7 +4,8 @@ import pytest
 
 from tests.jobs import job, write_job
 from tests.refusals import refused
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.job import gpu
 
 

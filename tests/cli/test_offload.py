@@ -10,7 +10,8 @@ from tests.jobs import per_layer, toml_text
 from tests.profiles import layer, nbytes, profile_of
 from zbc.commands.console import show
 from zbc.commands.profiling import summary
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.job.profile import Measured
 from zbc.plan import directory as plans

@@ -10,7 +10,7 @@ import pytest
 
 from tests.profiles import profile_of
 from tests.test_surface import COMMANDS, GLOBAL
-from zbc.compiler.compile import load_job
+from zbc.compiler.shapes import load_job
 
 JOBS = {
     "plan": ("-o", "made"),

@@ -4,8 +4,9 @@ import pytest
 
 from tests.jobs import toml_text
 from tests.refusals import refused
-from zbc.compiler import compile as compiling
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler import shapes
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.host import gpus
 
@@ -208,7 +209,7 @@ def test_gpus_are_those_that_are_visible(tmp_path, monkeypatch):
 
 def test_other_ranks_of_a_launch_do_not_weigh(tmp_path, monkeypatch):
     path = written(tmp_path, parallel="world = 8", schedule='kind = "1f1b"\nbatch = 32')
-    monkeypatch.setattr(compiling, "weighed", None)
+    monkeypatch.setattr(shapes, "weighed", None)
     assert load_job(path, sketch=True).parallel.ranks == 8
 
 

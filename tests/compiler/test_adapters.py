@@ -10,8 +10,9 @@ from tests.refusals import refused
 from tests.runtime.test_measure import CASES, both, weighed
 from tests.tiers import dealt, few
 from zbc.commands.summary import adapter_lines
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
+from zbc.compiler.shapes import load_job
 from zbc.ir import Kind
 from zbc.plan.headline import headline
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.runtime.test_expert_parallel import plan
 from tests.threads import run_threads
-from zbc.compiler.compile import load_job
 from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.shapes import load_job
 from zbc.job import world
 from zbc.job.toml import loads
 from zbc.topology import Topology

@@ -10,7 +10,7 @@ from tests.recorded_runs import World, record
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.check import check_all
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage
 from zbc.compiler.passes.freeze_shares import frozen_shares
@@ -18,6 +18,7 @@ from zbc.compiler.recall import timeline_of
 from zbc.compiler.recorded.times import measured, times_of
 from zbc.compiler.recorded.view import typical
 from zbc.compiler.schedules import SCHEDULES, Request, find
+from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError

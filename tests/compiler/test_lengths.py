@@ -12,7 +12,7 @@ from tests.profiles import profile_of
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler import numbering, recall
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.memory.per_rank import peaks
@@ -20,6 +20,7 @@ from zbc.compiler.numbering import numbered
 from zbc.compiler.partition.setup import start_of
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.problem import Problem
+from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate

@@ -12,10 +12,10 @@ from tests.lowered import lower
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.check import check_all
-from zbc.compiler.compile import load_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.simulate import simulate
 
 FOLDER = Path(__file__).parent.parent / "reference"

@@ -13,11 +13,12 @@ from tests.jobs import job, write_job
 from tests.refusals import refused
 from zbc.compiler.check import check_graph
 from zbc.compiler.check.faults import op_faults
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.partition.replicas import Problem, joined, length, plans
 from zbc.compiler.schedules.replicated import placement_of, replicated
 from zbc.compiler.schedules.request import Request
+from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.job.rules import asked_again

@@ -9,8 +9,9 @@ import zbc
 from tests.jobs import write_job
 from tests.refusals import refused
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.recall import job_of
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.job.job import RESERVE
 from zbc.job.profile import Profile

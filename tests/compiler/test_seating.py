@@ -16,11 +16,12 @@ from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
 from zbc.compiler import recall
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import chain
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.nodes import between, choose
 from zbc.compiler.seating import transfers
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.job.links import checked

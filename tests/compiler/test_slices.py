@@ -11,10 +11,11 @@ from tests.profiles import profile_of
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler import recall
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.ledger import ledger
 from zbc.compiler.memory.per_rank import curve, peaks
 from zbc.compiler.schedules.lagged import one_f_one_b
+from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.whatif.compare import Asked
 from zbc.errors import ZbcError

@@ -8,9 +8,10 @@ import pytest
 import zbc
 from tests.jobs import toml_text
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.order import order
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.text import GIB
 

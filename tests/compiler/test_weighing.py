@@ -7,8 +7,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.jobs import job, toml_text
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.partition.setup import as_ordered
+from zbc.compiler.shapes import load_job
 from zbc.compiler.whatif.others import kept
 from zbc.errors import ZbcError
 from zbc.text import GIB

@@ -154,7 +154,8 @@ def test_tables_that_make_docs_writes_are_those_of_the_pages():
 def test_the_plugin_and_the_pass_of_the_docs_plan(tmp_path, monkeypatch):
     """docs/extending.md claims that they work; zbc proves it."""
     from tests.jobs import toml_text
-    from zbc.compiler.compile import compile_job, load_job
+    from zbc.compiler.compile import compile_job
+    from zbc.compiler.shapes import load_job
 
     for name, block in zip(("my_order", "my_passes"), blocks_of("extending.md"), strict=False):
         (tmp_path / f"{name}.py").write_text(block)

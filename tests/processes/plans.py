@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from tests.jobs import toml_value
-from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
+from zbc.compiler.shapes import load_job
 from zbc.ir import Op
 from zbc.training.launch import launch
 from zbc.training.launch.options import RunOptions

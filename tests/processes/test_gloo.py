@@ -17,9 +17,9 @@ from tests.runtime.test_shared_words import TIED
 from tests.runtime.woven import shared_program
 from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
-from zbc.compiler.compile import load_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.ir import Message, Op, Placement, Program
 from zbc.ops import MAKER, experts_of

@@ -11,7 +11,8 @@ from tests.processes.plans import metrics, run_here, write_plan
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.cli import main
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.job import hfconfig, hffolder
 from zbc.job.hffolder import INDEX
 from zbc.job.spec import Model

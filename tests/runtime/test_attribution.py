@@ -10,8 +10,9 @@ import pytest
 
 from tests.jobs import toml_value
 from tests.runtime.test_tracing import traced
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.recorded import report
+from zbc.compiler.shapes import load_job
 from zbc.plan.directory import StoredPlan
 
 MS = 4.0

@@ -8,8 +8,9 @@ from tests.composed import TOLERANCE, apart, beside, toml, trained
 from tests.threads import scaled
 from tests.tiers import few
 from zbc import excludes
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.shapes import load_job
 from zbc.plan.directory import StoredPlan
 from zbc.training.models import compiled
 

@@ -7,7 +7,8 @@ import torch
 
 from plans.convnet import Quadrants, layers
 from tests.threads import losses_of, run_threads
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.plan.directory import StoredPlan
 
 JOB = Path(__file__).parents[2] / "plans" / "convnet.toml"

@@ -23,9 +23,10 @@ from tests.runtime.weighed import most_held
 from tests.threads import each_parameter, run_threads
 from tests.tiers import dealt, few
 from zbc.compiler.check import check_complete
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job.spec import Model

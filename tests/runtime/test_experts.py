@@ -19,9 +19,10 @@ from tests.jobs import job
 from tests.runtime.test_checkpoints import at
 from tests.threads import run_threads
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.profiled import Measurement
+from zbc.compiler.shapes import load_job
 from zbc.job.profile import LayerBytes
 from zbc.job.spec import Model
 from zbc.plan.directory import StoredPlan

@@ -13,7 +13,8 @@ from tests.runtime.test_checkpoints import at, tensors
 from tests.runtime.test_flushless import SMALL, plan_of
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.ir import Kind
 from zbc.ops import experts_of
 from zbc.plan.directory import StoredPlan

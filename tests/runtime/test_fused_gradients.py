@@ -5,7 +5,8 @@ import pytest
 from tests.composed import TOLERANCE, apart, beside, toml, trained
 from tests.threads import scaled
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core import split
 

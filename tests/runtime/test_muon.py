@@ -13,8 +13,9 @@ from tests.runtime.test_checkpoints import at
 from tests.runtime.test_flushless_with import planned
 from tests.threads import losses_of, run_threads, scaled
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.shapes import load_job
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core.muon import is_matrix, orthogonal

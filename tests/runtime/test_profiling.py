@@ -19,8 +19,9 @@ from tests.refusals import refused
 from tests.runtime import ticking
 from tests.threads import scaled
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.shapes import load_job
 from zbc.ir import Kind, Op
 from zbc.job.profile import Profile, spread
 from zbc.plan.directory import StoredPlan

@@ -8,7 +8,8 @@ from tests.composed import beside, toml, trained
 from tests.jobs import FREE
 from tests.threads import scaled
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core import again

@@ -12,9 +12,11 @@ from tests.refusals import refused
 from tests.threads import scaled
 from tests.tiers import few
 from zbc import excludes
-from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.shapes import load_job
 from zbc.interop import torch_csv
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan

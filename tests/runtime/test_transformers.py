@@ -17,8 +17,9 @@ from tests.runtime.test_tensor_parallel import numbers
 from tests.runtime.test_unequal import as_one_process, unequal
 from tests.threads import run_threads, scaled
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.shapes import load_job
 from zbc.job import hffolder, hfmodel
 from zbc.job.hffolder import INDEX, SINGLE
 from zbc.plan.directory import StoredPlan

@@ -9,8 +9,9 @@ import pytest
 from tests.composed import beside, toml
 from tests.threads import run_threads
 from tests.tiers import few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.graph import Graph, build
+from zbc.compiler.shapes import load_job
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.state import Worker
 from zbc.runtime.transports.hub import Hub, Round

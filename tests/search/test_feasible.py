@@ -13,12 +13,13 @@ from tests.refusals import refused
 from tests.search.instances import costs, instance
 from tests.search.limited import wrong_limits
 from tests.tiers import dealt, few
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.feasible import least, one_by_one
 from zbc.compiler.search.problem import Problem
+from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.text import GIB

@@ -24,7 +24,8 @@ def examine(target: Path, changes: Changes, *, json: bool, quiet: bool) -> None:
 
     Raises E510 if gradients differ, E704 if they are not finite.
     """
-    from zbc.compiler.compile import compile_job, load_job
+    from zbc.compiler.compile import compile_job
+    from zbc.compiler.shapes import load_job
     from zbc.plan.directory import StoredPlan
 
     job = load_job(target, changes.settings or (), changes.schedule, changes.profile, counts=False)

@@ -25,7 +25,7 @@ class Changes(NamedTuple):
 
     def job(self, path: Path, *, sketch: bool = False) -> Job:
         """The job of a file (see `load_job`). Raises E1xx."""
-        from zbc.compiler.compile import load_job
+        from zbc.compiler.shapes import load_job
 
         return load_job(path, self.settings or (), self.schedule, self.profile, sketch=sketch)
 

@@ -21,7 +21,7 @@ from zbc.errors import ZbcError
 from zbc.host.folders import RUNS
 
 if TYPE_CHECKING:
-    from zbc.compiler.compile import Compiled
+    from zbc.compiler.compiled import Compiled
     from zbc.job.spec import Job
 
 _LOOK_S, _OLD_S = 0.1, 3600.0

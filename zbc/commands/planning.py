@@ -18,7 +18,7 @@ from zbc.errors import ZbcError
 from zbc.text import short
 
 if TYPE_CHECKING:
-    from zbc.compiler.compile import Compiled
+    from zbc.compiler.compiled import Compiled
     from zbc.job.spec import Job
     from zbc.plan.directory import Manifest
 
@@ -48,7 +48,8 @@ def plan(
     from zbc.commands import summary
     from zbc.commands.options import again
     from zbc.commands.worlds import of_world
-    from zbc.compiler.compile import compile_job, load_job
+    from zbc.compiler.compile import compile_job
+    from zbc.compiler.shapes import load_job
     from zbc.compiler.whatif.others import Others, kept, others, speedup
     from zbc.compiler.whatif.sharing import sharing
     from zbc.exact.solve import solver

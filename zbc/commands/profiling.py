@@ -81,7 +81,7 @@ def profile(
     if how == "run":
         _derive(target, profile, output, as_json=json, quiet=quiet)
         return
-    from zbc.compiler.compile import load_job
+    from zbc.compiler.shapes import load_job
 
     loaded = load_job(target, settings or (), schedule)
     made_of = [str(target), *(f"--set={setting}" for setting in settings or ())]

@@ -21,7 +21,7 @@ from zbc.host.closed_pipe import to_stdout
 from zbc.text import short
 
 if TYPE_CHECKING:
-    from zbc.compiler.compile import Compiled
+    from zbc.compiler.compiled import Compiled
     from zbc.compiler.recorded.log import RunLog
 
 

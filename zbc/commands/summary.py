@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from zbc.commands.console import indented, labelled, table
 from zbc.host.cores import cores
-from zbc.text import GIB, MIB, aligned, percent, short, size, wrap
+from zbc.text import GIB, MIB, aligned, change, percent, short, size, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.compiler.check import Survival
-    from zbc.compiler.compile import Compiled
+    from zbc.compiler.compiled import Compiled
     from zbc.compiler.report.report import Facts, Report
     from zbc.compiler.whatif.others import Other, Others
     from zbc.compiler.whatif.sharing import Sharing
@@ -165,25 +165,24 @@ def recompute_lines(compiled: Compiled, plain: Other) -> Iterator[str]:
 
 
 def _faster(other: Other, compiled: Compiled) -> str:
-    change = f"{100 * (other.ms / compiled.settled_ms - 1):+.1f}%"
     held = "" if other.bytes is None else f", with {size(other.bytes)}"
-    return f"{other.schedule}: {short(other.ms)} ms ({change}){held}, by the fast search"
+    return f"{other.schedule}: {short(other.ms)} ms ({change(other.ms, compiled.settled_ms)}){held}, by the fast search"
 
 
 def _words(words: Sharing, compiled: Compiled, *, hint: bool) -> Iterator[str]:
     """The cost of the output layer, and the step time with the other placement of it; `hint`: with its setting."""
-    change = f"{100 * (words.ms / compiled.settled_ms - 1):+.1f}%"
+    longer = change(words.ms, compiled.settled_ms)
     held = "" if words.bytes is None else f", {size(words.bytes)}"
     where = "at the ends" if words.shared else "shared"
-    yield f"the head takes {words.blocks:.1f} blocks; {where}: {short(words.ms)} ms a step ({change}){held}"
+    yield f"the head takes {words.blocks:.1f} blocks; {where}: {short(words.ms)} ms a step ({longer}){held}"
     if hint:
         yield f'parallel.vocabulary = "{words.other}"'
 
 
 def _freezing(found: Facts, ms: float, after: int) -> Iterator[str]:
     """The gain of freezing, and the share of weight gradients that it leaves out."""
-    change = f"{100 * (ms / found.unfrozen_ms - 1):+.1f}%" if found.unfrozen_ms > 0 else "+0.0%"
-    yield f"makespan {short(ms)} ms instead of {short(found.unfrozen_ms)} ms ({change}),"
+    before = found.unfrozen_ms
+    yield f"makespan {short(ms)} ms instead of {short(before)} ms ({change(ms, before)}),"
     yield f"{percent(found.frozen)} of all weight gradients are left out;"
     yield f"{percent(found.most)} in each op alike would take {short(found.alike_ms)} ms"
     yield from wrap(["by stage", *map(percent, found.by_stage)], _TEXT, between=" ")
@@ -215,8 +214,8 @@ def _unequal(found: Facts) -> Iterator[str]:
 
 def _flushless(found: Facts) -> Iterator[str]:
     """The gain of steps without a flush, and the note that they change the training."""
-    change = f"{100 * (found.flush_ms / found.period_ms - 1):+.1f}%" if found.period_ms > 0 else "+0.0%"
-    yield f"none between steps: {short(found.period_ms)} ms each; with one {short(found.flush_ms)} ms ({change})"
+    ms, flush = found.period_ms, found.flush_ms
+    yield f"none between steps: {short(ms)} ms each; with one {short(flush)} ms ({change(flush, ms)})"
     if found.alone:
         yield from wrap(
             ["each stage steps on its own; steps late, by stage:", *map(str, found.delay)], _TEXT, between=" "
@@ -271,8 +270,8 @@ def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
     yield f"steady    {short(here)} ms with the optimizer, {how} its barrier"
     other_ms = ahead if barrier else report.barrier_ms
     if other_ms is not None and here > 0:
-        change = f"{100 * (other_ms / here - 1):+.1f}%"
-        yield f"          {short(other_ms)} ms {'without' if barrier else 'with'} the barrier, {change}"
+        without = "without" if barrier else "with"
+        yield f"          {short(other_ms)} ms {without} the barrier, {change(other_ms, here)}"
 
 
 def _why(compiled: Compiled, until: Until, *, verbose: bool) -> Iterator[RenderableType]:
@@ -302,8 +301,8 @@ def _path(path: Path) -> Iterator[str]:
 
 def _what_ifs(found: list[WhatIf]) -> Iterator[str]:
     changes = aligned([100 * (entry.factor - 1) for entry in found], 2)
-    for entry, change in zip(found, changes, strict=True):
-        yield f"{entry.change}: {'' if change.startswith('-') else '+'}{change}%"
+    for entry, by in zip(found, changes, strict=True):
+        yield f"{entry.change}: {'' if by.startswith('-') else '+'}{by}%"
 
 
 def _order(compiled: Compiled) -> Iterator[str]:

@@ -19,7 +19,7 @@ from zbc.commands.planned import keep
 from zbc.errors import EXIT_INTERRUPTED, ZbcError
 
 if TYPE_CHECKING:
-    from zbc.compiler.compile import Compiled
+    from zbc.compiler.compiled import Compiled
     from zbc.job.spec import Job
 
 SETTLING = 2  # warm-up steps of a run, which do not count

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zbc.compiler import recall
-from zbc.compiler.compile import Compiled, compile_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program

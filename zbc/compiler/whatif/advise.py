@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from zbc.compiler.compile import ENOUGH, Compiled, compile_job, job_of, weighed
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition.setup import as_ordered
 from zbc.compiler.planner.case import Case
 from zbc.compiler.planner.planner import faster
+from zbc.compiler.reading import job_of
 from zbc.compiler.schedules import AUTO, SCHEDULES, find
+from zbc.compiler.shapes import ENOUGH, weighed
 from zbc.errors import ZbcError
 from zbc.job import gpu, toml, world
 from zbc.job.job import RESERVE

@@ -12,11 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.deciding import shareable
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.report.report import Report
 from zbc.compiler.schedules import AUTO, LIMITS, find
+from zbc.compiler.shapes import load_job
 from zbc.compiler.whatif.noise import Noise, spread
 from zbc.compiler.whatif.others import BASELINE
 from zbc.compiler.whatif.why import bent_by_memory

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from zbc.compiler.check.memory import excess
-from zbc.compiler.compile import Compiled
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.order import glance
 from zbc.compiler.partition.moving import planned

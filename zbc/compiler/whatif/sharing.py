@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zbc.compiler.compile import Compiled
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.deciding import shareable
 from zbc.compiler.whatif.others import LARGE, WORTH, quick

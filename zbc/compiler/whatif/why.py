@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zbc.compiler.check.memory import excess
-from zbc.compiler.compile import Compiled, compile_job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.partition.setup import start_of
