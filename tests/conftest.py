@@ -111,7 +111,7 @@ def pytest_runtest_setup(item):
 def pytest_runtest_call(item):
     before = _cpu() - MADE[0]
     found = yield
-    took = _cpu() - MADE[0] - before
+    took = (_cpu() - MADE[0] - before) / (_slowness() if item.config.getoption("--measure") else 1.0)
     item.user_properties.append(("cpu", took))
     held = item.config.getoption("--all") or not _left(item)
     if took > MOST + COLD and held and not item.nodeid.startswith(MAY) and not item.config.getoption("--measure"):
