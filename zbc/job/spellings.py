@@ -76,7 +76,7 @@ def of_plan(table: str, values: Any) -> Any:
     """The keys of a table of an older plan or checkpoint as those of today."""
     for old, (new, _, how) in OLD.items() if isinstance(values, Mapping) else ():
         (section, name), key = old.split("."), new.partition(".")[2]
-        if section == table and name in values:
+        if section == table == new.partition(".")[0] and name in values:
             value = values[name]
             if callable(how):
                 value = how(value, values.get(key))
