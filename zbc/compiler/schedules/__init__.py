@@ -26,15 +26,16 @@ def _v(p: int, v: int) -> Placement:
     return Placement.vshape(p)
 
 
+# Cards by placement: name, and stages per rank.
+_LINEAR = partial(ScheduleCard, placement=_linear, placement_name="linear", chunks=(1, 1), default_chunks=1)
+_LOOPED = partial(ScheduleCard, placement=Placement.looped, placement_name="looped", chunks=(1, None), default_chunks=2)
+_V = partial(ScheduleCard, placement=_v, placement_name="V", chunks=(2, 2), default_chunks=2)
+_VSHAPE = partial(ScheduleCard, placement=Placement.vshape, placement_name="V", chunks=(1, None), default_chunks=2)
 _ALL = (
-    ScheduleCard(
+    _LINEAR(
         name="gpipe",
         branches=True,
         make=gpipe,
-        placement=_linear,
-        placement_name="linear",
-        chunks=(1, 1),
-        default_chunks=1,
         splits_backward=False,
         summary="all forwards, then all backwards",
         source="GPipe, arXiv 1811.06965",
@@ -44,15 +45,11 @@ _ALL = (
         sliced="m",
         aliases=("ScheduleGPipe",),
     ),
-    ScheduleCard(
+    _LINEAR(
         name="1f1b",
         branches=True,
         steady=True,
         make=one_f_one_b,
-        placement=_linear,
-        placement_name="linear",
-        chunks=(1, 1),
-        default_chunks=1,
         splits_backward=False,
         summary="one forward, one backward; the least memory of the classic schedules",
         source="PipeDream-Flush / Megatron-LM, arXiv 2104.04473",
@@ -62,14 +59,10 @@ _ALL = (
         sliced="(p + k-1)/k",
         aliases=("Schedule1F1B", "one-f-one-b"),
     ),
-    ScheduleCard(
+    _LOOPED(
         name="interleaved-1f1b",
         steady=True,
         make=interleaved_1f1b,
-        placement=Placement.looped,
-        placement_name="looped",
-        chunks=(1, None),
-        default_chunks=2,
         splits_backward=False,
         summary="1F1B with v stages per rank; less bubble, more transfers",
         source="Megatron-LM, arXiv 2104.04473",
@@ -81,13 +74,9 @@ _ALL = (
         needs="closed forms hold when p divides m; any m runs; a group below p: less memory, more bubble",
         options=("group", "early", "overlap"),
     ),
-    ScheduleCard(
+    _LOOPED(
         name="breadth-first",
         make=breadth_first,
-        placement=Placement.looped,
-        placement_name="looped",
-        chunks=(1, None),
-        default_chunks=2,
         splits_backward=False,
         summary="all microbatches through one chunk before the next; few, large bursts of traffic",
         source="arXiv 2211.05953",
@@ -98,14 +87,10 @@ _ALL = (
         aliases=("ScheduleLoopedBFS", "looped-bfs"),
         needs="closed forms hold from m >= p on; any m runs",
     ),
-    ScheduleCard(
+    _LOOPED(
         name="gis",
         steady=True,
         make=gis,
-        placement=Placement.looped,
-        placement_name="looped",
-        chunks=(1, None),
-        default_chunks=2,
         splits_backward=True,
         summary="interleaved 1F1B with W after each B: shorter warm-up, and less memory with a smaller group",
         source="PipeOffload, arXiv 2503.01328",
@@ -118,14 +103,10 @@ _ALL = (
         options=("group",),
         groups=lambda p: range(-(-p // 2), p + 1),
     ),
-    ScheduleCard(
+    _LINEAR(
         name="zb-h1",
         branches=True,
         make=zb_h1,
-        placement=_linear,
-        placement_name="linear",
-        chunks=(1, 1),
-        default_chunks=1,
         splits_backward=True,
         summary="1F1B with the weight gradients put off into the bubble",
         source="Zero Bubble, arXiv 2401.10241, section 2.2",
@@ -135,14 +116,10 @@ _ALL = (
         sliced="(p + k-1)/k",
         aliases=("zbh1",),
     ),
-    ScheduleCard(
+    _LINEAR(
         name="zb-h2",
         branches=True,
         make=zb_h2,
-        placement=_linear,
-        placement_name="linear",
-        chunks=(1, 1),
-        default_chunks=1,
         splits_backward=True,
         summary="no bubble within a rank's span, for twice the activations",
         source="Zero Bubble, arXiv 2401.10241, section 2.2",
@@ -153,14 +130,10 @@ _ALL = (
         aliases=("zbh2",),
         needs="closed forms hold from m >= 2p-1 on; any m runs",
     ),
-    ScheduleCard(
+    _LINEAR(
         name="eager-1f1b",
         branches=True,
         make=eager_1f1b,
-        placement=_linear,
-        placement_name="linear",
-        chunks=(1, 1),
-        default_chunks=1,
         splits_backward=False,
         summary="1F1B with twice the warm-up, so that transfers hide behind compute",
         source="AlpaComm, arXiv 2211.05322",
@@ -169,13 +142,9 @@ _ALL = (
         memory="2p-1",
         sliced="(2p + k-2)/k",
     ),
-    ScheduleCard(
+    _V(
         name="zb-v",
         make=searched.zb_v,
-        placement=_v,
-        placement_name="V",
-        chunks=(2, 2),
-        default_chunks=2,
         splits_backward=True,
         summary="no bubble within a rank's span at the memory of 1F1B; first and last stage share rank 0",
         source="Zero Bubble, arXiv 2401.10241, section 6; arXiv 2405.15362",
@@ -187,14 +156,10 @@ _ALL = (
         needs="closed forms hold from m >= 2p on; any m runs; fitted to the job's costs",
         searched=True,
     ),
-    ScheduleCard(
+    _V(
         name="braid-v",
         whole=True,
         make=braid_v,
-        placement=_v,
-        placement_name="V",
-        chunks=(2, 2),
-        default_chunks=2,
         splits_backward=True,
         summary="pairs of ops as groups that hide the sums of tensor-parallel ranks; twice the memory of 1F1B",
         source="Synergistic Tensor and Pipeline Parallelism, arXiv 2510.27257",
@@ -204,14 +169,10 @@ _ALL = (
         needs="closed forms hold from m >= 3p on; any m runs; fewer: the best of a few lists at the job's costs",
         grouped=True,
     ),
-    ScheduleCard(
+    _LINEAR(
         name="zb-auto",
         branches=True,
         make=partial(searched.found, "zb-auto", _linear),
-        placement=_linear,
-        placement_name="linear",
-        chunks=(1, 1),
-        default_chunks=1,
         splits_backward=True,
         summary="the best order of one stage per rank for the job's costs and memory limit",
         source='search; memory_limit = "1.0x" is ZB-1p and "2.0x" is ZB-2p of arXiv 2401.10241',
@@ -222,13 +183,9 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    ScheduleCard(
+    _VSHAPE(
         name="v-auto",
         make=partial(searched.found, "v-auto", Placement.vshape),
-        placement=Placement.vshape,
-        placement_name="V",
-        chunks=(1, None),
-        default_chunks=2,
         splits_backward=True,
         summary="the best order of the V placement for the job's costs and memory limit",
         source="search; building blocks of arXiv 2405.15362 and our own",
@@ -238,13 +195,9 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    ScheduleCard(
+    _V(
         name="v-half",
         make=partial(searched.found, "v-half", _v),
-        placement=_v,
-        placement_name="V",
-        chunks=(2, 2),
-        default_chunks=2,
         splits_backward=True,
         summary="the V placement with half the activations of 1F1B",
         source="arXiv 2405.15362, section 3",
@@ -254,13 +207,9 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    ScheduleCard(
+    _V(
         name="v-min",
         make=partial(searched.found, "v-min", _v),
-        placement=_v,
-        placement_name="V",
-        chunks=(2, 2),
-        default_chunks=2,
         splits_backward=True,
         summary="the V placement with a third of the activations of 1F1B",
         source="arXiv 2405.15362, section 3",
@@ -270,13 +219,9 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    ScheduleCard(
+    _VSHAPE(
         name="1f1b-v",
         make=partial(searched.found, "1f1b-v", Placement.vshape, split=False),
-        placement=Placement.vshape,
-        placement_name="V",
-        chunks=(1, None),
-        default_chunks=2,
         splits_backward=False,
         summary="the V placement with backwards in one piece",
         source="search; arXiv 2405.15362 calls the placement V-shape",
@@ -286,13 +231,9 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    ScheduleCard(
+    _LOOPED(
         name="looped-zb",
         make=partial(searched.found, "looped-zb", Placement.looped),
-        placement=Placement.looped,
-        placement_name="looped",
-        chunks=(1, None),
-        default_chunks=2,
         splits_backward=True,
         summary="interleaved stages with backwards split, for the job's costs and memory limit",
         source="search; at memory_limit 1.0x the generalized interleaved schedule of arXiv 2503.01328 or better",

@@ -44,15 +44,13 @@ def _found(name: str, request: Request) -> Program:
     )
 
 
+_PIPES = partial(ScheduleCard, whole=True, placement=two_pipes)
+_TWO = partial(_PIPES, placement_name="two pipes", chunks=(1, 1), default_chunks=1)
+_TWO_V = partial(_PIPES, placement_name="two V pipes", chunks=(2, None), default_chunks=2)
 BIDIRECTIONAL = (
-    ScheduleCard(
+    _TWO(
         name="chimera",
-        whole=True,
         make=chimera,
-        placement=two_pipes,
-        placement_name="two pipes",
-        chunks=(1, 1),
-        default_chunks=1,
         splits_backward=False,
         summary="two 1F1B pipes in opposite directions; every rank holds two stages of twice as many weights",
         source="Chimera, arXiv 2107.06925",
@@ -63,14 +61,9 @@ BIDIRECTIONAL = (
         options=("group", "early"),
         fitted=True,
     ),
-    ScheduleCard(
+    _TWO_V(
         name="bitpipe",
-        whole=True,
         make=bitpipe,
-        placement=two_pipes,
-        placement_name="two V pipes",
-        chunks=(2, None),
-        default_chunks=2,
         splits_backward=False,
         summary="two interleaved V-shaped pipes in opposite directions; weights twice",
         source="BitPipe, arXiv 2410.19367; between units as in its figure, as in its code with early = 1",
@@ -81,14 +74,9 @@ BIDIRECTIONAL = (
         options=("group", "early"),
         fitted=True,
     ),
-    ScheduleCard(
+    _TWO(
         name="dualpipe",
-        whole=True,
         make=dualpipe,
-        placement=two_pipes,
-        placement_name="two pipes",
-        chunks=(1, 1),
-        default_chunks=1,
         splits_backward=True,
         summary="two pipes whose forwards and backwards meet in pairs; weights twice",
         source="DeepSeek-V3, arXiv 2412.19437",
@@ -136,14 +124,9 @@ BIDIRECTIONAL = (
         chunks_in=2,
         fitted=True,
     ),
-    ScheduleCard(
+    _TWO(
         name="chimera-zb",
-        whole=True,
         make=partial(_found, "chimera-zb"),
-        placement=two_pipes,
-        placement_name="two pipes",
-        chunks=(1, 1),
-        default_chunks=1,
         splits_backward=True,
         summary="Chimera with backwards split, for the job's costs and memory limit",
         source="search",
@@ -153,14 +136,9 @@ BIDIRECTIONAL = (
         searched=True,
         budget=BUDGET,
     ),
-    ScheduleCard(
+    _TWO_V(
         name="bitpipe-zb",
-        whole=True,
         make=partial(_found, "bitpipe-zb"),
-        placement=two_pipes,
-        placement_name="two V pipes",
-        chunks=(2, None),
-        default_chunks=2,
         splits_backward=True,
         summary="BitPipe with backwards split, for the job's costs and memory limit",
         source="search",
