@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heapreplace
 
+from zbc.plan.balancing import longest_first
+
 # Elements whose squares are summed at once, for norms; parts of an optimizer begin and end at multiples of it.
 CHUNK = 2**20
 BATCH = 2**22  # elements that a tentative step copies at a time
@@ -25,13 +27,7 @@ def cut(count: int) -> list[tuple[int, int]]:
 
 def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """The pieces of each rank, as ascending indices into their `sizes`."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]  # a heap
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        load, rank = loads[0]
-        shares[rank].append(index)
-        heapreplace(loads, (load + sizes[index], rank))
-    return [sorted(share) for share in shares]
+    return [sorted(share) for share in longest_first(sizes, ranks)]
 
 
 def most(parameters: Iterable[int], ranks: int, uncut: Iterable[int] = ()) -> tuple[int, int]:

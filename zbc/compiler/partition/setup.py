@@ -148,19 +148,15 @@ class Setup:
     @classmethod
     def of(cls, job: Job, schedule: ScheduleCard, placement: Placement, v: int, choice: Choice, costs: Costs) -> Setup:
         """Raises E303 (memory_limit below the need of any order)."""
-        stages = choice.stages
-        own = own_limit(schedule.name, placement.ranks, costs)
+        own, limit = own_limit(schedule.name, placement.ranks, costs), Limit(costs, None)
         own = None if own is None else own + meetings(job)
         if moves(job, placement):
-            room = room_of(job, placement, costs, own=own)
-            return cls(job, schedule, placement, v, stages, choice.recompute, costs, room, lowering_of(job))
-        if not schedule.searched:
-            limit = Limit(costs, None)
-            return cls(job, schedule, placement, v, stages, choice.recompute, costs, limit, lowering_of(job))
-        limit = limit_of(job, placement, costs, split=schedule.splits_backward, own=own)
-        if len(placement.pipes) > 1:
-            limit = _whole(limit, placement, job.schedule.microbatches)
-        return cls(job, schedule, placement, v, stages, choice.recompute, costs, limit, lowering_of(job))
+            limit = room_of(job, placement, costs, own=own)
+        elif schedule.searched:
+            limit = limit_of(job, placement, costs, split=schedule.splits_backward, own=own)
+            if len(placement.pipes) > 1:
+                limit = _whole(limit, placement, job.schedule.microbatches)
+        return cls(job, schedule, placement, v, choice.stages, choice.recompute, costs, limit, lowering_of(job))
 
     def make(self, budget: float | None = None, *, beat: float = INF, **search: Any) -> Ordered:
         """The order; searched ones take about `budget` seconds (None: the schedule's default), and none under limits at
@@ -215,15 +211,15 @@ class Setup:
         return best
 
     def _over(self, order: Ordered) -> float:
-        """The share by which an order exceeds the limits of its job and its schedule; 0 if it fits."""
-        return over_of(self.job, order) or (0.0 if self._keeps(order) else LEAST)
-
-    def _keeps(self, found: Ordered) -> bool:
-        """Whether an order keeps to the limit in activation units."""
-        if self.limit.units is None:
-            return True
-        held = peaks(found.judged.program, replace(self.limit.costs, bytes=None, shares=()))
-        return all(rank.units <= most + 1e-6 for rank, most in zip(held, self.limit.units, strict=True))
+        """The share by which an order exceeds the limits of its job and its schedule, in activation units; 0 if it
+        fits."""
+        over = over_of(self.job, order)
+        if over or self.limit.units is None:
+            return over
+        held = peaks(order.judged.program, replace(self.limit.costs, bytes=None, shares=()))
+        return (
+            LEAST if any(rank.units > most + 1e-6 for rank, most in zip(held, self.limit.units, strict=True)) else 0.0
+        )
 
     def by_hand(self, some: Callable[[list[int]], list[int]] = list) -> Iterator[Ordered]:
         """Yields orders of other schedules for the same placement that take no search; `some` selects group sizes."""
@@ -232,9 +228,7 @@ class Setup:
             whole = self.schedule.splits_backward or not card.splits_backward
             if card.searched or card.grouped or not whole or not card.allows(self.v):
                 continue
-            if card.placement(p, self.v) != self.placement:
-                continue
-            if any(refusals(self.job, card)):
+            if card.placement(p, self.v) != self.placement or any(refusals(self.job, card)):
                 continue
             setup = replace(self, schedule=replace(card, name=self.schedule.name))
             for group in [None] if card.groups is None else some(list(card.groups(p))):
@@ -256,12 +250,9 @@ class Setup:
 
     def _less(self, more: Sequence[float]) -> tuple[float, ...] | None:
         """The limit less `more` units of each rank, but enough for some order."""
-        units = self.limit.units
-        return (
-            None
-            if units is None
-            else tuple(map(max, least_of(self.placement, self.limit.costs), map(sub, units, more)))
-        )
+        if self.limit.units is None:
+            return None
+        return tuple(map(max, least_of(self.placement, self.limit.costs), map(sub, self.limit.units, more)))
 
     def ordered(self, budget: float | None, *, group: int | None = None, **search: Any) -> Ordered:
         """One order for its limit; `group` instead of the job's.
@@ -342,18 +333,6 @@ class Setup:
         needs = least_of(self.placement, self.limit.costs)
         most = everything(self.placement, self.limit.costs, self.job.schedule.microbatches)
         yield from map(self.under, whole(self.limit.units or most, needs))
-
-    @property
-    def busiest(self) -> float:
-        """ms of the busiest rank for a microbatch; with several pipes they share the microbatches."""
-        costs = self.costs.hidden() if self._groups else self.costs
-        f, b, w, bw = map(costs.column, ("f", "b", "w", "bw"))
-        backward = tuple(map(add, b, w)) if self.schedule.splits_backward else bw
-        loads = [0.0] * self.placement.ranks
-        for pipe in self.placement.pipes:
-            for s, rank in enumerate(pipe):
-                loads[rank] += (f[s] + backward[s]) / len(self.placement.pipes)
-        return max(loads) + sum(self.costs.column(name)[0] for name in ("s", "t", "i", "e") if self.job.vocabulary)
 
     @property
     def least_step(self) -> float:
@@ -441,15 +420,9 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         folded=job.parallel.folded,
         dense=tuple(s for s, part in enumerate(stages) if ep and not any(i in routed for i in part)),
         near=costs.near,
-        averages=_averages(job),
+        averages=0 if (asked := job.parallel.average) is None else 1 if asked.delay else 2,
         one_sided=job.parallel.one_sided,
     )
-
-
-def _averages(job: Job) -> int:
-    """The mode in which replicas average weights."""
-    asked = job.parallel.average
-    return 0 if asked is None else 1 if asked.delay else 2
 
 
 def refusals(job: Job, card: ScheduleCard) -> Iterator[ZbcError]:

@@ -162,11 +162,10 @@ class Bench:
 
     def _timed(self, order: Any, origin: str, recipe: Recipe | None) -> Candidate | None:
         """Keeps the order as a root; None if it blocks."""
-        found = self._time(order, origin, recipe)
-        if found is None:
-            return None
-        self._keep(found, self.roots, self.ROOTS)
-        return self._keep(found, self.found, self.KEEP)
+        if (found := self._time(order, origin, recipe)) is not None:
+            self._keep(found, self.roots, self.ROOTS)
+            self._keep(found, self.found, self.KEEP)
+        return found
 
     def _time(self, order: Any, origin: str, recipe: Recipe | None) -> Candidate | None:
         engine = self.engine
@@ -211,11 +210,9 @@ class Bench:
 
     def fits(self, order: Sequence[int]) -> bool:
         """Whether every rank keeps to its limit."""
-        change = self._changes.__getitem__
-        for (low, high), limit in zip(pairwise(self.first), self.problem.limit, strict=True):
-            if max(accumulate(map(change, order[low:high])), default=0.0) > limit + ROOM:
-                return False
-        return True
+        held = (map(self._changes.__getitem__, order[low:high]) for low, high in pairwise(self.first))
+        peaks = (max(accumulate(changes), default=0.0) for changes in held)
+        return all(peak <= limit + ROOM for peak, limit in zip(peaks, self.problem.limit, strict=True))
 
     def _keep(self, candidate: Candidate, among: list[Candidate], most: int) -> Candidate:
         """Stores the candidate if it is among the best of different cost."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.table import Rows, SearchRow
@@ -31,13 +32,8 @@ class Manner:
 
 def fits(program: Program, costs: Costs, limits: Sequence[float]) -> bool:
     """Whether every rank keeps to its limit."""
-    for ops, limit in zip(program.ranks, limits, strict=True):
-        held = 0.0
-        for op in ops:
-            held += costs.held(op)
-            if held > limit + ROOM:
-                return False
-    return True
+    held = (max(accumulate(map(costs.held, ops)), default=0.0) for ops in program.ranks)
+    return all(most <= limit + ROOM for most, limit in zip(held, limits, strict=True))
 
 
 def follow(program: Program, costs: Costs, limits: Sequence[float], manner: Manner) -> Program:

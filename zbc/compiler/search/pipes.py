@@ -143,12 +143,9 @@ def _best(found: Iterable[TimedOrder], objective: str) -> TimedOrder:
     """The first order that no other beats by more than rounding."""
     first, *rest = found
     for one in rest:
-        first = one if _better(one.rank(objective), first.rank(objective)) else first
+        (a, next_a), (b, next_b) = one.rank(objective), first.rank(objective)
+        first = one if a < b - EPS or (a < b + EPS and next_a < next_b - EPS) else first
     return first
-
-
-def _better(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    return a[0] < b[0] - EPS or (a[0] < b[0] + EPS and a[1] < b[1] - EPS)
 
 
 def _candidates(

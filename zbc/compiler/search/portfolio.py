@@ -50,11 +50,7 @@ class Effort:
 
     @classmethod
     def seconds(cls, seconds: float, engine: Engine, seed: int = 0) -> Effort:
-        return cls(int(seconds * cls._rate(engine)), seed)
-
-    @staticmethod
-    def _rate(engine: Engine) -> int:
-        return COMPILED_RATE if engine.compiled else PLAIN_RATE
+        return cls(int(seconds * (COMPILED_RATE if engine.compiled else PLAIN_RATE)), seed)
 
 
 class SearchResult(NamedTuple):
@@ -95,14 +91,8 @@ def search(
     return SearchResult(full.best, liked)
 
 
-def liked(problem: Problem, objective: str, engine: Engine) -> list[Recipe]:
-    """The recipes that do best in the fast tier, best first."""
-    bench = Bench(problem, engine, objective)
-    _fast_tier(bench, 0.0)
-    return _recipes(bench)
-
-
 def _recipes(bench: Bench) -> list[Recipe]:
+    """The recipes that do best in the fast tier, best first."""
     return [c.recipe for c in bench.roots if c.recipe is not None]
 
 
