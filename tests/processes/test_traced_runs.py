@@ -119,7 +119,7 @@ def test_groups_in_turns_are_compared_with_what_was_predicted(tmp_path):
     plan = write_plan(tmp_path, parallel={"pp": 2, "tp": 2}, schedule=schedule, model=model)
     out = tmp_path / "run"
     run_here(plan, 4, out, steps=5, trace=frozenset({1, 2, 3}))
-    found, hidden = build(trace.read(out)), log.hidden_of(out)["sums_hidden"]
+    found, hidden = build(trace.read(out)), log.beside(out)[0]["sums_hidden"]
     assert found.schedule == "braid-v" and len(found.ranks) == 4
     assert 0 <= hidden.measured <= 1 and hidden.predicted == pytest.approx(
         StoredPlan.read(plan).manifest.predicted["tp_sums"]["hidden"]

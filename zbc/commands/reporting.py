@@ -107,7 +107,7 @@ def _of_run(target: Path, *, json: bool, quiet: bool, verbose: bool) -> None:
     recorded = trace.read(run, phase)
     made = build(recorded)
     command = replan_command(run, made.phase, lengths=bool(recorded.tokens))
-    hidden, loads = log.hidden_of(run), log.loads_of(run)
+    hidden, loads = log.beside(run)
     if json:
         experts = {} if loads is None else loads.as_json()
         idle = {"bubbles": predicting.idle_json(Run(run, recorded).bubbles())}

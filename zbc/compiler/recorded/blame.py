@@ -14,7 +14,8 @@ The prediction has the same causes except `host`, which it counts into the ops i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice, pairwise
 
@@ -56,16 +57,15 @@ CAUSES = tuple(entry.name for entry in fields(Shares) if entry.name != "senders"
 
 def shares(step: RecordedStep) -> list[Shares]:
     """Shares per rank of the run, in ns."""
-    arrived = max((at for record in step.ranks if (at := _arrival(record)) is not None), default=None)
-    senders = _senders(step)
+    # When each rank came to the collective over all ranks that ends a step with a barrier.
+    comes = [
+        one.end[i] - one.waited(Cause.ALL).get(i, 0)
+        for one in step.ranks
+        for i, op in enumerate(one.ops)
+        if op.kind.is_barrier
+    ]
+    arrived, senders = max(comes, default=None), _senders(step)
     return [_rank(step, rank, arrived, senders) for rank in range(len(step.ranks))]
-
-
-def _arrival(one: Recorded) -> int | None:
-    """The time a rank came to the collective over all ranks that ends a step with a barrier."""
-    waits = one.waited(Cause.ALL)
-    ends = [one.end[index] - waits.get(index, 0) for index, op in enumerate(one.ops) if op.kind.is_barrier]
-    return max(ends, default=None)
 
 
 def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[tuple[int, Op], int]) -> Shares:
@@ -73,17 +73,16 @@ def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[t
     begin, end = step.window(rank)
     totals.host += record.begins - begin
     totals.drain += end - record.ends
-    waits: dict[int, dict[Cause, int]] = {}
+    waits = defaultdict[int, Counter[Cause]](Counter)
     for wait in record.waits:
-        causes = waits.setdefault(wait.op, {})
-        causes[wait.cause] = causes.get(wait.cause, 0) + wait.ns
+        waits[wait.op][wait.cause] += wait.ns
     first, inside = True, groups(record.ops)  # the first op of a group waits for the input of both
     for index, op in enumerate(record.ops):
-        took, waited = record.end[index] - record.start[index], waits.get(index, {})
-        copies = min(waited.get(Cause.COPY, 0), record.work[index] - record.start[index])
+        took, waited = record.end[index] - record.start[index], waits[index]
+        copies = min(waited[Cause.COPY], record.work[index] - record.start[index])
         totals.copies += copies
         if op.kind.computes:
-            message = min(waited.get(Cause.MESSAGE, 0), record.work[index] - record.start[index] - copies)
+            message = min(waited[Cause.MESSAGE], record.work[index] - record.start[index] - copies)
             if first:
                 totals.warm_up += message
             elif message:
@@ -97,34 +96,30 @@ def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[t
         elif op.kind.is_barrier:
             _close(totals, record, index, waited, arrived)
         elif op.kind.row.closes:
-            sums = min(took, waited.get(Cause.SUM, 0))
+            sums = min(took, waited[Cause.SUM])
             totals.sums += sums
             totals.optimizer += took - sums
         else:
             totals.host += took - copies
-    _behind(totals, record, waits.get(len(record.ops), {}))
+    # After the last op.
+    close, waited = record.ends - (record.end[-1] if record.end else record.begins), waits[len(record.ops)]
+    gather = min(close, waited[Cause.GATHER])
+    delivery = min(close - gather, waited[Cause.DELIVERY])
+    totals.sums += gather
+    totals.drain += delivery
+    totals.host += close - gather - delivery
     return totals
 
 
-def _close(found: Shares, one: Recorded, index: int, waited: Mapping[Cause, int], arrived: int | None) -> None:
+def _close(found: Shares, one: Recorded, index: int, waited: Counter[Cause], arrived: int | None) -> None:
     """A barrier: gradient reductions, then the norm, then the collective over all ranks, which starts with the last."""
     start, end = one.start[index], one.end[index]
-    everyone = min(waited.get(Cause.ALL, 0), end - start)
-    sums = min(waited.get(Cause.SUM, 0), end - start - everyone)
+    everyone = min(waited[Cause.ALL], end - start)
+    sums = min(waited[Cause.SUM], end - start - everyone)
     late = min(everyone, max(0, (arrived or end) - (end - everyone)))
     found.drain += late
     found.sums += sums + everyone - late
     found.optimizer += end - start - everyone - sums
-
-
-def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
-    """Adds the time of a step after its last op."""
-    close = one.ends - (one.end[-1] if one.end else one.begins)
-    gather = min(close, waited.get(Cause.GATHER, 0))
-    delivery = min(close - gather, waited.get(Cause.DELIVERY, 0))
-    found.sums += gather
-    found.drain += delivery
-    found.host += close - gather - delivery
 
 
 def _senders(step: RecordedStep) -> dict[tuple[int, Op], int]:
@@ -151,7 +146,7 @@ def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares
         waited = copies[rank].waited
         totals = Shares(timeline.busy(rank), idle.warm_up, idle.message - waited, waited, idle.drain, sums, steps[rank])
         totals.drain += max(steps) - steps[rank]
-        totals.senders = dict(_waits(timeline, rank))
+        totals.senders = _waits(timeline, rank)
         rows.append(totals)
     return rows
 
@@ -175,11 +170,11 @@ def _settled(begin: float, timeline: Timeline, rank: int) -> Shares:
             totals.optimizer += took
         free = timeline.end[i]
     totals.sums = max(0.0, timeline.closes(rank) - timeline.last_end(rank))
-    totals.senders = dict(_waits(timeline, rank))
+    totals.senders = _waits(timeline, rank)
     return totals
 
 
-def _waits(timeline: Timeline, rank: int) -> Iterator[tuple[int, float]]:
+def _waits(timeline: Timeline, rank: int) -> dict[int, float]:
     """The ranks that a rank waits for between its ops, with ms."""
     graph, ms = timeline.graph, dict[int, float]()
     nodes = timeline.ops(rank)
@@ -189,4 +184,4 @@ def _waits(timeline: Timeline, rank: int) -> Iterator[tuple[int, float]]:
         if idle > 1e-9 and source >= 0 and graph.ops[i].kind.computes:
             sender = graph.rank(source)
             ms[sender] = ms.get(sender, 0.0) + idle
-    yield from ms.items()
+    return ms

@@ -136,9 +136,9 @@ class _Work:
         self.placement = manifest.to_placement()
         self.table = estimate.layers(job)
         self.stages = stages = recall.stages_of(manifest, self.table)
-        alike = self._kinds(stages)
-        stage_of = {i: s for s, part in enumerate(stages) for i in part}
-        self.kinds = _apart(alike, [stage_of[i] for i in range(len(alike))]) if by_stage else alike
+        stage_of = [s for s, part in enumerate(stages) for _ in part]
+        alike = self._kinds(stage_of)
+        self.kinds = _apart(alike, stage_of) if by_stage else alike
         self._alike = dict(zip(self.kinds, alike, strict=True))  # kind -> its name in the base
         self._took, self._explained = ([0.0] * len(stages) for _ in range(2))
         self.counts: Counts = [Counter(self.kinds[i] for i in part) for part in stages]
@@ -156,15 +156,14 @@ class _Work:
         pairs = zip(self._took, self._explained, strict=True)
         return max((abs(took / meant - 1) for took, meant in pairs if meant > 0), default=0.0)
 
-    def _kinds(self, stages: Sequence[Sequence[int]]) -> list[str]:
+    def _kinds(self, stage_of: Sequence[int]) -> list[str]:
         """The kind of each layer; a factory's layers without measurements are one kind per stage."""
         if self.base is not None and self.base.order != FAMILY:
             return list(self.base.order)
         if self.job.model.builtin:
             return ["embed", *["block"] * self.job.model.layers, "head"]
         self.notes.append("which layers are alike is not known: those of a stage share its time evenly")
-        stage_of = {i: s for s, part in enumerate(stages) for i in part}
-        return [f"stage-{stage_of[i]}" for i in range(len(self.table))]
+        return [f"stage-{stage}" for stage in stage_of]
 
     # ---- times of layers ---------------------------------------------------------------------------------------
 
@@ -205,12 +204,11 @@ class _Work:
             by_whole = {kind: _ratio(whole[kind], bw[kind]) for kind in b}
             split_b = self._solved(Kind.B, {kind: b[kind] * by_whole[kind] for kind in b})
             split_w = self._solved(Kind.W, {kind: w[kind] * by_whole[kind] for kind in b})
+            fused = {kind: bw[kind] * _ratio(split_b[kind] + split_w[kind], b[kind] + w[kind]) for kind in b}
             if Kind.BW in ran:
-                by_halves = {kind: _ratio(split_b[kind] + split_w[kind], b[kind] + w[kind]) for kind in b}
-                return split_b, split_w, self._solved(Kind.BW, {kind: bw[kind] * by_halves[kind] for kind in b})
+                return split_b, split_w, self._solved(Kind.BW, fused)
             self.notes.append("no backward ran in one piece: B and W together")
-            scale = {kind: _ratio(split_b[kind] + split_w[kind], b[kind] + w[kind]) for kind in b}
-            return split_b, split_w, None if self.base is None else {kind: bw[kind] * scale[kind] for kind in b}
+            return split_b, split_w, None if self.base is None else fused
         self.notes.append("B and W never ran apart: their proportions are those assumed before")
         after = self._solved(Kind.BW, bw)
         scale = {kind: _ratio(after[kind], bw[kind]) for kind in b}

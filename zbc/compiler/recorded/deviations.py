@@ -1,4 +1,5 @@
-"""Finds ops that took longer than predicted: kinds of ops on a rank, links, whole ranks, and single outliers.
+"""Finds ops that took longer than predicted: kinds of ops on a rank, links, whole ranks, and single outliers;
+and slices of a microbatch, predicted and measured.
 
 A rank or a link is slow if it is slow compared with the others, since a prediction may be off for all of them alike.
 """
@@ -6,7 +7,8 @@ A rank or a link is slow if it is slow compared with the others, since a predict
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
@@ -48,6 +50,16 @@ class LinkTime(NamedTuple):
     awaited: int
     predicted: float
     measured: float
+
+
+class SliceCompared(NamedTuple):
+    """ms of one slice of a microbatch on all stages, forward and backward."""
+
+    number: int
+    predicted_f_ms: float
+    measured_f_ms: float
+    predicted_b_ms: float  # with W
+    measured_b_ms: float
 
 
 class Outlier(NamedTuple):
@@ -114,6 +126,26 @@ def links(times: Times, costs: Costs, program: Program, steps: int) -> list[Link
     ]
 
 
+def compared_slices(steps: Sequence[RecordedStep], costs: Costs) -> Iterator[SliceCompared]:
+    """Yields every slice; nothing if microbatches are whole."""
+    program = steps[0].program
+    if program.slices == 1:
+        return
+    samples: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
+    for step in steps:
+        for rank, record in enumerate(step.ranks):
+            for index, op in step.compute(rank):
+                samples[op.kind, op.stage, op.slice].append(record.end[index] - record.work[index])
+    whole = len(steps) * program.microbatches * (len(steps[0].ranks) // program.placement.ranks)
+    meant, took = ([[0.0, 0.0] for _ in range(program.slices)] for _ in range(2))
+    for (kind, stage, j), values in samples.items():
+        share, side = len(values) / whole, int(not kind.is_forward)  # a backward may be fused or split
+        meant[j][side] += share * costs.of(kind.row.cost, stage, j)
+        took[j][side] += share * median_ms(values)
+    for j in range(program.slices):
+        yield SliceCompared(j, meant[j][0], took[j][0], meant[j][1], took[j][1])
+
+
 def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
     """Predicted ms of a transfer between two ranks of a pipeline."""
     edges = {}
@@ -160,7 +192,7 @@ def slow_links(found: Sequence[LinkTime], step_ms: float) -> list[SlowLink]:
 def outliers(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> tuple[list[Outlier], list[Stall]]:
     """Single outlying ops and transfers, the longest first, and stalls of most ranks at once."""
     rows, stalls, frozen = list[Outlier](), list[Stall](), list[tuple[float, float]]()
-    for group in _together(list(_slow_ops(steps, times, step_ms))):
+    for group in _together(_out_of_line(_ops(steps, times), step_ms)):
         ranks = {slow.rank for slow in group}
         if len(ranks) == 1 or 2 * len(ranks) <= len(steps[0].ranks):
             rows += group
@@ -168,12 +200,12 @@ def outliers(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> tup
         lost = [max(slow.measured - slow.usual for slow in group if slow.rank == rank) for rank in ranks]
         stalls.append(Stall(group[0].step, tuple(sorted(ranks)), statistics.median(lost)))
         frozen.append((group[0].start, max(slow.end for slow in group)))
-    late = _late_messages(steps, times, step_ms)
+    late = _out_of_line(_messages(steps, times), step_ms)
     rows += [slow for slow in late if not any(slow.start < end and begin < slow.end for begin, end in frozen)]
     return sorted(rows, key=lambda slow: slow.usual - slow.measured), sorted(stalls, key=lambda stall: -stall.ms)
 
 
-def _together(found: Sequence[Outlier]) -> Iterator[list[Outlier]]:
+def _together(found: Iterable[Outlier]) -> Iterator[list[Outlier]]:
     """Yields groups of outliers that overlap in time, one after the other."""
     group, end = list[Outlier](), 0.0
     for slow in sorted(found, key=lambda slow: slow.start):
@@ -186,29 +218,27 @@ def _together(found: Sequence[Outlier]) -> Iterator[list[Outlier]]:
         yield group
 
 
-def _out_of_line(ms: float, usual: float, step_ms: float) -> bool:
-    return ms - usual > (OUT_OF_LINE - 1) * usual and ms - usual > LEAST_OUTLIER * step_ms
+def _out_of_line(found: Iterable[Outlier], step_ms: float) -> Iterator[Outlier]:
+    for slow in found:
+        if slow.measured - slow.usual > max((OUT_OF_LINE - 1) * slow.usual, LEAST_OUTLIER * step_ms):
+            yield slow
 
 
-def _slow_ops(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> Iterator[Outlier]:
+def _ops(steps: Sequence[RecordedStep], times: Times) -> Iterator[Outlier]:
     usual = {key: median_ms(samples) for key, samples in times.work.items()}
     for step in steps:
         for rank, record in enumerate(step.ranks):
             for index, op in step.compute(rank):
                 ms = (record.end[index] - record.work[index]) / _MS
                 normal = usual[op.kind, op.stage, rank] / times.typical.of(op)
-                if _out_of_line(ms, normal, step_ms):
-                    yield Outlier(step.number, rank, op, normal, ms, record.work[index] / _MS)
+                yield Outlier(step.number, rank, op, normal, ms, record.work[index] / _MS)
 
 
-def _late_messages(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> Iterator[Outlier]:
+def _messages(steps: Sequence[RecordedStep], times: Times) -> Iterator[Outlier]:
     usual = {pair: median_ms(samples) for pair, samples in times.links.items() if samples}
     for step in steps:
         for message in step.messages():
-            if not message.awaited:
-                continue
-            ms = message.took / _MS
-            normal = usual[message.sender, message.receiver] / times.typical.sent(message)
-            if _out_of_line(ms, normal, step_ms):
-                start = max(message.sent, message.posted) / _MS
+            if message.awaited:
+                ms, start = message.took / _MS, max(message.sent, message.posted) / _MS
+                normal = usual[message.sender, message.receiver] / times.typical.sent(message)
                 yield Outlier(step.number, message.receiver, message.taker, normal, ms, start, message.sender)

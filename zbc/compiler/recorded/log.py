@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,13 +76,11 @@ class RunLog:
         predicted = self.about.get("predicted", {})
         sync = self.about.get("training", {}).get("optimizer", {}).get("sync", "before-step")
         key = "barrier_ms" if sync == "before-step" else "ahead_ms"
-        low, middle, high = quartiles([row["step_ms"] for row in self.counted])
-        return Quantity(predicted.get(key), middle, low, high)
+        return Quantity.of(predicted.get(key), [row["step_ms"] for row in self.counted])
 
     def bubble(self) -> Quantity:
         """The share of a step in which the busiest rank does not compute; a step has its optimizer in it."""
-        low, middle, high = quartiles([1 - max(row["busy_ms"]) / row["step_ms"] for row in self.counted])
-        return Quantity(None, middle, low, high)
+        return Quantity.of(None, [1 - max(row["busy_ms"]) / row["step_ms"] for row in self.counted])
 
     def idle(self) -> Quantity:
         """The share of a step in which a rank does not compute, mean over ranks; predicted of the makespan."""
@@ -96,9 +95,8 @@ class RunLog:
         values = [row["sums_hidden"] for row in self.counted if row.get("sums_hidden") is not None]
         if not values:
             return {}
-        low, middle, high = quartiles(values)
         predicted = (self.about.get("predicted", {}).get("tp_sums") or {}).get("hidden")
-        return {"sums_hidden": Quantity(predicted, middle, low, high)}
+        return {"sums_hidden": Quantity.of(predicted, values)}
 
     def loads(self) -> Loads | None:
         """Loads of experts; None in a model without, or if no step has them."""
@@ -118,16 +116,11 @@ class RunLog:
 
     def rates(self) -> dict[str, Quantity]:
         """Known throughput (samples and tokens per second, MFU) by key."""
-        quantities = {}
-        for key in Throughput._fields:
-            values = [row[key] for row in self.counted if row.get(key) is not None]
-            if values:
-                quantities[key] = self._of(key, values)
-        return quantities
+        known = {key: [row[key] for row in self.counted if row.get(key) is not None] for key in Throughput._fields}
+        return {key: self._of(key, values) for key, values in known.items() if values}
 
     def _of(self, key: str, values: list[float]) -> Quantity:
-        low, middle, high = quartiles(values)
-        return Quantity(self.about.get("predicted", {}).get(key), middle, low, high)
+        return Quantity.of(self.about.get("predicted", {}).get(key), values)
 
     def busy(self) -> list[tuple[float | None, float]]:
         """Per rank, ms of compute in a step: predicted, and the median of the measured."""
@@ -160,28 +153,17 @@ class RunLog:
         return document if loads is None else document | loads.as_json()
 
 
-def hidden_of(folder: Path) -> dict[str, Quantity]:
-    """`RunLog.hidden` of a run whose steps are recorded; {} if its log is missing."""
-    try:
-        return read(folder).hidden()
-    except ZbcError:
-        return {}
-
-
-def loads_of(folder: Path) -> Loads | None:
-    """`RunLog.loads` of such a run; None if its log is missing."""
-    try:
-        return read(folder).loads()
-    except ZbcError:
-        return None
+def beside(folder: Path) -> tuple[dict[str, Quantity], Loads | None]:
+    """`RunLog.hidden` and `RunLog.loads` of a run whose steps are recorded; nothing if its log is missing."""
+    with suppress(ZbcError):
+        log = read(folder)
+        return log.hidden(), log.loads()
+    return {}, None
 
 
 def as_numbers(quantities: Mapping[str, Quantity]) -> dict[str, Any]:
     """Quantities in the form of a document."""
-    return {
-        name: {"predicted": number.predicted, "measured": number.measured, "low": number.low, "high": number.high}
-        for name, number in quantities.items()
-    }
+    return {name: asdict(number) for name, number in quantities.items()}
 
 
 def is_run(folder: Path) -> bool:

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from zbc.compiler import recall
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.recorded import blame, deviations, slices
+from zbc.compiler.recorded import blame, deviations
 from zbc.compiler.recorded.blame import Shares
 from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
-from zbc.compiler.recorded.slices import SliceCompared
 from zbc.compiler.recorded.times import times_of
 from zbc.compiler.recorded.view import RecordedStep, typical
 from zbc.compiler.sim.copies import Copying, copied
@@ -42,6 +41,11 @@ class Quantity:
     measured: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, predicted: float | None, values: Sequence[float]) -> Quantity:
+        low, middle, high = quartiles(values)
+        return cls(predicted, middle, low, high)
 
     @property
     def change(self) -> float | None:
@@ -118,7 +122,7 @@ class RunReport:
     memory: tuple[MemoryCompared, ...]  # () if no step measured memory
     replan: Replan | None
     copies: tuple[CopiesCompared, ...] = ()  # of the median step, if activations are offloaded
-    slices: tuple[SliceCompared, ...] = ()  # if microbatches have several slices
+    slices: tuple[deviations.SliceCompared, ...] = ()  # if microbatches have several slices
     slow: tuple[float, ...] = ()  # if a rank is slow, the hardware.slow for a plan around it
 
     def __str__(self) -> str:
@@ -189,15 +193,13 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         median_step=middle.number,
         clock_uncertainty_ms=trace.uncertainty_ns / _MS,
         crowded=_crowded(trace),
-        step=_quantity(settled(program, costs), [step.wall_ns / _MS for step in steps]),
-        makespan=_quantity(timeline.makespan, [step.makespan_ns / _MS for step in steps]),
-        span=_quantity(timeline.span, [step.span_ns / _MS for step in steps]),
-        bubble_makespan=_quantity(bubbles[0], [step.bubble(step.makespan_ns) for step in steps]),
-        bubble_span=_quantity(bubbles[1], [step.bubble(step.span_ns) for step in steps]),
-        idle_rate=_quantity(
-            idle_rate(busy, timeline.makespan), [idle_rate(step.busy_ns, step.makespan_ns) for step in steps]
-        ),
-        balance=_quantity(balance(busy), [balance(step.busy_ns) for step in steps]),
+        step=Quantity.of(settled(program, costs), [step.wall_ns / _MS for step in steps]),
+        makespan=Quantity.of(timeline.makespan, [step.makespan_ns / _MS for step in steps]),
+        span=Quantity.of(timeline.span, [step.span_ns / _MS for step in steps]),
+        bubble_makespan=Quantity.of(bubbles[0], [step.bubble(step.makespan_ns) for step in steps]),
+        bubble_span=Quantity.of(bubbles[1], [step.bubble(step.span_ns) for step in steps]),
+        idle_rate=Quantity.of(idle_rate(busy, timeline.makespan), [idle_rate(s.busy_ns, s.makespan_ns) for s in steps]),
+        balance=Quantity.of(balance(busy), [balance(step.busy_ns) for step in steps]),
         rates=dict(_rates(manifest, [step.wall_ns / _MS for step in steps])),
         ranks=tuple(_shares(middle, timeline, costs)),
         slow_ranks=tuple(deviations.slow_ranks(ops)),
@@ -209,7 +211,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         memory=_memory(trace),
         replan=new,
         copies=tuple(_copies(middle, timeline)),
-        slices=tuple(slices.compared(steps, costs)),
+        slices=tuple(deviations.compared_slices(steps, costs)),
         slow=_slow(manifest, tuple(deviations.slow_ranks(ops))),
     )
 
@@ -231,7 +233,7 @@ def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Qu
     for key in Throughput._fields:
         values = [value for rates in measured if (value := getattr(rates, key)) is not None]
         if values:
-            yield key, _quantity(getattr(meant, key), values)
+            yield key, Quantity.of(getattr(meant, key), values)
 
 
 def _crowded(trace: Trace) -> tuple[Crowd, ...]:
@@ -255,11 +257,6 @@ def _median(steps: Sequence[RecordedStep]) -> RecordedStep:
 def median_step(trace: Trace) -> int:
     """The number of the recorded step of median length."""
     return _median(typical(trace)).number
-
-
-def _quantity(predicted: float | None, values: Sequence[float]) -> Quantity:
-    low, middle, high = quartiles(values)
-    return Quantity(predicted, middle, low, high)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

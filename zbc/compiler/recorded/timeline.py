@@ -61,13 +61,16 @@ class Recording:
     def _timeline(self, step: RecordedStep) -> Timeline:
         graph = self.graph
         start, end = [0.0] * len(graph.before), [0.0] * len(graph.before)
+        events = {graph.ops[ops[0]]: event for event, ops in graph.met.items()}
         for part, rank in enumerate(self.ranks()):
             record = step.ranks[rank]
             for i in self._ops(part):
                 index = i - graph.first[part]
                 start[i], end[i] = self._ms(record.work[index]), self._ms(record.end[index])
-        events = {graph.ops[ops[0]]: event for event, ops in graph.met.items()}
-        for op, begin, over in (*self._sums(step), *self._copies(step)):
+            for copy in record.copies:  # of activations
+                event = events[record.ops[copy.op]]
+                start[event], end[event] = self._ms(copy.start), self._ms(copy.end)
+        for op, begin, over in self._sums(step):
             start[events[op]], end[events[op]] = begin, over
         return Timeline(graph, start, end, self.ahead)
 
@@ -88,23 +91,18 @@ class Recording:
             end = max([start, *(ended[rank] for rank, _ in places if rank in ended)])
             yield op, self._ms(start), self._ms(end)
 
-    def _copies(self, step: RecordedStep) -> Iterator[tuple[Op, float, float]]:
-        """Yields copies of activations with begin and end in ms."""
-        for rank in self.ranks():
-            record = step.ranks[rank]
-            yield from ((record.ops[copy.op], self._ms(copy.start), self._ms(copy.end)) for copy in record.copies)
-
-    @cached_property
+    @property
     def waited(self) -> list[float]:
-        return [wait for wait, _ in self._leads()]
+        return self._leads[0]
+
+    @property
+    def delayed(self) -> list[float]:
+        return self._leads[1]
 
     @cached_property
-    def delayed(self) -> list[float]:
-        return [delay for _, delay in self._leads()]
-
-    def _leads(self) -> list[tuple[float, float]]:
+    def _leads(self) -> tuple[list[float], list[float]]:
         graph, count = self.graph, len(self.graph.ops)
-        leads = [(0.0, 0.0)] * (count * len(self.steps))
+        waited, delayed = ([0.0] * (count * len(self.steps)) for _ in range(2))
         for number, step in enumerate(self.steps):
             for part, rank in enumerate(self.ranks()):
                 record = step.ranks[rank]
@@ -113,18 +111,17 @@ class Recording:
                     index = i - graph.first[part]
                     lead = record.work[index] - record.start[index]
                     wait = min(lead, messages.get(index, 0))
-                    leads[number * count + i] = wait / _MS, (lead - wait) / _MS
-        return leads
+                    waited[number * count + i], delayed[number * count + i] = wait / _MS, (lead - wait) / _MS
+        return waited, delayed
 
     def path(self) -> list[int]:
         """The critical path of every step, from its last op back, the last step first; ops count as in `waited`.
 
         Before an op comes the one it waited for, if it waited, else the previous one of its rank.
         """
-        chain = []
-        for number in reversed(range(len(self.steps))):
-            base = number * len(self.graph.ops)
-            chain += [base + i for i in self._chain(base, self.timelines()[number])]
+        chain, count = [], len(self.graph.ops)
+        for number, step in reversed([*enumerate(self.steps)]):
+            chain += [number * count + i for i in self._chain(number * count, self._timeline(step))]
         return chain
 
     def _chain(self, base: int, timeline: Timeline) -> Iterator[int]:

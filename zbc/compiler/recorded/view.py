@@ -85,15 +85,11 @@ class RecordedStep:
             spans.append((begin, max([end, *sums])))
         return spans
 
-    def busy(self, rank: int) -> int:
-        """ns in which a rank computed."""
-        record = self.ranks[rank]
-        return sum(record.end[index] - record.work[index] for index, _ in self.compute(rank))
-
     @property
     def busy_ns(self) -> list[int]:
-        """The busy ns of each rank."""
-        return [*map(self.busy, range(len(self.ranks)))]
+        """The ns in which each rank computed."""
+        records = enumerate(self.ranks)
+        return [sum(one.end[index] - one.work[index] for index, _ in self.compute(rank)) for rank, one in records]
 
     @property
     def makespan_ns(self) -> int:
