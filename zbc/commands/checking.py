@@ -91,10 +91,10 @@ def check(
     if json:
         against: dict[str, Any] = {}
         if checked.priced is not None:
-            from zbc.compiler.whatif.others import baseline, speedup
+            from zbc.compiler.whatif.others import BASELINE, quick, speedup
 
             job, ms = checked.priced
-            against["speedup_over_1f1b"] = speedup(baseline(job), ms)  # 1F1B is planned for it
+            against["speedup_over_1f1b"] = speedup(quick(job, BASELINE), ms)  # 1F1B is planned for it
         show_json({**checked.as_json, **against})
     elif not quiet:
         show(*verdict(checked, target, verbose=verbose))

@@ -3,7 +3,7 @@
 Waits of an op for an op of another rank, or for a later one of its own, count 1; the order of a rank counts 0. Nodes
 are (START, op), its beginning; (END, op), the end of an op that blocks its rank; for a collective, which a rank starts
 without waiting for it, (NEXT, op), its turn in the queue of its rank, and (OVER, op), its completion. Nodes in no cycle
-are trimmed before the search.
+are removed before the search.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def shortest_cycle(g: Graph, done: bytearray, *, blocking_sends: bool = False) -
     for a, b, weight in _Waits(g, done, blocking_sends).edges():
         if not graph.has_edge(a, b) or graph[a][b]["weight"] > weight:
             graph.add_edge(a, b, weight=weight)
-    _trim(graph)
+    alone = (part for part in nx.strongly_connected_components(graph) if len(part) == 1)
+    graph.remove_nodes_from([v for part in alone for v in part if not graph.has_edge(v, v)])
     best: list[Node] = []
     length = len(g.ops)
     waits = sorted((a, b) for a, b, weight in graph.edges(data="weight") if weight)
@@ -75,15 +76,6 @@ def blocks(g: Graph, op: int, *, blocking_sends: bool) -> bool:
     """Whether an op blocks its rank until its event is completed."""
     kind: Kind = g.ops[op].kind
     return g.layout.rows[kind].blocks or (blocking_sends and kind.is_send)
-
-
-def _trim(graph: nx.DiGraph) -> None:
-    """Removes nodes that are in no cycle because no edge leads to them, or from them."""
-    off = [v for v in graph if not graph.in_degree(v) or not graph.out_degree(v)]
-    while off:
-        near = {w for v in off for w in (*graph.predecessors(v), *graph.successors(v))} - set(off)
-        graph.remove_nodes_from(off)
-        off = [v for v in near if not graph.in_degree(v) or not graph.out_degree(v)]
 
 
 class _Waits:

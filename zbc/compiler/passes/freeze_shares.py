@@ -14,12 +14,14 @@ between get the cap; some of these stay to keep both ends apart.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph, build
+from zbc.compiler.sim.links import needs_of
 from zbc.compiler.sim.simulate import lengths
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
@@ -97,8 +99,7 @@ class _Model:
 
     def _freezable(self) -> None:
         """A variable for each op with weight gradients, and the cap of each stage."""
-        caps = dict[int, Any]()
-        counts = dict[int, int]()
+        caps, counts = dict[int, Any](), Counter[int]()
         for i, op in enumerate(self.graph.ops):
             if op.kind.makes_part and self.costs.left_out(op, 1.0) > 0:
                 low, high = (self.most, self.most) if op.mb in self.alike else (0.0, 1.0)
@@ -106,13 +107,14 @@ class _Model:
                 if op.stage not in caps:
                     caps[op.stage] = self.solver.Constraint(-self.solver.infinity(), 0.0)
                 caps[op.stage].SetCoefficient(self.x[i], 1.0)
-                counts[op.stage] = counts.get(op.stage, 0) + 1
+                counts[op.stage] += 1
         for stage, cap in caps.items():
             cap.SetUb(self.most * counts[stage])
 
     def _place(self, i: int) -> None:
         """Defines the end of node i, after its dependencies. With a single dependency the end takes no variable."""
-        x, ends = self.x.get(i), list(dict.fromkeys(self.ends.get(k, _BEGIN) for k in self._needs(i)))
+        needs = needs_of(self.graph, i, posted=self.costs.rendezvous)
+        x, ends = self.x.get(i), list(dict.fromkeys(self.ends.get(k, _BEGIN) for k in needs))
         if x is None and len({end.variable for end in ends}) == 1:
             last = max(ends, key=lambda end: end.ms)
             self.ends[i] = last._replace(ms=last.ms + self.length[i])
@@ -135,15 +137,6 @@ class _Model:
         if end.variable is not None:
             row.SetCoefficient(end.variable, -1.0)
         return row
-
-    def _needs(self, i: int) -> list[int]:
-        """The dependencies of a node; a negative number is the beginning."""
-        graph = self.graph
-        nodes = [graph.before[i], *graph.pred[graph.ptr[i] : graph.ptr[i + 1]], *graph.waits.get(i, ())]
-        x = i - len(graph.ops)
-        if self.costs.rendezvous and 0 <= x < len(graph.posted):
-            nodes.append(graph.posted[x])
-        return nodes
 
     def _close(self) -> None:
         """The step ends when each rank's last op and all collectives have ended."""

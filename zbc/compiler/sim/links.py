@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from graphlib import TopologicalSorter
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph
@@ -41,25 +42,22 @@ def by_time(graph: Graph, end: Sequence[float], *, posted: bool) -> Iterator[int
 
     With `posted`, messages wait for their buffer.
     """
-    order, _ = graph.ran
-    left, after = dict[int, int](), dict[int, list[int]]()
-    first = len(graph.ops)
-    needs = dict[int, list[int]]()
-    for i in order:
-        mine = [graph.before[i], *graph.pred[graph.ptr[i] : graph.ptr[i + 1]], *graph.waits.get(i, ())]
-        if posted and 0 <= i - first < len(graph.posted):
-            mine.append(graph.posted[i - first])
-        needs[i] = mine
-        left[i] = sum(k >= 0 for k in mine)
-        for k in mine:
-            if k >= 0:
-                after.setdefault(k, []).append(i)
-    heap = [(max(end[k] for k in needs[i]), i) for i in order if not left[i]]
-    heapq.heapify(heap)
-    while heap:
+    needs = {i: needs_of(graph, i, posted=posted) for i in graph.ran[0]}
+    nodes, heap = (
+        TopologicalSorter({i: [k for k in mine if k >= 0] for i, mine in needs.items()}),
+        list[tuple[float, int]](),
+    )
+    nodes.prepare()
+    while nodes.is_active():
+        for i in nodes.get_ready():
+            heapq.heappush(heap, (max(end[k] for k in needs[i]), i))
         _, i = heapq.heappop(heap)
         yield i
-        for k in after.get(i, ()):
-            left[k] -= 1
-            if not left[k]:
-                heapq.heappush(heap, (max(end[j] for j in needs[k]), k))
+        nodes.done(i)
+
+
+def needs_of(graph: Graph, i: int, *, posted: bool) -> list[int]:
+    """The nodes that node i waits for, a message with `posted` also for its buffer; negative: the beginning."""
+    needs = [graph.before[i], *graph.pred[graph.ptr[i] : graph.ptr[i + 1]], *graph.waits.get(i, ())]
+    message = i - len(graph.ops)
+    return [*needs, graph.posted[message]] if posted and 0 <= message < len(graph.posted) else needs

@@ -109,28 +109,20 @@ class Timeline:
         return tuple(sorted(found, key=lambda one: one.start))
 
     @cached_property
-    def _closes(self) -> list[float]:
-        found = [self.last_end(rank) for rank in range(self.ranks)]
+    def _edges(self) -> tuple[list[float], list[float]]:
+        opens, closes = ([edge(rank) for rank in range(self.ranks)] for edge in (self.first_start, self.last_end))
         for one in self.sums:
             for rank in one.ranks:
-                found[rank] = max(found[rank], one.end)
-        return found
+                opens[rank], closes[rank] = min(opens[rank], one.start), max(closes[rank], one.end)
+        return opens, closes
 
     def closes(self, rank: int) -> float:
         """ms when a rank's last op and the last collective it takes part in are completed."""
-        return self._closes[rank]
-
-    @cached_property
-    def _opens(self) -> list[float]:
-        found = [self.first_start(rank) for rank in range(self.ranks)]
-        for one in self.sums:
-            for rank in one.ranks:
-                found[rank] = min(found[rank], one.start)
-        return found
+        return self._edges[1][rank]
 
     def opens(self, rank: int) -> float:
         """ms when a rank's first op begins, or an earlier collective (of weights that its first op needs)."""
-        return self._opens[rank]
+        return self._edges[0][rank]
 
     def waited_for(self, op: int) -> int:
         """The op on another rank that sent the last input of an op (or of its group), -1 for none."""
@@ -143,7 +135,8 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """First start to last end over all ranks: the time of a step with an optimizer barrier."""
-        return max(self._closes) - min(self._opens)
+        opens, closes = self._edges
+        return max(closes) - min(opens)
 
     @property
     def span(self) -> float:
@@ -173,7 +166,7 @@ class Timeline:
         return (cost - max(self.busy(r) for r in range(self.ranks))) / cost if cost > 0 else 0.0
 
     def idle(self, rank: int) -> Idle:
-        begin = min(self._opens)
+        begin = min(self._edges[0])
         first, last, closes = self.first_start(rank), self.last_end(rank), self.closes(rank)
         message = last - first - self.busy(rank)
         return Idle(first - begin, message, begin + self.makespan - closes, closes - last)

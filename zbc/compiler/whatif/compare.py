@@ -104,7 +104,7 @@ class ComparedPlan:
 Planner = Callable[[str, tuple[Setting, ...]], ComparedPlan]  # by schedule and settings
 
 
-def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[str, tuple[Setting, ...]]]:
+def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[Candidate]:
     """Every schedule with every combination of swept values. Raises E104 (schedule) or E109 (sweep)."""
     kept = {AUTO, *LIMITS}  # names that are not aliases of a schedule, or say more
     names = list(dict.fromkeys(_named(n, kept) for n in schedules))
@@ -145,9 +145,7 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def compare(
-    plan: Planner, wanted: Iterable[tuple[str, tuple[Setting, ...]]], done: Callable[[], None] = lambda: None
-) -> list[ComparedPlan]:
+def compare(plan: Planner, wanted: Iterable[Candidate], done: Callable[[], None] = lambda: None) -> list[ComparedPlan]:
     """A row for each combination: world by world, the least time per sequence first, unplanned ones last.
 
     Calls `done` after each row. If all rows fail with one and the same problem, raises it.
@@ -223,7 +221,7 @@ class Asked:
     budget: float | None = None
     noise: Noise | None = None
 
-    def settled(self, wanted: Iterable[tuple[str, tuple[Setting, ...]]]) -> tuple[Asked, tuple[Weighed, ...]]:
+    def settled(self, wanted: Iterable[Candidate]) -> tuple[Asked, tuple[Weighed, ...]]:
         """The same with pp and dp chosen once for all rows, and the weighed shapes; unchanged if they are swept."""
         swept = {key for _, settings in wanted for key, _ in settings}
         if swept & {f"parallel.{key}" for key in ("world", "pp", "dp")}:
@@ -267,7 +265,8 @@ class Asked:
             return ComparedPlan(schedule, settings, error=_swept(error, settings))
         report, job = compiled.report, compiled.job
         sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
-        bound = report.lower_bound_ms(job.objective)
+        barrier, noise = job.optimizer.sync == "before-step", self.noise
+        trials = None if noise is None else spread(compiled.program, compiled.costs, noise, barrier=barrier)
         return ComparedPlan(
             schedule,
             settings,
@@ -275,20 +274,13 @@ class Asked:
             transfers=sends / report.ranks,
             step_ms=compiled.step_ms,
             settled_ms=compiled.settled_ms,
-            bound_ms=bound,
+            bound_ms=report.lower_bound_ms(job.objective),
             sequences=compiled.sequences,
             bent=bent_by_memory(compiled),
             shared=bool(job.vocabulary),
             exchanged=_exchanged(compiled),
-            noisy=self._noisy(compiled),
+            noisy=None if trials is None else trials.slower(trials.mean),
         )
-
-    def _noisy(self, compiled: Compiled) -> float | None:
-        if self.noise is None:
-            return None
-        barrier = compiled.job.optimizer.sync == "before-step"
-        trials = spread(compiled.program, compiled.costs, self.noise, barrier=barrier)
-        return trials.slower(trials.mean)
 
     def _job(self, schedule: str, settings: tuple[Setting, ...]) -> Job:
         """The job under `schedule`; `chunks` of the file is for schedules that leave it open, a swept one for all."""

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from zbc.compiler.whatif.compare import WORLD, ComparedPlan, Planner, Setting
+from zbc.compiler.whatif.compare import WORLD, Candidate, ComparedPlan, Planner, Setting
 
-Candidate = tuple[str, tuple[Setting, ...]]  # a schedule, and its other choices
 Pair = tuple[str, tuple[Setting, ...], frozenset[Candidate]]  # (key, world, candidates)
 
 SAME = 1e-9  # times this close, relatively, are level

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from statistics import fmean, median
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph, build
-from zbc.compiler.sim.simulate import Timeline, lengths, replay, steady_state
+from zbc.compiler.sim.simulate import lengths, replay, steady_state
 from zbc.compiler.steps import SETTLES, bodies, period_of
 from zbc.compiler.whatif.why import Path, path_of
 from zbc.errors import ZbcError
@@ -83,19 +83,16 @@ def spread(program: Program, costs: Costs, noise: Noise, *, barrier: bool = True
     if program.flushless:
         predicted, noisy = period_of(program, costs), _cycles(program, costs, noise)
     else:
-        predicted = _makespan(replay(graph, costs, lengths(graph, costs))) if barrier else steady_state(graph, costs)
+        once = replay(graph, costs, lengths(graph, costs))
+        predicted = max(map(once.closes, range(ranks))) if barrier else steady_state(graph, costs)
         noisy = _steps(graph, costs, noise, barrier=barrier)
-    steps, paths, slow = [], [], []
-    for rank, step, path in noisy:
-        steps.append(step)
-        paths.append(path)
-        slow.append(rank)
+    slow, steps, paths = zip(*noisy, strict=True)
     total = sum(path.total for path in paths) or 1.0
     kinds = dict.fromkeys(kind for path in paths for kind in path.by_kind)
     by_kind = {kind: sum(path.by_kind.get(kind, 0.0) for path in paths) / total for kind in kinds}
     return Spread(
         predicted,
-        tuple(steps),
+        steps,
         tuple(sum(path.by_rank.get(r, 0.0) for path in paths) / total for r in range(ranks)),
         dict(sorted(by_kind.items(), key=lambda item: -item[1])),
         sum(path.transfers for path in paths) / total,
@@ -107,10 +104,6 @@ def _median(steps: Sequence[float], slow: Sequence[int], rank: int) -> float:
     """The median of the steps in which `rank` was the slow one; not a number if there was none."""
     times = [step for step, number in zip(steps, slow, strict=True) if number == rank]
     return median(times) if times else math.nan
-
-
-def _makespan(timeline: Timeline) -> float:
-    return max(map(timeline.closes, range(timeline.ranks)))
 
 
 def _trials(noise: Noise, ranks: int, *, barrier: bool) -> Iterator[tuple[int, bool]]:
@@ -134,12 +127,7 @@ def _steps(graph: Graph, costs: Costs, noise: Noise, *, barrier: bool) -> Iterat
     free, before = [0.0] * ranks, 0.0
     for number, (slow, counts) in enumerate(_trials(noise, ranks, barrier=barrier)):
         rng = random.Random(f"{noise.seed} {number}")
-        noisy = list(length)
-        _draw(rng, noisy, (i for nodes in graph.computing for i in nodes), noise.jitter)
-        for i in graph.computing[slow] if slow >= 0 else ():
-            noisy[i] *= 1 + noise.straggler
-        _draw(rng, noisy, graph.messages, noise.jitter)
-        timeline = replay(graph, costs, noisy, free)
+        timeline = replay(graph, costs, _noisy(rng, graph, length, noise, slow), free)
         ends = [timeline.closes(r) for r in range(ranks)]
         if counts:
             last = max(range(ranks), key=lambda r: ends[r])
@@ -155,23 +143,20 @@ def _cycles(program: Program, costs: Costs, noise: Noise) -> Iterator[tuple[int,
     for slow in ranks if noise.straggler else (-1,):
         count = len(range(slow, noise.trials, len(ranks))) if noise.straggler else noise.trials
         for first in range(0, count, _ROW):
-            rng, noisy = random.Random(f"{noise.seed} {slow} {first}"), list(length)
-            _draw(rng, noisy, (i for nodes in graph.computing for i in nodes), noise.jitter)
-            for i in graph.computing[slow] if slow >= 0 else ():
-                noisy[i] *= 1 + noise.straggler
-            _draw(rng, noisy, graph.messages, noise.jitter)
-            timeline = replay(graph, costs, noisy)
+            rng = random.Random(f"{noise.seed} {slow} {first}")
+            timeline = replay(graph, costs, _noisy(rng, graph, length, noise, slow))
             path = path_of(timeline, max(ranks, key=timeline.closes), 0.0)
             ends = [max(body) for body in bodies(program, timeline)][SETTLES - 1 :]
             yield from ((slow, after - before, path) for before, after in islice(pairwise(ends), count - first))
 
 
-def _draw(rng: random.Random, times: list[float], nodes: Iterable[int], jitter: float) -> None:
-    """Multiplies the time of each of these nodes by its own factor: lognormal, mean 1, deviation `jitter`."""
-    if jitter == 0:
-        return
-    sigma = math.sqrt(math.log1p(jitter * jitter))
+def _noisy(rng: random.Random, graph: Graph, length: Sequence[float], noise: Noise, slow: int) -> list[float]:
+    """The times of nodes, those of ops and messages each with its own factor: lognormal, mean 1, deviation `jitter`."""
+    times, sigma = list(length), math.sqrt(math.log1p(noise.jitter * noise.jitter))
     shift, gauss, exp = -sigma * sigma / 2, rng.gauss, math.exp
-    for i in nodes:
+    for i in (*chain.from_iterable(graph.computing), *graph.messages) if noise.jitter else ():
         if times[i]:
             times[i] *= exp(gauss(shift, sigma))
+    for i in graph.computing[slow] if slow >= 0 else ():
+        times[i] *= 1 + noise.straggler
+    return times

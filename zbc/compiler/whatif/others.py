@@ -53,7 +53,7 @@ def others(compiled: Compiled, until: Until | None = None) -> Others:
     if named and compiled.schedule == BASELINE:
         base: Other | None = Other(BASELINE, compiled.settled_ms)
     else:
-        base = baseline(job)
+        base = quick(job, BASELINE)
     plans = [] if base is None else [base]
     ops, own = 3 * compiled.program.placement.stages * schedule.microbatches, compiled.settled_ms
     if ops <= LARGE and schedule.kind.lower() != AUTO:
@@ -79,11 +79,6 @@ def kept(compiled: Compiled, until: Until | None = None) -> Other | None:
     if plan is None or plan.bytes is None or plan.ms >= compiled.settled_ms * (1 - WORTH):
         return None
     return plan if plan.bytes <= (1 + HARDLY) * max(rank.bytes for rank in compiled.memory) else None
-
-
-def baseline(job: Job) -> Other | None:
-    """1F1B."""
-    return quick(job, BASELINE)
 
 
 def speedup(base: Other | None, ms: float) -> float | None:

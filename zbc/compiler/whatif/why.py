@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from zbc.compiler.check.memory import excess
@@ -56,11 +57,8 @@ def critical_path(compiled: Compiled) -> Path:
 
 def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
     """The composition of the critical path that ends `rank`'s step, back to `begin` ms."""
-    graph = timeline.graph
-    by_kind: dict[str, float] = {}
-    by_rank: dict[int, float] = {}
-    by_slice: dict[int, float] = {}
-    transfers, changes = 0.0, 0
+    graph, transfers, changes = timeline.graph, 0.0, 0
+    by_kind, by_rank, by_slice = dict[str, float](), dict[int, float](), dict[int, float]()
     for node in chain(timeline, rank, begin):
         length = timeline.end[node] - timeline.start[node]
         if node < len(graph.ops):
@@ -165,11 +163,11 @@ def what_ifs(compiled: Compiled, until: Until | None = None) -> Iterator[WhatIf]
     now = _fast(compiled.job)
     if now is None:
         return
-    base = now / _sequences(compiled.job)
+    base = now.step_ms / now.sequences
     for change, job in _changes(compiled):
-        step = None if until.over() else _fast(job)
-        if step is not None:
-            yield WhatIf(change, step, step / _sequences(job) / base)
+        made = None if until.over() else _fast(job)
+        if made is not None:
+            yield WhatIf(change, made.step_ms, made.step_ms / made.sequences / base)
 
 
 def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
@@ -208,13 +206,8 @@ def _moved(compiled: Compiled) -> tuple[int, int, list[int]] | None:
     return dearest, cheapest, counts
 
 
-def _fast(job: Job) -> float | None:
-    """ms of a step as planned with `--budget 0`; None if there is no plan."""
-    try:
-        return compile_job(job, suggest=False, budget=0.0).step_ms
-    except ZbcError:
-        return None
-
-
-def _sequences(job: Job) -> int:
-    return job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size
+def _fast(job: Job) -> Compiled | None:
+    """The plan of `--budget 0`; None if there is none."""
+    with suppress(ZbcError):
+        return compile_job(job, suggest=False, budget=0.0)
+    return None
