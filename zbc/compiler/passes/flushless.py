@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from zbc import excludes
 from zbc.compiler.passes.fuse_backward import FuseBackward
-from zbc.compiler.passes.insert_comm import POSTED, InsertComm
+from zbc.compiler.passes.insert_comm import POSTED, InsertComm, sent
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
@@ -95,10 +95,8 @@ def _cut(ops: Sequence[Op], m: int) -> list[Op]:
     """The body: ops after the last backward of a step and its sends, up to those of the next step."""
     ends = []
     for step in (_BODY - 1, _BODY):
-        end = max(i for i, op in enumerate(ops) if op.kind.makes_part and op.mb // m == step) + 1
-        while end < len(ops) and ops[end].kind.is_send:
-            end += 1
-        ends.append(end)
+        last = max(i for i, op in enumerate(ops) if op.kind.makes_part and op.mb // m == step)
+        ends.append(sent(ops, last) + 1)
     body = ops[ends[0] : ends[1]]
     strange = next((op for op in body if op.mb // m not in (_BODY, _BODY + 1)), None)
     if strange is not None:
@@ -120,12 +118,5 @@ def _closed(ops: Sequence[Op], program: Program, every: int) -> list[Op]:
                 owners = (op.stage, experts_of(op.stage)) if program.has_experts(op.stage) else (op.stage,)
                 sums = [one for owner in owners if program.shared(one := Op(Kind.REDUCE, owner))]
                 gathers = [one for owner in owners if program.sharded and program.shared(one := Op(Kind.GATHER, owner))]
-                behind[_sent(ops, i)] = [*sums, *(Op(Kind.STEP, owner, number - 1) for owner in owners), *gathers]
+                behind[sent(ops, i)] = [*sums, *(Op(Kind.STEP, owner, number - 1) for owner in owners), *gathers]
     return [item for i, op in enumerate(ops) for item in (op, *behind.get(i, ()))]
-
-
-def _sent(ops: Sequence[Op], i: int) -> int:
-    """The index of the last send right after op i, or i."""
-    while i + 1 < len(ops) and ops[i + 1].kind.is_send:
-        i += 1
-    return i

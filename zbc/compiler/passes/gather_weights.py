@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from zbc.compiler.graph.layout import rows_of
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.passes.insert_comm import sent
 from zbc.compiler.passes.with_experts import with_experts
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
@@ -159,10 +160,7 @@ def _ahead(gathers: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
     for bringing, op in pairwise(gathers[1:]):
         first = next((i for i, use in enumerate(ops) if use.kind.computes and use.stage == bringing.stage), 0)
         before.setdefault(inside.get(first, first), []).append(op)
-    listed = [*gathers[:2]]
-    for step, op in enumerate(ops):
-        listed += [*before.get(step, ()), op]
-    return listed
+    return [*gathers[:2], *(one for step, op in enumerate(ops) for one in (*before.get(step, ()), op))]
 
 
 class _Use(NamedTuple):
@@ -179,12 +177,9 @@ def _uses(ops: Sequence[Op], program: Program, rows: Rows) -> Iterator[_Use]:
     while step < len(ops):
         last = inside[step] + 2 if step in inside else step
         stages = frozenset(op.stage for op in ops[step : last + 1] if op.kind in needs and not op.kind.unit_wide)
-        end = last
-        while end + 1 < len(ops) and ops[end + 1].kind.is_send:  # so that no message is delayed by a gather
-            end += 1
         shared = frozenset(s for s in stages if program.deals(s))
         if shared:
-            yield _Use(shared, end)
+            yield _Use(shared, sent(ops, last))
         step = last + 1
 
 
@@ -216,10 +211,7 @@ def _place(ops: Sequence[Op], uses: Sequence[_Use], room: int) -> list[Op]:
             last[stage] = now
     for stage, now in sorted(last.items(), key=lambda item: item[1]):
         put(Kind.FREE, stage, uses[now].behind)
-    listed = behind.get(-1, [])
-    for step, op in enumerate(ops):
-        listed += [op, *behind.get(step, ())]
-    return listed
+    return [*behind.get(-1, ()), *(one for step, op in enumerate(ops) for one in (op, *behind.get(step, ())))]
 
 
 def _following(uses: Sequence[_Use]) -> list[dict[int, float]]:

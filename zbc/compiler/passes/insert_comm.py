@@ -73,6 +73,13 @@ class InsertComm:
         return program.with_ranks(ranks, by=self.name)
 
 
+def sent(ops: Sequence[Op], i: int, *kinds: Kind) -> int:
+    """The index of the last send (or op of these kinds) right after op i, or i: messages are urgent."""
+    while i + 1 < len(ops) and (ops[i + 1].kind.is_send or ops[i + 1].kind in kinds):
+        i += 1
+    return i
+
+
 def _arriving(program: Program, made: _Places, timeline: Timeline | None) -> list[list[_Line]]:
     """Per rank the channels that lead to it, by sender."""
     pipes = program.placement.pipes

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
+from zbc.compiler.passes.insert_comm import sent
 from zbc.compiler.passes.with_experts import with_experts
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program, groups
@@ -103,7 +104,7 @@ def _runs(ops: Sequence[Op], program: Program) -> dict[Op, int]:
         stage = ops[i].stage
         if ops[after].stage != stage and final[stage] != i and program.deals(stage):
             number = count[stage] = count.get(stage, -1) + 1
-            found[Op(Kind.SCATTER, stage, number)] = _behind(ops, inside.get(i, i - 2) + 2)
+            found[Op(Kind.SCATTER, stage, number)] = sent(ops, inside.get(i, i - 2) + 2, *COUNTED)
     return found
 
 
@@ -121,24 +122,14 @@ def _insert(ops: Sequence[Op], sums: Sequence[Op], steps: Mapping[Op, int], posi
     for op in sums:
         position = max(position, steps[op])
         behind.setdefault(position, []).append(op)
-    listed = behind.get(-1, [])
-    for step, op in enumerate(ops):
-        listed += [op, *behind.get(step, ())]
-    return listed
+    return [*behind.get(-1, ()), *(one for step, op in enumerate(ops) for one in (op, *behind.get(step, ())))]
 
 
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
     """The step after which a reduction can start: the last compute op of its gradients, or the SEND of its result."""
     owners = _closes(program, op)
     last = max((i for i, use in enumerate(ops) if use.kind.computes and use.owner in owners), default=-1)
-    return _behind(ops, groups(ops).get(last, last - 2) + 2)
-
-
-def _behind(ops: Sequence[Op], last: int) -> int:
-    """The step of the last send behind a step: messages are more urgent than weights."""
-    while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):
-        last += 1
-    return last
+    return sent(ops, groups(ops).get(last, last - 2) + 2, *COUNTED)
 
 
 def _closes(program: Program, op: Op) -> tuple[int, ...]:
