@@ -147,7 +147,7 @@ def test_what_a_forward_holds_as_it_adds_outputs_of_adapters_is_predicted(tmp_pa
     how = {"kind": "1f1b", "pp": 2, "m": 2, "layers": 2, "model": model, "memory": {"activations": kept}}
     compiled, _, (scale, _) = weighed(tmp_path, adapter={"rank": 4, "targets": [targets]}, **how)
     (size, _), ops = compiled.costs.bytes, scale.readings
-    assert size.more.f == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.02)
+    assert size.more_f == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.02)
     if kept == "recompute":
         assert size.rise.bw == pytest.approx(max(one.rise for one in ops if one.op.kind is Kind.BW), rel=0.02)
 
@@ -184,7 +184,7 @@ def test_what_nothing_trained_precedes_is_held_for_a_forward_alone(tmp_path, tar
     how = {"kind": "1f1b", "pp": 2, "m": 3, "layers": 4, "model": model, "partition": {"layers_per_stage": [1, 3]}}
     compiled, _, (scale, _) = weighed(tmp_path, adapter={"rank": 4, "targets": [targets]}, **how)
     (size, _), ops = compiled.costs.bytes, scale.readings
-    assert size.more.f == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.01)
+    assert size.more_f == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.01)
 
 
 SHARED = [{"tp": 2}, {"tp": 2, "tp_sequence": True}, {"dp": 2, "shard": "optimizer"}]

@@ -135,7 +135,7 @@ def test_ops_of_a_microbatch_take_what_a_job_of_rows_of_its_length_says(tp):
                 assert costs.duration(Op(kind, stage, mb)) == pytest.approx(like.duration(Op(kind, stage)))
         assert costs.link(0, 1, 2, mb) == pytest.approx(like.link(0, 1, 2))
         assert costs.held_bytes(Op(Kind.F, 1, mb)) == pytest.approx(like.held_bytes(Op(Kind.F, 1)))
-        assert costs.more_bytes(Op(Kind.BW, 1, mb)) == pytest.approx(like.more_bytes(Op(Kind.BW, 1)))
+        assert costs.need_bytes(Op(Kind.BW, 1, mb)) == pytest.approx(like.need_bytes(Op(Kind.BW, 1)))
 
 
 def busiest(costs):

@@ -250,6 +250,7 @@ def infinite(output, target):
     return output.mean() * math.inf
 
 
+BACK = (Kind.B, Kind.W, Kind.BW)
 CUTS = {"1f1b": ([3, 4], [2, 5]), "zb-h1": ([3, 4], [4, 3]), "gpipe": ([3, 4],), "zb-v": ([1, 2, 2, 2], [2, 2, 2, 1])}
 
 
@@ -289,10 +290,10 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
     assert held == pytest.approx([scale.held.activations for scale in scales], rel=0.02)  # the target of the loss too
     for reading in (one for scale in scales for one in scale.readings):
         key = reading.op.kind, reading.op.stage, reading.op.mb == 0
-        needed[key] = max(needed.get(key, 0), reading.extra)
+        needed[key] = max(needed.get(key, 0), reading.rise if reading.op.kind in BACK else reading.extra)
     for (op, stage, first), most in needed.items():
         if op.computes:
-            predicted = compiled.costs.more_bytes(Op(op, stage), first=first)
+            predicted = compiled.costs.need_bytes(Op(op, stage), first=first)
         elif op is Kind.STEP:
             predicted = compiled.costs.bytes[stage].step
         else:
@@ -307,8 +308,9 @@ def test_what_ops_need_beside_a_result_that_is_kept_and_sent_follows_too(tmp_pat
     for scale in scales_of(tmp_path / "plan"):
         for kind in (Kind.F, Kind.BW):
             needed = [one for one in scale.readings if one.op.kind is kind and one.op.mb]
-            predicted = compiled.costs.more_bytes(needed[0].op)
-            assert predicted == pytest.approx(max(one.extra for one in needed), rel=0.02, abs=64), needed[0].op
+            predicted = compiled.costs.need_bytes(needed[0].op)
+            found = max(one.extra if kind is Kind.F else one.rise for one in needed)
+            assert predicted == pytest.approx(found, rel=0.02, abs=64), needed[0].op
 
 
 @pytest.mark.parametrize("kind", few(["gpipe", "zb-h1"], ("zb-h1",)))
@@ -322,8 +324,8 @@ def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(tmp_path, ac
     for scale, told in zip(scales_of(tmp_path / "plan"), found, strict=True):
         assert told.gradients == scale.held.gradients
         for one in scale.readings:
-            if one.op.kind in (Kind.B, Kind.W, Kind.BW):
-                predicted = compiled.costs.rise_bytes(one.op, first=one.came > 0)
+            if one.op.kind in BACK:
+                predicted = compiled.costs.need_bytes(one.op, first=one.came > 0)
                 assert predicted == pytest.approx(one.rise, rel=0.02, abs=64), one.op
 
 

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from zbc.errors import ZbcError
 from zbc.host.contents import contents
@@ -63,9 +63,8 @@ class LayerBytes(Section):
 
     `kept_b` is saved from F to B in addition to the layer's input and output, which neighbours share (`keeps_input`:
     its backward needs its input, and so on), `kept_w` from B to W. `more_*` is the workspace of an op: its peak beyond
-    the bytes held before it and, for F, after it (`more_alone`: an F that saves nothing). In the first backward of a
-    step it is less, `first_*`, since its `gradients` are kept and not added to others. `rise_*` is the peak of that
-    first backward beyond the bytes held before it, with gradients as they come, of which B makes `gradients_b`.
+    the bytes held before it and, for F, after it (`more_alone`: an F that saves nothing). `rise_*` is that of the
+    first backward of a step, with gradients as they come, of which B makes `gradients_b`.
     Parameters and their states are as the runtime holds them: buffers and copies of weights in another type count as
     weights. `largest`: elements of the largest parameter, `ends`: elements of the first and the last that train;
     `pair` is the largest sum of twice a parameter and the one before it, the workspace of a step (0 in older files:
@@ -86,20 +85,15 @@ class LayerBytes(Section):
     more_b: Bytes = 0
     more_w: Bytes = 0
     more_bw: Bytes = 0
-    first_b: Bytes | None = key(None, "as more_b in the first backward of a step; None: the same")
-    first_w: Bytes | None = None
-    first_bw: Bytes | None = None
     rise_b: Bytes | None = key(None, "None, in older files: as if all gradients were there before")
     rise_w: Bytes | None = None
     rise_bw: Bytes | None = None
     late: dict[str, int] = key(
         {},
-        "of b, bw, first_b, first_bw, rise_b, rise_bw the part after the last kernel that reads the "
-        "gradient that came from the next layer; the others are until then",
+        "of b, bw, rise_b, rise_bw the part after the last kernel that reads the gradient that came from the next "
+        "layer; the others are until then",
     )
-    whole: list[Bytes] = key(
-        [], "more_bw, first_bw and rise_bw in plans that split no backward, if they differ", max_length=3
-    )
+    whole: list[Bytes] = key([], "more_bw and rise_bw in plans that split no backward, if they differ", max_length=3)
     whole_late: dict[str, int] = key({}, "of these, as late")
     until_bw: Bytes | None = key(None, "as rise_bw of a later one, until it meets other ranks, if it does")
     weights: Bytes
@@ -113,6 +107,12 @@ class LayerBytes(Section):
     largest: Bytes
     pair: Bytes = 0
     ends: list[Bytes] = Field(default_factory=list, max_length=2)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, data: Any) -> Any:
+        """Without the keys of older files that follow from others."""
+        return {k: v for k, v in data.items() if not k.startswith("first_")} if isinstance(data, dict) else data
 
 
 # Of an op: a class, floating-point operations, bytes moved, and of how many equal kernels these are the sums.

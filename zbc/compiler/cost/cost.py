@@ -498,26 +498,19 @@ class Costs:
         """A value's size on a stage; without a "host" entry, all activations that F keeps can be offloaded."""
         return self.size["kept" if value == "host" and value not in self.size else value][stage]
 
-    def more_bytes(self, op: Op, *, first: bool = False) -> float:
-        """Temporary bytes of a compute op beyond the larger of the bytes held before and after it.
+    def need_bytes(self, op: Op, *, first: bool = False) -> float:
+        """Temporary bytes of a compute op; 0 if sizes are not known.
 
-        `first`: its gradients are the first of a step, which stay as they are.
+        Of an F those beyond the larger of the bytes held before and after it; of a backward its peak beyond the bytes
+        held before it, the incoming gradient included. `first`: its gradients are the first of a step, which are
+        counted as they are made.
         """
-        return self._need(op, "first" if first else "more")
-
-    def rise_bytes(self, op: Op, *, first: bool = False) -> float:
-        """Peak bytes of a backward beyond the bytes held before it, the incoming gradient included.
-
-        `first`: its gradients are the first of a step, which are counted as they are made.
-        """
-        return self._need(op, "coming" if first else "rise")
-
-    def _need(self, op: Op, what: str) -> float:
-        """`StageBytes.<what>` for an op; 0 if sizes are not known."""
         size = self.bytes_at(op.stage, self.part(op.mb, op.slice))
         if size is None:
             return 0.0
-        found: float = getattr(getattr(size, what), op.kind.row.cost, 0.0)
+        if op.kind.is_forward:
+            return size.more_f
+        found: float = getattr(size.coming if first else size.rise, op.kind.row.cost, 0.0)
         return found
 
     def key(self, op: Op) -> CacheKey:

@@ -20,18 +20,15 @@ class Footprint:
     result: float = 0.0  # its output
     more_f: float = 0.0
     more_alone: float = 0.0  # F that keeps nothing
-    more_b: float = 0.0
+    more_b: float = 0.0  # peak of its B, W or BW beyond the bytes held before it
     more_w: float = 0.0
     more_bw: float = 0.0
-    first_b: float | None = None  # as more_b if the layer has no gradients yet, and the computed ones stay;
-    first_w: float | None = None  # None: the same
-    first_bw: float | None = None
     came_b: float = 0.0  # gradients that its first B of a step makes, and its first W
     came_w: float = 0.0
-    rise_b: float | None = None  # peak of its first B, W or BW beyond the bytes held before it, gradients
-    rise_w: float | None = None  # as they are made; None: as if all were made first
-    rise_bw: float | None = None
-    # Of "b", "bw", "first_b" and so on, the part by which the gradient that comes from the next layer of the stage is
+    rise_b: float = 0.0  # as more_b in the first of a step, with gradients as they are made
+    rise_w: float = 0.0
+    rise_bw: float = 0.0
+    # Of "b", "bw", "rise_b" and "rise_bw" the part by which the gradient that comes from the next layer of the stage is
     # gone; more_b and so on are of the part before.
     late: Mapping[str, float] = field(default_factory=dict)
     until_bw: float | None = None  # peak of a BW until its first collective, if later layers have none: at it ranks
@@ -53,18 +50,6 @@ class Footprint:
     def later(self, part: str) -> float:
         return self.late.get(part, 0.0)
 
-    @property
-    def first(self) -> Footprint:
-        """This footprint in its first backward of a step."""
-        b, w, bw = self.first_b, self.first_w, self.first_bw
-        return replace(
-            self,
-            more_b=self.more_b if b is None else b,
-            more_w=self.more_w if w is None else w,
-            more_bw=self.more_bw if bw is None else bw,
-            late={kind: self.later(f"first_{kind}") for kind in ("b", "bw")},
-        )
-
     def scaled(self, rows: float) -> Footprint:
         """The footprint of a share of the tokens; bytes of parameters stay."""
         return replace(self, **{name: rows * getattr(self, name) for name in _BY_TOKEN})
@@ -72,14 +57,8 @@ class Footprint:
     @property
     def coming(self) -> Footprint:
         """This footprint in its first backward of a step, whose gradients count in addition to the bytes held."""
-        z, b, w, bw = self.first, self.rise_b, self.rise_w, self.rise_bw
-        return replace(
-            self,
-            more_b=z.more_b + self.came_b if b is None else b,
-            more_w=z.more_w + self.came_w if w is None else w,
-            more_bw=z.more_bw + self.came_b + self.came_w if bw is None else bw,
-            late={kind: self.later(f"rise_{kind}") for kind in ("b", "bw")},
-        )
+        late = {kind: self.later(f"rise_{kind}") for kind in ("b", "bw")}
+        return replace(self, more_b=self.rise_b, more_w=self.rise_w, more_bw=self.rise_bw, late=late)
 
 
 _BY_TOKEN = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from zbc.compiler.cost.footprint import Footprint
 from zbc.compiler.cost.machine import Machine
@@ -100,6 +99,7 @@ def _ms(time: Measured | None) -> float | None:
 def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
     kept = z.input if z.keeps_input or (last is not None and last.keeps_output) else 0
     alone = z.input if z.input < SMALL else 0
+    came_b = z.gradients if z.gradients_b is None else z.gradients_b
     tensors = [z.kept_b] if z.tensors is None else z.tensors
     found = Footprint(
         stays=max(0, z.kept_b - sum(one for one in tensors if one >= SMALL)) + min(kept, alone),
@@ -117,14 +117,11 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
         more_b=z.more_b,
         more_w=z.more_w,
         more_bw=z.more_bw,
-        first_b=z.first_b,
-        first_w=z.first_w,
-        first_bw=z.first_bw,
-        came_b=z.gradients if z.gradients_b is None else z.gradients_b,
-        came_w=0 if z.gradients_b is None else z.gradients - z.gradients_b,
-        rise_b=z.rise_b,
-        rise_w=z.rise_w,
-        rise_bw=z.rise_bw,
+        came_b=came_b,
+        came_w=z.gradients - came_b,
+        rise_b=z.more_b + came_b if z.rise_b is None else z.rise_b,
+        rise_w=z.more_w + z.gradients - came_b if z.rise_w is None else z.rise_w,
+        rise_bw=z.more_bw + z.gradients if z.rise_bw is None else z.rise_bw,
         late=z.late,
         until_bw=z.until_bw,
         largest=z.largest,
@@ -136,9 +133,9 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
     )
     if not z.whole:
         return found
-    more, first, rise = z.whole
-    one: dict[str, Any] = {"more_bw": more, "first_bw": first, "rise_bw": rise, "until_bw": None}
-    return replace(found, whole=replace(found, **one, late=z.late | z.whole_late))
+    more, *_, rise = z.whole
+    one = replace(found, more_bw=more, rise_bw=rise, until_bw=None, late=z.late | z.whole_late)
+    return replace(found, whole=one)
 
 
 def host_ms(host: Host, placement: Placement) -> dict[str, tuple[float, ...]]:

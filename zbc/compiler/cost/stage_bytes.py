@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from zbc.compiler.cost import stepping
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES, Footprint
-from zbc.compiler.cost.turns import NO_MORE, NO_RISE, More, Rise, each, more, rise
+from zbc.compiler.cost.turns import NO_RISE, Rise, more, rise
 from zbc.ir import Placement
 from zbc.job.sections import Parallel
 from zbc.job.spec import Job
@@ -31,11 +31,10 @@ class StageBytes:
     masters: float  # float32 weights in addition to the weights that forward reads
     optimizer: float
     boundary: float  # bytes of the tensor it receives from, or sends to, a neighbour
-    more: More = NO_MORE  # temporaries of ops, beyond the bytes held before and after them
-    first: More = NO_MORE  # `more` without gradients yet, which are a part of `gradients`
+    more_f: float = 0.0  # temporaries of F, beyond the bytes held before and after it
     rise: Rise = NO_RISE  # the peak of a backward beyond the bytes held before it
     coming: Rise = NO_RISE  # `rise` without gradients yet, which are made in its course
-    whole: tuple[float, ...] = ()  # of a BW in plans that split none, if it differs: more, first, rise, coming
+    whole: tuple[float, ...] = ()  # of a BW in plans that split none, if it differs: rise, coming
     early: float = 0.0  # the part of `gradients` that B makes if W is an op of its own
     lent: float = 0.0  # gradients that it makes for a weight it shares with another stage of its rank
     largest: float = 0.0  # elements of its largest parameter
@@ -58,9 +57,8 @@ class StageBytes:
     @property
     def unsplit(self) -> StageBytes:
         """This stage in a plan that splits no backward of it."""
-        names = ("more", "first", "rise", "coming")
-        changed: Any = {name: replace(getattr(self, name), bw=bw) for name, bw in zip(names, self.whole, strict=False)}
-        return replace(self, **changed)
+        rise, coming = (replace(of, bw=bw) for of, bw in zip((self.rise, self.coming), self.whole, strict=True))
+        return replace(self, rise=rise, coming=coming)
 
     @property
     def gathering(self) -> float:
@@ -93,7 +91,7 @@ def of_length(
     """The same for rows of another length than those of `like`; without `needs` ops need as much as there."""
     behind, found = [*boundaries(job, stages, table), 0.0], list[StageBytes]()
     for s, (part, one) in enumerate(zip(stages, like, strict=True)):
-        more = _needs(job, placement, s, part, table) if needs else {}
+        more = _needs(part, table) if needs else {}
         found.append(replace(one, **_kept(job, placement, s, part, table, behind), **more))
     return _with_given(placement, found)
 
@@ -123,7 +121,7 @@ def _stage(
         lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
         step=own.step + _temporaries(job, sizes, owned_by(job, part, table, False)),
-        **_needs(job, placement, s, part, table),
+        **_needs(part, table),
         **_kept(job, placement, s, part, table, behind),
     )
 
@@ -140,20 +138,16 @@ def _frozen(job: Job, placement: Placement, s: int, part: Sequence[int], table: 
     return width * count
 
 
-def _needs(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
+def _needs(part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
     """The fields of `StageBytes` for the temporaries of ops."""
-    sizes, again, first = [table[i].size for i in part], sum(table[i].reruns for i in part), not placement.sources(s)
+    sizes, again = [table[i].size for i in part], sum(table[i].reruns for i in part)
 
-    def of(sizes: Sequence[Footprint]) -> dict[str, Any]:
-        return {
-            "more": more(sizes, again=again, first=first),
-            "first": more(each(sizes, "first"), again=again, first=first),
-            "rise": rise(sizes, again=again, first=False),
-            "coming": rise(sizes, again=again, first=True),
-        }
+    def of(sizes: Sequence[Footprint]) -> list[Rise]:
+        return [rise(sizes, again=again, first=first) for first in (False, True)]
 
-    whole = of([z.whole or z for z in sizes]) if any(z.whole for z in sizes) else {}
-    return of(sizes) | {"whole": tuple(one.bw for one in whole.values())}
+    whole = of([z.whole or z for z in sizes]) if any(z.whole for z in sizes) else []
+    both = dict(zip(("rise", "coming"), of(sizes), strict=True))
+    return {"more_f": more(sizes, again=again), **both, "whole": tuple(one.bw for one in whole)}
 
 
 def _kept(

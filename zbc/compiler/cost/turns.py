@@ -9,16 +9,6 @@ from zbc.compiler.cost.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)
-class More:
-    """Temporary bytes of one stage's ops beyond the larger of the bytes held before and after them."""
-
-    f: float = 0.0
-    b: float = 0.0
-    w: float = 0.0
-    bw: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Rise:
     """Peak bytes in a backward of one stage beyond the bytes held before it, the incoming gradient included."""
 
@@ -42,15 +32,9 @@ class _Turn:
     owed: float = 0.0  # these
 
 
-def each(layers: Sequence[Footprint], form: str) -> list[Footprint]:
-    """`first` or `coming` of each layer; alike layers are one object, whose form is made once."""
-    forms = {at: getattr(z, form) for at, z in {id(z): z for z in layers}.items()}
-    return [forms[id(z)] for z in layers]
-
-
-def _turns(layers: Sequence[Footprint], again: int) -> tuple[list[_Turn], float]:
-    """The turns of the layers, the last one's first, and the bytes B leaves for W beyond the bytes F kept. The first
-    `again` layers run again; those after them have an input of their own, like a stage."""
+def _turns(layers: Sequence[Footprint], again: int) -> list[_Turn]:
+    """The turns of the layers, the last one's first. The first `again` layers run again; those after them have an input
+    of their own, like a stage."""
     kept = [z.entry if k < again else z.act_b for k, z in enumerate(layers)]
     if again < len(layers):
         kept[again], kept[-1] = kept[again] + layers[again].loose, kept[-1] + layers[-1].tail
@@ -77,41 +61,37 @@ def _turns(layers: Sequence[Footprint], again: int) -> tuple[list[_Turn], float]
         # What experts' layers leave is less than what they free.
         waiting, owed = (waiting + z.act_w, owed + z.came_w) if z.until_bw is None else (0.0, 0.0)
         behind, left, released = behind + kept[k], left + z.act_w - kept[k], released + z.act_w
-    return found, left
+    return found
 
 
-def more(layers: Sequence[Footprint], *, again: int, first: bool) -> More:
-    """Temporaries of the ops of a stage of `layers`, which run one after another.
-
-    The `first` stage has no input gradient to send, which B otherwise holds at its end. A stage's incoming gradient
-    exists from before B until B ends, used up or not; at its end only the bytes left for W remain.
-    """
-    turns, left = _turns(layers, again)
+def more(layers: Sequence[Footprint], *, again: int) -> float:
+    """Temporary bytes of the F of a stage of `layers`, beyond the larger of the bytes held before and after it."""
     given = layers[-1].result
     stays = layers[-1].tail > 0 and again < len(layers)  # its result is kept, else it is being sent
     f = 0.0
-    for k, turn in zip(reversed(range(len(layers))), turns, strict=True):
+    for k, turn in zip(reversed(range(len(layers))), _turns(layers, again), strict=True):
         z, inner = turn.layer, k < len(layers) - 1
         # From the previous layer; the stage's input exists before. If a loss follows, that needs the most.
         entering = z.loose if k > again and z.result else 0.0
         made = z.result if inner or not stays else 0.0
         own = (z.more_alone if k < again else z.more_f) + entering + made
         f = max(f, own - (0.0 if stays else given) - turn.behind)
-    found = _most(turns)
-    after = left - given + (0.0 if first else layers[0].entry)
-    return More(f, max(0.0, found.b - max(0.0, after)), found.w, found.bw)
+    return f
 
 
 def rise(layers: Sequence[Footprint], *, again: int, first: bool) -> Rise:
-    """The rise of a stage of `layers`; in the `first` backward of a step it includes gradients as they are made."""
-    turns, _ = _turns(layers, again)
+    """The rise of a stage of `layers`; in the `first` backward of a step it includes gradients as they are made.
+
+    A stage's incoming gradient exists from before B until B ends, used up or not.
+    """
+    turns = _turns(layers, again)
     if not first:
         return _most(turns)
     b = w = 0.0
-    coming = list[_Turn]()
-    for turn, layer in zip(turns, reversed(each(layers, "coming")), strict=True):
+    forms, coming = {id(z): z.coming for z in {id(z): z for z in layers}.values()}, list[_Turn]()  # many are alike
+    for turn in turns:
         z, until = turn.layer, turn.until - turn.owed
-        coming.append(replace(turn, layer=layer, b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w, until=until))
+        coming.append(replace(turn, layer=forms[id(z)], b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w, until=until))
         b, w = b + z.came_b, w + z.came_w
     return _most(coming)
 
@@ -134,4 +114,3 @@ def _most(turns: Sequence[_Turn]) -> Rise:
 
 
 NO_RISE = Rise()
-NO_MORE = More()

@@ -345,8 +345,8 @@ class _RankLedger:
         change = self.activations.of(op)
         if change is not None and change.begins:
             looked = 0.0 if self.graph.program.placement.sources(op.stage) else self.costs.share_need(op)
-            return self.costs.more_bytes(op, first=first) + looked
-        return self.costs.rise_bytes(op, first=first)
+            return self.costs.need_bytes(op) + looked
+        return self.costs.need_bytes(op, first=first)
 
     def _words(self, op: Op, row: Row) -> float:
         """Bytes of vocabulary-shard values that an op makes, less the bytes it frees."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zbc.compiler.cost.cost import CacheKey, Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.memory.ledger import Activations, Entry, activations, changes, lasting, ledger
@@ -116,7 +116,6 @@ class _Most(NamedTuple):
 
 def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
     transit = whole = most = together = weights = gathered = there = gradients = 0.0
-    more = dict[tuple[CacheKey, bool], float]()
     for i, begin, end, change, (_, gone), (_, still) in entries:
         op, need = graph.ops[i], 0.0
         for category, _, size in begin:
@@ -138,21 +137,18 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
             continue
         transit, whole = transit - gone, whole - gone
         together = max(together, whole + still)
-        first = False
+        added = need if kind.computes else 0.0  # `end` frees the temporaries
         for category, _, size in end:
-            whole += size
+            whole, added = whole + size, added + size
             if category == "transit":
                 transit += size
             elif category == "gradients":
-                first, there = True, there + size
+                there += size
             elif category == "weights":
                 weights += size
         gradients = max(gradients, there)
-        if change is not None and not change.begins:
-            key = costs.key(op), first
-            if key not in more:
-                more[key] = costs.more_bytes(op, first=first)
-            need = more[key]
+        if change is not None and not change.begins:  # beyond the bytes held after it, too
+            need = max(0.0, need - max(0.0, added))
         elif need and not kind.computes:
             need = max(0.0, need - lasting(op, costs))
         most = max(most, transit + still + need)

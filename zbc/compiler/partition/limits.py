@@ -259,7 +259,7 @@ def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     """Bytes a rank holds in any order."""
     stages = costs.bytes_on(placement.stages_of(rank))
     state = _state(costs, placement, rank)
-    most = max((max(s.more.f, s.more.b, s.more.w, s.more.bw, s.step) for s in stages), default=0.0)
+    most = max((max(s.more_f, s.rise.w, s.rise.bw, s.step) for s in stages), default=0.0)
     most += max((share.working for share in costs.shares), default=0.0)
     return state + most + BUFFERS * max((s.boundary for s in stages), default=0.0)
 

@@ -77,8 +77,8 @@ def parts(
             if alone:
                 fused = round_trip(split=False)[1]
                 first, later = (alone[Op(fused, stage, mb, 0, part)] for mb in range(2))
-                late = {"bw": later.late, "first_bw": first.late, "rise_bw": first.late_rise}
-                size = size.model_copy(update={"whole": [later.more, first.more, first.rise], "whole_late": late})
+                late = {"bw": later.late, "rise_bw": first.late}
+                size = size.model_copy(update={"whole": [later.rise, first.rise], "whole_late": late})
             if shares:
                 size = _of_slice(size, changes, stage, part, share, buffers[stage])
             found[-1][kind] = LayerProfile(
@@ -135,14 +135,13 @@ def _pieces(parameter: Tensor, stepped: bool) -> list[int]:
 
 @dataclass(frozen=True)
 class _Change:
-    """Bytes of activations that an op added, and temporary bytes beyond these."""
+    """Bytes of activations that an op added, and its peak."""
 
     held: int
-    more: int
-    rise: int  # peak during the op above the bytes alive before, gradients included
+    more: int  # beyond the bytes alive before and after
+    rise: int  # above the bytes alive before, gradients included
     came: int  # bytes of gradients that it made new
-    late: int  # `more` and `rise` after the last kernel that reads the gradient that came; they are until then
-    late_rise: int
+    late: int  # `rise` after the last kernel that reads the gradient that came; it is until then
     alone: int | None  # `rise` until it meets other ranks, if it does
 
 
@@ -152,9 +151,8 @@ def _changes(readings: Iterable[Reading], placement: Placement) -> dict[Op, _Cha
         if reading.op.kind.computes:
             held = reading.activations - before
             whole = reading.op.kind not in _BACK or not placement.sources(reading.op.stage)
-            more, rise = (reading.extra, reading.rise) if whole else reading.until
-            late, late_rise = (0, 0) if whole else reading.after
-            found[reading.op] = _Change(held, more, rise, reading.came, late, late_rise, reading.alone)
+            rise, late = (reading.rise, 0) if whole else (reading.until, reading.after)
+            found[reading.op] = _Change(held, reading.extra, rise, reading.came, late, reading.alone)
         before = reading.activations
     return found
 
@@ -208,7 +206,7 @@ def _layer(
 ) -> LayerBytes:
     of, given = worker.stages[stage], rig.outputs[stage]
     split, (forward, fused) = round_trip(split=True), round_trip(split=False)
-    apart, placement = {id(p) for p in _experts(worker, stage)}, rig.placement
+    apart = {id(p) for p in _experts(worker, stage)}
 
     def of_mb(mb: int, *kinds: Kind) -> list[_Change]:
         return [changes[Op(kind, stage, mb, 0, part)] for kind in kinds]
@@ -217,8 +215,6 @@ def _layer(
     (bw,), (first_bw,), (alone,) = of_mb(_WHOLE, fused), of_mb(_MADE, fused), of_mb(_ALONE, forward)
     first_b, first_w = of_mb(_AGAIN, *split[1:])
     entry, result = (0 if spec is None else round(share * _bytes(spec)) for spec in (rig.inputs[stage], given))
-    # B ends with the gradient it passes on, without the one it got.
-    after = max(0, b.held + (entry if placement.sources(stage) else 0) - result * len(placement.sinks(stage)))
     held = _held(worker, stage)
     trained = [p.numel() for p in of.parameters.values() if p.requires_grad and id(p) not in apart]
     return LayerBytes(
@@ -232,19 +228,13 @@ def _layer(
         more_f=f.more,
         kept_again=max(0, alone.held - entry),
         more_alone=alone.more,
-        more_b=b.more + after,
-        more_w=w.more,
-        more_bw=bw.more,
-        first_b=first_b.more + after,
-        first_w=first_w.more,
-        first_bw=first_bw.more,
+        more_b=b.rise,
+        more_w=w.rise,
+        more_bw=bw.rise,
         rise_b=first_b.rise,
         rise_w=first_w.rise,
         rise_bw=first_bw.rise,
-        late={
-            **{"b": b.late + after, "first_b": first_b.late + after, "rise_b": first_b.late_rise},
-            **{"bw": bw.late, "first_bw": first_bw.late, "rise_bw": first_bw.late_rise},
-        },
+        late={"b": b.late, "rise_b": first_b.late, "bw": bw.late, "rise_bw": first_bw.late},
         until_bw=bw.alone,
         tensors=keeps.tensors,
         weights=held["weights"],

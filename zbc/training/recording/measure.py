@@ -178,9 +178,9 @@ class Reading:
     transit: int  # in flight, see `buffers` in the module's docstring
     extra: int  # temporary memory, beyond the bytes alive before and after
     rise: int  # peak during the op, above the bytes alive before it
-    until: tuple[int, int]  # these two until the last kernel that reads what the op was given,
-    after: tuple[int, int]  # and after it
-    alone: int | None  # peak as `rise` until it meets other ranks, if it does: see `Scale.met`
+    until: int  # the same until the last kernel that reads what the op was given,
+    after: int  # and after it
+    alone: int | None  # the same until it meets other ranks, if it does: see `Scale.met`
     came: int  # gradients that it made new
 
     @property
@@ -245,10 +245,11 @@ class Scale:
             if op.kind.row.lane is Lane.OUT:
                 ledger.forget(ledger.numbers(slab.memory for slab in worker.features.of(Offloads).pool.slabs))
             gone, came = self._left(), self._came(last)
-            peaks, reads, meets = self._peaks(before, came), ledger.reads, ledger.meets
-            (extra, _), rise = peaks(), ledger.peak - before
-            until, after = peaks(stop=reads), peaks(reads)
-            alone = None if meets is None else peaks(stop=meets)[1]
+            rise, reads, meets = ledger.peak - before, ledger.reads, ledger.meets
+            rises = list(accumulate((size for _, size in ledger.changes), initial=0))
+            extra = max(0, max(rises) - max(0, ledger.kept - before))
+            until, after = max(rises[: reads + 1]), max(rises[reads:])
+            alone = None if meets is None else max(rises[: meets + 1])
             peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
             self._mark(op, last)
             self._note(Reading(op, RankBytes(peak=peak), gone, extra, rise, until, after, alone, ledger.bytes(came)))
@@ -273,19 +274,6 @@ class Scale:
         """Gradients whose storages were made after the storage `last`."""
         gradients = next(tensors for name, tensors in self._categories() if name == "gradients")
         return {number for number in self._ledger.numbers(gradients) if number > last}
-
-    def _peaks(self, before: int, fresh: set[int]) -> Callable[..., tuple[int, int]]:
-        """Of a part of an op's changes: temporary bytes beyond those before and after the op, and the peak above those
-        before. Gradients are a category of their own, with its own peak: to the first number those that the first
-        backward of a step makes (`fresh`) count as if they had existed before, as in all other backwards."""
-        changes, there = list(self._ledger.changes), before + self._ledger.bytes(fresh)
-        apart = list(accumulate((0 if number in fresh else size for number, size in changes), initial=there))
-        together = list(accumulate((size for _, size in changes), initial=before))
-        ends, size = max(there, self._ledger.kept), len(changes)
-        return lambda start=0, stop=size: (
-            max(0, max(apart[start : stop + 1]) - ends),
-            max(together[start : stop + 1]) - before,
-        )
 
     def _taken(self, op: Op) -> set[int]:
         """Storages that the op takes over from a neighbour: no longer in flight, but part of the op's own."""
