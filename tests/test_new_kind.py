@@ -137,7 +137,8 @@ import zbc
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.ledger import ledger
-from zbc.compiler.memory.per_rank import curve, over_time, peaks
+from zbc.compiler.memory.ledger import over_time
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
@@ -192,9 +193,9 @@ waits = all(slow.start[where[op._replace(kind=Kind.BW)]] >= slow.end[e] - 1e-9 f
 queued = sorted(slow.end[e] for e, op in reloads if op.stage == 0)
 units = [rank.units for rank in peaks(program, costs)]
 changes = [[one for entry in entries for one in (*entry.begin, *entry.end)] for entries in ledger(free, costs)]
-drawn = [max(units for _, units in curve(free, rank, costs)) for rank in range(2)]
+drawn = [max(held.units for held in over_time(free, rank, costs)) for rank in range(2)]
 bytes_peak = [rank.activations for rank in peaks(program, costs)]
-counters = [max(held.activations for held in over_time(free, program, rank, costs)) for rank in range(2)]
+counters = [max(held.activations for held in over_time(free, rank, costs)) for rank in range(2)]
 print(json.dumps({
     "kinds": sorted({op.kind.value for op in ops}),
     "broken": broken,

@@ -5,7 +5,8 @@ import pytest
 from tests.refusals import error_of
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.per_rank import curve, peaks
+from zbc.compiler.memory.ledger import over_time
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Op, Placement, Program
 
@@ -31,7 +32,7 @@ def test_copies_are_proven_and_free_memory_between_release_and_reload():
         )[0].units
         == 3.0
     )
-    assert max(units for _, units in curve(simulate(program(), costs()), 0, costs())) == 2.0
+    assert max(point.units for point in over_time(simulate(program(), costs()), 0, costs())) == 2.0
 
 
 def test_the_wait_of_release_and_that_of_the_backward_take_time():

@@ -19,7 +19,8 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.host import slabs
-from zbc.compiler.memory.per_rank import curve, peaks
+from zbc.compiler.memory.ledger import over_time
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.passes.offload import Offload
 from zbc.compiler.passes.offload_view import View
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -116,7 +117,7 @@ def test_every_limit_down_to_the_floor_is_kept_in_a_complete_program(name):
         assert work == [list(ops) for ops in Lowering().lower(Context(program, costs)).program.ranks]
         assert found.timeline.makespan >= plain - 1e-9
         for rank in range(4):
-            assert max(units for _, units in curve(found.timeline, rank, costs)) <= limit + 1e-6
+            assert max(point.units for point in over_time(found.timeline, rank, costs)) <= limit + 1e-6
     with refused("E303"):
         Lowering(offload=Offload((floor - 0.01,) * 4, ALL)).lower(Context(program, costs))
 

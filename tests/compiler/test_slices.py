@@ -12,8 +12,8 @@ from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
-from zbc.compiler.memory.ledger import ledger
-from zbc.compiler.memory.per_rank import curve, peaks
+from zbc.compiler.memory.ledger import ledger, over_time
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules.lagged import one_f_one_b
 from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.bounds import bounds
@@ -183,9 +183,9 @@ def test_keys_and_values_stay_from_the_first_forward_to_the_last_backward():
 def test_nothing_is_held_after_a_step_and_the_curve_has_the_peak():
     compiled = planned(**sliced(kind="zb-v"))
     for rank, memory in enumerate(peaks(compiled.program, compiled.costs, compiled.timeline)):
-        *_, (_, last) = points = list(curve(compiled.timeline, rank, compiled.costs))
+        *_, last = points = [point.units for point in over_time(compiled.timeline, rank, compiled.costs)]
         assert last == pytest.approx(0.0, abs=1e-9)
-        assert max(units for _, units in points) == pytest.approx(memory.units)
+        assert max(points) == pytest.approx(memory.units)
         assert 0 < memory.kv < memory.activations
 
 

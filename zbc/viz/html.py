@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.ledger import activations
+from zbc.compiler.memory.ledger import over_time
 from zbc.compiler.whatif.why import chain
 from zbc.ir import Kind, Op
 from zbc.ops import VALUES
@@ -140,9 +140,11 @@ def _beside(one: Drawn, rank: int, shown: Container[int]) -> dict[str, Any]:
     changes = []
     for step, timeline in enumerate(one.strip.steps):
         base = step * len(timeline.graph.ops)
-        for event in activations(timeline, rank, one.costs):
-            if base + event.op not in shown:
-                changes.append([event.ms - one.strip.begin, event.units])
+        before = 0.0
+        for point in over_time(timeline, rank, one.costs):
+            if base + point.op not in shown:
+                changes.append([point.ms - one.strip.begin, point.units - before])
+            before = point.units
     return {"more": changes} if changes else {}
 
 

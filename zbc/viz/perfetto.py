@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from zbc.compiler.memory.per_rank import over_time
+from zbc.compiler.memory.ledger import over_time
 from zbc.ir import Kind, Op
 from zbc.ops import At, Lane
 from zbc.text import MIB
@@ -146,7 +146,7 @@ def _counters(one: Drawn, rank: int, pid: int) -> Iterator[str]:
     held = [
         (point.ms - begin, point.activations / MIB)
         for timeline in one.strip.steps
-        for point in over_time(timeline, one.program, rank, one.costs)
+        for point in over_time(timeline, rank, one.costs)
     ]
     yield from _changes(pid, "activations (MiB)", iter(held), "MiB")
 

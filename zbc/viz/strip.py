@@ -9,7 +9,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.per_rank import curve
+from zbc.compiler.memory.ledger import over_time
 from zbc.compiler.recorded.timeline import Recording
 from zbc.compiler.sim.shared import Shared, shared
 from zbc.compiler.sim.simulate import Timeline, run
@@ -144,7 +144,7 @@ class Strip:
         """(ms, activation units held from then on)."""
         begin = self.begin
         for timeline in self.steps:
-            yield from ((ms - begin, units) for ms, units in curve(timeline, rank, costs))
+            yield from ((point.ms - begin, point.units) for point in over_time(timeline, rank, costs))
 
 
 @dataclass(frozen=True, slots=True)

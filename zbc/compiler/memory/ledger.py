@@ -58,13 +58,14 @@ class Entry(NamedTuple):
     still: tuple[float, float] = (0.0, 0.0)  # of those, weighted by the share of the op's time for which they exist
 
 
-class Event(NamedTuple):
-    """A rank allocates or frees activations; `op` is a node of the graph."""
+class Point(NamedTuple):
+    """What a rank holds from `ms` on; `op` is the node of the graph that changed it."""
 
     ms: float
     op: int
     units: float
-    bytes: float
+    activations: float  # bytes
+    weights: float  # bytes of those that are gathered and freed
 
 
 class Change(NamedTuple):
@@ -116,31 +117,19 @@ def ledger(timeline: Timeline, costs: Costs) -> Iterator[Iterator[Entry]]:
     return (_RankLedger(timeline.graph, rank, clock, costs).entries() for rank in range(timeline.ranks))
 
 
-def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
-    """Yields one rank's allocations and frees of activations, with times; none depends on other ranks."""
-    for entry, deltas, ms in _timed(timeline, rank, costs):
-        found = [delta for delta in deltas if delta.category in HELD]
-        if found:
-            units, size = sum(delta.units for delta in found), sum(delta.bytes for delta in found)
-            yield Event(ms, entry.op, units, size)
-
-
-def changes(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, str, float]]:
-    """Yields (ms, category, bytes) of changes of one rank's activations and of its gathered weights."""
-    for _, deltas, ms in _timed(timeline, rank, costs):
-        for name, among in (("activations", HELD), ("weights", ("weights",))):
-            found = [delta.bytes for delta in deltas if delta.category in among]
-            if found:
-                yield ms, name, sum(found)
-
-
-def _timed(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[Entry, tuple[Delta, ...], float]]:
-    """Yields the entries of one rank with the deltas and the ms of their beginnings, and of their ends."""
+def over_time(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Point]:
+    """Yields one rank's activations and gathered weights at each change of them; none depends on other ranks."""
     clock = _Clock(timeline, costs)
     clock.set(rank)
+    units = held = weights = 0.0
     for entry in _RankLedger(timeline.graph, rank, clock, costs).entries():
-        yield entry, entry.begin, clock.begin[entry.op]
-        yield entry, entry.end, clock.end[entry.op]
+        for deltas, at in ((entry.begin, clock.begin), (entry.end, clock.end)):
+            mine = [delta for delta in deltas if delta.category in HELD]
+            gathered = [delta.bytes for delta in deltas if delta.category == "weights"]
+            if mine or gathered:
+                units, held = units + sum(one.units for one in mine), held + sum(one.bytes for one in mine)
+                weights += sum(gathered)
+                yield Point(at[entry.op], entry.op, units, held, weights)
 
 
 class _Clock:

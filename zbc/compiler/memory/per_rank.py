@@ -1,15 +1,15 @@
-"""Memory of each rank over a step: peaks by category, and curves over time. All of it is read off the ledger."""
+"""Memory of each rank over a step: peaks by category, read off the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
-from zbc.compiler.memory.ledger import Activations, Entry, activations, changes, lasting, ledger
+from zbc.compiler.memory.ledger import Activations, Entry, lasting, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Op, Program, repeated
 
@@ -137,18 +137,20 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
             continue
         transit, whole = transit - gone, whole - gone
         together = max(together, whole + still)
-        added = need if kind.computes else 0.0  # `end` frees the temporaries
+        first, added = False, need  # `end` frees the temporaries
         for category, _, size in end:
-            whole, added = whole + size, added + size
+            whole += size
+            if category == "gradients":
+                first, there = True, there + size
+                continue
+            added += size
             if category == "transit":
                 transit += size
-            elif category == "gradients":
-                there += size
             elif category == "weights":
                 weights += size
         gradients = max(gradients, there)
-        if change is not None and not change.begins:  # beyond the bytes held after it, too
-            need = max(0.0, need - max(0.0, added))
+        if change is not None and not change.begins:  # beyond the bytes held after it, too, and without gradients
+            need = max(0.0, (costs.need_bytes(op) if first and need else need) - max(0.0, added))
         elif need and not kind.computes:
             need = max(0.0, need - lasting(op, costs))
         most = max(most, transit + still + need)
@@ -157,47 +159,7 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
     return _Most(most, together, gathered, gradients)
 
 
-class MemoryPoint(NamedTuple):
-    """Bytes that a rank holds from `ms` on, by category."""
-
-    ms: float
-    weights: float
-    gradients: float
-    masters: float
-    optimizer: float
-    activations: float
-
-    @property
-    def bytes(self) -> float:
-        return self.weights + self.gradients + self.masters + self.optimizer + self.activations
-
-
-def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> Iterator[MemoryPoint]:
-    """Yields the bytes of one rank over a step, by category; nothing if sizes are not known before the model is built.
-
-    Masters, optimizer state and, from the first step on, gradients are constant; activations change, and so do weights
-    that are gathered and freed.
-    """
-    if costs.bytes is None:
-        return
-    costs = costs.run_by(program)
+def resident(program: Program, rank: int, costs: Costs) -> float:
+    """Bytes that one rank holds all the time, gradients included: they are there from the first step on."""
     mine = costs.bytes_on(program.placement.stages_of(rank))
-    weights = _constant(mine, program)
-    gradients, masters, optimizer = (
-        sum(getattr(s, name) for s in mine) for name in ("gradients", "masters", "optimizer")
-    )
-    held = 0.0
-    for ms, category, size in changes(timeline, rank, costs):
-        if category == "weights":
-            weights += size
-        else:
-            held += size
-        yield MemoryPoint(ms, weights, gradients, masters, optimizer, held)
-
-
-def curve(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, float]]:
-    """Yields (ms, activation units held from then on) of one rank."""
-    units = 0.0
-    for event in activations(timeline, rank, costs):
-        units += event.units
-        yield event.ms, units
+    return _constant(mine, program) + sum(s.gradients + s.masters + s.optimizer for s in mine)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.per_rank import over_time
+from zbc.compiler.memory.ledger import over_time
+from zbc.compiler.memory.per_rank import resident
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Program
 
@@ -54,12 +55,12 @@ def with_memory(
 ) -> tuple[Window, ...]:
     """The windows with the part of `room` bytes that is free."""
     rows = tuple(windows(timeline, rank))
-    points = list(over_time(timeline, program, rank, costs)) if room is not None else []
+    points = [] if room is None or costs.bytes is None else [*over_time(timeline, rank, costs)]
     if room is None or not points:
         return rows
+    base = resident(program, rank, costs)
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
-    times, held = [point.ms - begin for point in points], [point.bytes for point in points]
-    base = held[0] - points[0].activations
+    times, held = [point.ms - begin for point in points], [base + point.activations + point.weights for point in points]
     return tuple(window._replace(free_bytes=max(0, int(room - _most(window, times, held, base)))) for window in rows)
 
 

@@ -247,7 +247,8 @@ class Scale:
             gone, came = self._left(), self._came(last)
             rise, reads, meets = ledger.peak - before, ledger.reads, ledger.meets
             rises = list(accumulate((size for _, size in ledger.changes), initial=0))
-            extra = max(0, max(rises) - max(0, ledger.kept - before))
+            # Gradients are a category of their own: those that the first backward of a step makes are none of it.
+            extra = max(0, max(rises) - max(ledger.bytes(came), ledger.kept - before))
             until, after = max(rises[: reads + 1]), max(rises[reads:])
             alone = None if meets is None else max(rises[: meets + 1])
             peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
