@@ -403,7 +403,7 @@ def test_ranks_that_share_tokens_take_their_part_and_gather_keys_and_values(no_l
         for column in "fbw":
             assert half.of(column, stage) == pytest.approx(whole.of(column, stage) / 2, rel=0.02)
         assert half.bytes[stage].optimizer == whole.bytes[stage].optimizer
-        assert half.bytes[stage].boundary == whole.bytes[stage].boundary / 2
+        assert half.bytes[stage].behind == whole.bytes[stage].behind / 2
         assert 0.45 < half.bytes_of("kept")[stage] / whole.bytes_of("kept")[stage] < 0.55
     size, gbps = 2 * 2 * 2048 * 128 * 4, 8.0  # keys and values of 2 sequences, of all tokens
     near = {**fast, "link_gbps": gbps, "link_us": 100.0}

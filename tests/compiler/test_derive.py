@@ -309,7 +309,7 @@ def test_layers_of_a_factory_have_bytes_once_they_were_measured():
     assert pricing.build(described, LINEAR, initial(described, LINEAR, table), table).bytes is None
     found = costs(**MINE)
     assert found.bytes_of("kept") == (12000.0,) * 4
-    assert [z.boundary for z in found.bytes] == [1000.0] * 4
+    assert [z.behind for z in found.bytes] == [1000.0] * 3 + [0.0]
     assert comm(found) == pytest.approx((1.001,) * 3)
     unsized = profile_of(described, layers={"Layer": layer(1.0, 2.0, 3.0, sized=False)})
     assert costs(unsized, **MINE).bytes is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,6 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
-from zbc.compiler.cost.profiled import Measurement
-from zbc.compiler.shapes import load_job
 from zbc.job.profile import LayerBytes
 from zbc.job.spec import Model
 from zbc.plan.directory import StoredPlan
@@ -239,10 +238,10 @@ def test_a_profile_of_whole_blocks_is_cut_to_the_experts_of_a_rank():
 
     all_of, some = layers(1)[1], layers(2)[1]
     held = LayerBytes.model_construct(weights=1000, gradients=1000, optimizer=2000)
-    one = Measurement(1.0, 1.0, 1.0, 2.0, 1.0, 4.0, None, all_of.params, 0, all_of.parts, None, held)
+    one = replace(all_of, step=4.0, held=held)
     found, part = estimate._measured(some, one), some.params / all_of.params
-    assert found.params == some.params < all_of.params and found.measured.step == pytest.approx(4.0 * part)
-    assert (found.measured.held.weights, found.measured.held.optimizer) == (round(1000 * part), round(2000 * part))
+    assert found.params == some.params < all_of.params and found.step == pytest.approx(4.0 * part)
+    assert (found.held.weights, found.held.optimizer) == (round(1000 * part), round(2000 * part))
 
 
 @examples(max_examples=40, deadline=None)

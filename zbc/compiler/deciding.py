@@ -153,7 +153,7 @@ def replicas(job: Job, table: Sequence[estimate.Layer]) -> list[tuple[int, ...]]
     machine, pp, m = Machine.of(job), job.parallel.pp, job.schedule.microbatches
     before = [0.0, *(layer.size.result for layer in table[:-1])]
     grads = [float(GRAD_BYTES * layer.params) for layer in table]
-    times = [layer.f for layer in table], [layer.backward for layer in table]
+    times = [layer.f for layer in table], [layer.bw for layer in table]
     near, far = machine.near.speed, machine.far.speed
     problem = Problem(*times, grads, before, pp, job.hardware.ranks_per_node, near, far, m)
     best = plans(joined(problem, _LAYERS), _SLACK)

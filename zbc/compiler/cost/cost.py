@@ -158,28 +158,13 @@ class Costs:
     def cut(self, rows: Sequence[float], **shares: Sequence[float]) -> Costs:
         """Returns the costs of microbatches in slices: `rows` is each slice's share of the tokens, `shares` its shares
         of the times f, b and w, if they differ."""
-        parts = [(row, {name: shares.get(name, rows)[j] for name in "fbw"}) for j, row in enumerate(rows)]
-        ms = {
-            name: tuple(tuple(self._part(name, s, *part) for part in parts) for s in range(self.stages))
-            for name in BY_SLICE
-            if name in self.ms
-        }
+        parts = {name: shares.get(name, rows) for name in "fbw"}
+        ms = {name: tuple(tuple(one * ms for one in parts[name]) for ms in self.column(name)) for name in parts}
         size = {
             name: tuple(tuple(Size(row * units, row * size) for row in rows) for units, size in map(self._whole, sizes))
             for name, sizes in self.size.items()
         }
         return replace(self, ms={**self.ms, **ms}, size=size, slices=len(rows))
-
-    def _part(self, name: str, stage: int, rows: float, shares: Mapping[str, float]) -> float:
-        """ms of a part of a microbatch by a column: collectives take their share of the tokens, a BW that of its B and
-        of its W."""
-        ms = self.of(name, stage)
-        if name in _SUMS:
-            return rows * ms
-        b, w = self.of("b", stage) - self.of("b_sums", stage), self.of("w", stage)
-        both = (b * shares["b"] + w * shares["w"]) / (b + w) if b + w else shares["b"]
-        waits = self.of(_WAITS[name], stage) if name in _WAITS else 0.0
-        return (both if name == "bw" else shares[name]) * (ms - waits) + rows * waits
 
     def portions(self, name: str, whole: PerStage) -> Column:
         """Splits `whole` ms of typical microbatches by part, in the proportions of a column."""

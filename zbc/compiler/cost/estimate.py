@@ -10,39 +10,42 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import truediv
 from statistics import fmean
-from typing import Any
 
 from zbc.compiler.cost import cards, profiled
 from zbc.compiler.cost.footprint import NOTHING, Footprint
 from zbc.compiler.cost.machine import Machine
-from zbc.compiler.cost.profiled import Measurement
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.job.cuts import Cuts
 from zbc.job.graph import names
-from zbc.job.profile import Profile
+from zbc.job.profile import FAMILY, Collective, LayerBytes, LayerProfile, Profile
 from zbc.job.sections import Memory
-from zbc.job.spec import GivenCosts, Job, Model
+from zbc.job.spec import Job, Model
 from zbc.job.tokens import shares_of
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer for one microbatch: times in ms, memory in bytes, parameters as a count."""
+    """One layer by a card or a profile: times in ms and bytes for one microbatch, parameters as a count."""
 
     name: str
     f: float
     b: float
     w: float
-    params: int = 0
-    size: Footprint = NOTHING
-    frozen: int = 0  # frozen parameters, not among `params`
-    tied: int = 0  # the part of `params` in the weight that embedding and head share
-    apart: tuple[int, ...] = ()  # elements of each parameter of experts, if replicas share these out
+    bw: float  # b and w in one op
+    again: float  # that recompute adds to its backward
+    step: float | None = None  # the optimizer's step, with the share of the gradient norm; None: not measured
+    tentative: float | None = None
+    params: int = 0  # that train
+    frozen: int = 0  # others
     parts: tuple[int, ...] = ()  # `params` by parameter; () if only their sum is known
-    matrices: tuple[tuple[int, int], ...] = ()  # shapes of the parameters that Muon steps
+    apart: tuple[int, ...] = ()  # of parts, those of experts, if replicas share these out
+    matrices: tuple[tuple[int, int], ...] = ()  # shapes of those that Muon steps
     experts: int = 0  # that it has on a rank, whose matrices Muon steps together
-    measured: Measurement | None = None  # by a profile, or a card
+    tied: int = 0  # the part of `params` in the weight that embedding and head share
+    size: Footprint = NOTHING
+    held: LayerBytes | None = None  # bytes of weights and the like; None: nobody knows
+    collectives: Mapping[str, Sequence[Collective]] = field(default_factory=dict)  # inside of its ops
     card: Callable[[str], Layer] | None = None  # it by its card, under a policy for activations; None: it has none
     plain: Callable[[], Layer] | None = None  # it without what B repeats, if B repeats anything
     cheap: float = 0.0  # the share of F that is run again, if this layer recomputes selectively
@@ -54,33 +57,32 @@ class Layer:
         """This layer with selective recompute; given or measured times take the share that its card has."""
         if self.card is None:
             return self
-        plain, one = self.card, self.measured
+        plain = self.card
         keep, other = plain(cards.KEEP), plain(cards.ATTENTION if memory.attends_again else cards.CHEAP)
         cheap = max(0.0, other.b - keep.b) / keep.f if keep.f else 0.0
         more, part = cheap * self.f, other.size.act_b / keep.size.act_b if keep.size.act_b else 1.0
-        if one is not None:
-            told = one.collectives if other.measured is None else other.measured.collectives
-            one = replace(one, b=one.b + more, bw=one.bw + more, collectives=told)
-        changed = replace(self, b=self.b + more, size=other.size, cheap=cheap, part=part, measured=one, card=None)
-        return replace(changed, plain=lambda: plain(cards.GATHERED))
+        changed = replace(self, b=self.b + more, bw=self.bw + more, size=other.size, collectives=other.collectives)
+        return replace(changed, cheap=cheap, part=part, card=None, plain=lambda: plain(cards.GATHERED))
 
     def recomputed(self) -> Layer:
         """This layer whose B runs all of its F again, which keeps what it gathers."""
         return replace(self, reruns=True, size=self.size if self.card is None else self.card(cards.GATHERED).size)
 
+    def timed(self, f: float, b: float, w: float) -> Layer:
+        """This layer with other times, which say nothing of two ops in one."""
+        return replace(self, f=f, b=b, w=w, bw=b + w, again=f)
+
+    def trained(self, layer: Layer) -> Layer:
+        """This layer with the parameters of `layer`, of which it has more."""
+        part, held = layer.params / self.params if self.params else 0.0, self.held
+        names = ("weights", "gradients", "optimizer")
+        held = held and held.model_copy(update={name: round(part * getattr(held, name)) for name in names})
+        step, tentative = (None if ms is None else ms * part for ms in (self.step, self.tentative))
+        return replace(self, held=held, step=step, tentative=tentative, params=layer.params, parts=layer.parts)
+
     @property
     def total(self) -> float:
         return self.f + self.b + self.w
-
-    @property
-    def backward(self) -> float:
-        """ms of B and W in one op."""
-        return self.b + self.w if self.measured is None else self.measured.bw
-
-    @property
-    def again(self) -> float:
-        """ms that recompute adds to its backward."""
-        return self.f if self.measured is None else self.measured.again
 
 
 def layers(job: Job) -> list[Layer]:
@@ -98,14 +100,10 @@ def on_the_mean(job: Job, table: Sequence[Layer]) -> Sequence[Layer]:
 
 
 def _mean(each: Sequence[Layer]) -> Layer:
-    f, b, w = (fmean(ms) for ms in zip(*((one.f, one.b, one.w) for one in each), strict=True))
-    one, measured = each[0].measured, [layer.measured for layer in each if layer.measured]
-    if one is not None:
-        bw, again = fmean(found.bw for found in measured), fmean(found.again for found in measured)
-        one = replace(one, f=f, b=b, w=w, bw=bw, again=again)
+    f, b, w, bw, again = (fmean(ms) for ms in zip(*((x.f, x.b, x.w, x.bw, x.again) for x in each), strict=True))
     by_card = [layer.card for layer in each if layer.card is not None]
     card = (lambda policy: _mean([of(policy) for of in by_card])) if by_card else None
-    return replace(each[0], f=f, b=b, w=w, measured=one, card=card)
+    return replace(each[0], f=f, b=b, w=w, bw=bw, again=again, card=card)
 
 
 def _whole(job: Job) -> list[Layer]:
@@ -113,7 +111,7 @@ def _whole(job: Job) -> list[Layer]:
     if profile is None or job.carded:
         return _priced(job, table)
     profile = profile if profile.timed else profiled.timed(profile, Machine.of(job))
-    found = profiled.measurements(profile, [layer.name for layer in table], job.optimizer.name)
+    found = of_profile(profile, [layer.name for layer in table], job.optimizer.name)
     found = _without_words(job, table, found) if job.vocabulary else found
     measured = [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
     return measured if profile.timed else _priced(job, measured)
@@ -123,12 +121,13 @@ def _priced(job: Job, table: list[Layer]) -> list[Layer]:
     """The table with the times of each layer that the job gives, if it does."""
     if job.costs.per != "layer" or job.costs.f is None:
         return table
-    first, last = (replace(layer, f=0.0, b=0.0, w=0.0) for layer in (table[0], table[-1]))
-    given = _given(table, job.costs)
+    ms = zip(*(each(times, table) for times in (job.costs.f, job.costs.b, job.costs.w)), strict=True)
+    given = [layer.timed(*of) for layer, of in zip(table, ms, strict=True)]
+    first, last = (layer.timed(0.0, 0.0, 0.0) for layer in (table[0], table[-1]))
     return [first, *given[1:-1], last] if job.vocabulary else given
 
 
-def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement]) -> list[Measurement]:
+def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Layer]) -> list[Layer]:
     """Measured layers for jobs whose ranks share the vocabulary: the first and the last have the rest of theirs.
 
     The rest of a time is the share of the kernels that don't handle words, or measured in a run that shared them; bytes
@@ -138,19 +137,12 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement
         return list(found)
     both = []
     for one, layer, (f, b, w) in zip((found[0], found[-1]), (table[0], table[-1]), _left(job, found), strict=True):
-        part = layer.params / one.params if one.params else 0.0
-        held = one.held and one.held.model_copy(
-            update={name: part * getattr(one.held, name) for name in ("weights", "gradients", "optimizer")}
-        )
-        times: Any = {"f": one.f * f, "b": one.b * b, "w": one.w * w, "again": one.again * f}
-        times["bw"] = times["b"] + times["w"]
-        step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
-        left = replace(one, **times, params=layer.params, frozen=0, parts=layer.parts, size=None, held=held)
-        both.append(replace(left, step=step, tentative=tentative))
+        timed = replace(one.trained(layer).timed(one.f * f, one.b * b, one.w * w), again=one.again * f)
+        both.append(replace(timed, frozen=0, size=NOTHING))
     return [both[0], *found[1:-1], both[1]]
 
 
-def _left(job: Job, found: Sequence[Measurement]) -> list[tuple[float, float, float]]:
+def _left(job: Job, found: Sequence[Layer]) -> list[tuple[float, float, float]]:
     """The shares of F, B and W of the first and the last layer that don't handle words."""
     profile = job.profile
     if profile is not None and profile.words is not None and profile.on.source == "trace":
@@ -167,7 +159,7 @@ def _ends(job: Job) -> list[tuple[float, float, float]]:
 
 def paces_of_ends(job: Job, profile: Profile) -> list[float]:
     """Measured ms of the whole first and last layer, beside those by their card."""
-    first, *_, last = profiled.measurements(profile, _names(job.model), job.optimizer.name)
+    first, *_, last = of_profile(profile, _names(job.model), job.optimizer.name)
     counted = map(sum, _ends(job.with_vocabulary("ends")))
     return [(one.f + one.b + one.w) / ms if ms else 0.0 for one, ms in zip((first, last), counted, strict=True)]
 
@@ -217,7 +209,7 @@ def _by_pipe(job: Job, placement: Placement) -> list[list[float]]:
 def _counted(job: Job, cuts: Cuts = (), part: int = 0) -> list[Layer]:
     """The layers by their cards, in a `part` of microbatches that are cut into slices at `cuts`."""
     if not (job.model.builtin or job.carded):  # layers of a factory that nobody has run: equal, with no bytes
-        return [Layer(name, 1.0, 1.0, 1.0) for name in names(job.model)]
+        return [Layer(name, 1.0, 1.0, 1.0, bw=2.0, again=1.0) for name in names(job.model)]
 
     @functools.cache
     def table(policy: str) -> list[Layer]:
@@ -242,25 +234,8 @@ def _names(model: Model) -> list[str]:
 
 def _of_card(job: Job, card: Profile, *, again: bool = False) -> list[Layer]:
     """The layers of a model by a card, with the times of its kernels; `again`: B runs some of them again."""
-    machine = Machine.of(job)
-    each = profiled.measurements(profiled.timed(card, machine), _names(job.model), job.optimizer.name)
-    found = [
-        Layer(
-            name,
-            one.f,
-            one.b,
-            one.w,
-            one.params,
-            one.size or NOTHING,
-            one.frozen,
-            apart=one.apart,
-            parts=one.parts,
-            matrices=one.matrices,
-            experts=one.experts,
-            measured=replace(one, bw=one.b + one.w),
-        )
-        for name, one in zip(_names(job.model), each, strict=True)
-    ]
+    each = of_profile(profiled.timed(card, Machine.of(job)), _names(job.model), job.optimizer.name)
+    found = [replace(one, bw=one.b + one.w) for one in each]
     embed, *inner, head = found
     if job.vocabulary and not again:  # F frees what was looked up
         embed = replace(embed, size=replace(embed.size, loose=0.0))
@@ -268,6 +243,51 @@ def _of_card(job: Job, card: Profile, *, again: bool = False) -> list[Layer]:
         return [embed, *found[1:]]
     tied = max(embed.parts, default=0) if job.model.tie_embeddings and not job.vocabulary else 0
     return [replace(embed, tied=tied), *inner, replace(head, tied=tied)]
+
+
+def of_profile(profile: Profile, names: Sequence[str], optimizer: str) -> list[Layer]:
+    """The layers in order by a profile; `names` are "embed", "layers.0", ..., "head" of a family, else a factory's.
+
+    Optimizer times are None if the job's `optimizer` is not the measured one.
+    """
+    kinds = profile.order
+    if kinds == FAMILY and "embed" in names:
+        kinds = [name if name in ("embed", "head") else "block" for name in names]
+    if len(kinds) < len(names):  # a card of fewer layers, all alike
+        kinds = [kinds[0], *[kinds[1]] * (len(names) - 2), kinds[-1]]
+    found, same = [profile.layers[kind] for kind in kinds], profile.optimizer == optimizer
+    return [_one(*of, same) for of in zip(names, found, [None, *found[:-1]], strict=True)]
+
+
+def _one(name: str, layer: LayerProfile, last: LayerProfile | None, same_optimizer: bool) -> Layer:
+    size = NOTHING if layer.bytes is None else profiled.footprint(layer.bytes, None if last is None else last.bytes)
+    # Before all that trains nothing has a backward. Alone as a stage, a layer passes on a gradient there.
+    passes = bool(layer.kernels) and layer.bytes is not None and not (size.act_b or size.act_w)
+    f, b, w = layer.f.ms, 0.0 if passes else layer.b.ms, layer.w.ms
+    norm = 0.0 if layer.norm is None else layer.norm.ms
+    steps = (one if same_optimizer else None for one in (layer.step, layer.tentative))
+    step, tentative = (None if one is None else one.ms + norm for one in steps)
+    rests = layer.bytes is not None and not layer.bytes.gradients  # none of them trains
+    trained = 0 if rests else sum(layer.parts) or layer.parameters
+    return Layer(
+        name,
+        f,
+        b,
+        w,
+        bw=max(b, b + w if layer.bw is None else layer.bw.ms),
+        again=f if layer.again is None else layer.again.ms,
+        step=step,
+        tentative=tentative,
+        params=trained,
+        frozen=layer.parameters - trained,
+        parts=tuple(layer.parts),
+        apart=tuple(layer.apart),
+        matrices=tuple(layer.matrices),
+        experts=layer.experts,
+        size=size,
+        held=layer.bytes,
+        collectives=layer.collectives,
+    )
 
 
 def of_slice(
@@ -295,6 +315,7 @@ def _of_length(job: Job, table: Sequence[Layer], tokens: int) -> list[Layer]:
 def _parts_of(
     job: Job, table: Sequence[Layer], own: list[Layer] | None, share: Mapping[str, float], rows: float
 ) -> list[Layer]:
+    """The layers for a part of the tokens: `own` are by its card, which times that were given or measured precede."""
     counted = job.carded or (job.model.builtin and job.profile is None)
     if own is not None and counted and not (job.costs.per == "layer" and job.costs.f is not None):
         return own
@@ -303,54 +324,34 @@ def _parts_of(
 
 
 def part_of(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: float) -> Layer:
-    """A layer's slice; `own` is the layer by the card of the slice, None if there is none."""
-    parts = share if layer.name.startswith("layers.") else dict.fromkeys("fbw", rows)
-    times = {name: getattr(layer, name) * parts[name] for name in "fbw"}
-    one = layer.measured
-    if one is not None:
-        both = (times["b"] + times["w"]) / (layer.b + layer.w) if layer.b + layer.w else parts["b"]
-        one = replace(one, **times, bw=one.bw * both, again=one.again * parts["f"])
+    """A layer for a part of the tokens; `own` is the layer by the card of the part, None if there is none."""
+    part = share if layer.name.startswith("layers.") else dict.fromkeys("fbw", rows)
+    f, b, w = (getattr(layer, name) * part[name] for name in "fbw")
+    both = (b + w) / (layer.b + layer.w) if layer.b + layer.w else part["b"]
     size, card = (layer.size.scaled(rows), None) if own is None else (own.size, own.card)
-    return replace(layer, **times, size=size, measured=one, card=card)
+    return replace(layer, f=f, b=b, w=w, bw=layer.bw * both, again=layer.again * part["f"], size=size, card=card)
 
 
-def _measured(layer: Layer, one: Measurement) -> Layer:
-    """A layer with what a profile says of it; what the profile lacks is that of its card."""
+def _measured(layer: Layer, one: Layer) -> Layer:
+    """A layer by a profile; what the profile lacks is that of its card."""
     if layer.apart and one.params > layer.params:  # measured with all experts: a rank has some
-        part = layer.params / one.params
-        held = one.held and one.held.model_copy(
-            update={name: round(part * getattr(one.held, name)) for name in ("weights", "gradients", "optimizer")}
-        )
-        step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
-        one = replace(one, held=held, step=step, tentative=tentative, params=layer.params, parts=layer.parts)
-    own = layer.measured
-    if own is not None:
-        one = replace(one, held=one.held or own.held, collectives=one.collectives or own.collectives)
-    parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
-    params, frozen = (one.params, one.frozen) if one.params or one.frozen else (layer.params, layer.frozen)
+        one = one.trained(layer)
+    known = one.params or one.frozen
     return replace(
-        layer,
-        f=one.f,
-        b=one.b,
-        w=one.w,
-        params=params,
-        frozen=frozen,
-        parts=parts,
+        one,
+        params=one.params if known else layer.params,
+        frozen=one.frozen if known else layer.frozen,
+        parts=one.parts or (layer.parts if one.params in (0, layer.params) else ()),
         apart=layer.apart or one.apart,
         matrices=layer.matrices or one.matrices,
         experts=layer.experts or one.experts,
-        size=layer.size if one.size is None else replace(one.size, result=one.size.result or layer.size.result),
-        measured=one,
+        tied=layer.tied,
+        size=layer.size if one.size is NOTHING else replace(one.size, result=one.size.result or layer.size.result),
+        held=one.held or layer.held,
+        collectives=one.collectives or layer.collectives,
+        card=layer.card,
+        plain=layer.plain,
     )
-
-
-def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:
-    """The table with the times of `[costs]` with per = "layer"; bytes and parameters stay."""
-    result = []
-    for layer, f, b, w in zip(table, *(each(ms, table) for ms in (costs.f, costs.b, costs.w)), strict=True):
-        one = layer.measured and replace(layer.measured, f=f, b=b, w=w, bw=b + w, again=f)
-        result.append(replace(layer, f=f, b=b, w=w, measured=one))
-    return result
 
 
 def each(value: float | list[float] | None, table: Sequence[Layer]) -> list[float]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from operator import add, mul, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
 from zbc.compiler.cost.choices import Choices
@@ -55,11 +55,12 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     if job.tokens:
         lengths, each, bytes = sorted({*job.tokens}, reverse=True), dict[int, Costs](), whole.bytes
         for k, tokens in enumerate(lengths):
-            layers, one = chosen([layer.lengths[tokens] for layer in plain]), job.of_length(tokens)
+            layers = chosen([layer.lengths[tokens] for layer in plain])
+            one = _given_parts(job.of_length(tokens), shares_of_length(job, tokens))
             if bytes is not None:
                 needs = k % -(-len(lengths) // NEEDS) == 0
                 bytes = stage_bytes.of_length(one, placement, stages, layers, bytes, needs=needs)
-            each[tokens] = _of_length(job, tokens, _of_ops(one, placement, stages, layers, bytes), whole)
+            each[tokens] = _of_length(tokens / job.row_tokens, _of_ops(one, placement, stages, layers, bytes), whole)
             each[tokens] = _complete(each[tokens], one, tokens / job.row_tokens, placement)
         return _of_unequal(_complete(whole, job, 1.0, placement), [each[tokens] for tokens in job.tokens])
     if not cuts:
@@ -67,19 +68,16 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
     tables, jobs = list[Sequence[Layer]](), list[Job]()
     for j, (begin, end) in enumerate(pairwise(cuts)):
-        one = replace(job, model=job.model.model_copy(update={"seq_len": end - begin}))
         times = {name: each[j] for name, each in shares.items()}
+        one = _given_parts(job, times | dict.fromkeys(("tp", "cp", "ep"), rows[j]))
+        one = replace(one, model=job.model.model_copy(update={"seq_len": end - begin}))
         tables.append(chosen(estimate.of_slice(job, plain, cuts, j, times, rows[j])))
         jobs.append(one)
     ended = zip(jobs, _with_ends(tables), strict=True)
     parts = [_build(one, placement, stages, layers) for one, layers in ended]
-    found = whole.cut(rows, **shares)
-    if "f_sums" in found.ms:  # a slice's own W hides its sums
-        alone = found.each(lambda b, sums, w: b - sums + w, "b", "b_sums", "w")
-        found = _fused(found, alone, _unhidden(exchanges(job, stages, table)))
-    if job.costs.f is None or job.costs.per == "layer":
-        names = [name for name in BY_SLICE if name in whole.ms]
-        found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
+    names = [name for name in BY_SLICE if name in whole.ms]
+    found = whole.cut(rows)
+    found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
     longest = parts[rows.index(max(rows))]  # its transfers are taken for all slices
     found = _with_words(replace(found, links=longest.links, occupies=longest.occupies), jobs, rows, placement)
     found = _with_messages(found, job, placement)
@@ -108,13 +106,21 @@ def _complete(costs: Costs, job: Job, rows: float, placement: Placement) -> Cost
     return _with_messages(_with_words(_with_copies(costs, job), [job], [rows], placement), job, placement)
 
 
-def _of_length(job: Job, tokens: int, found: Costs, whole: Costs) -> Costs:
-    """The costs `found` for rows of `tokens` tokens, with given and measured times scaled from those of the `whole`
-    rows; a unit of memory is as many bytes as there."""
-    rows = tokens / job.row_tokens
-    if job.costs.f is not None and job.costs.per != "layer":
-        part = whole.cut([rows], **{name: [share] for name, share in shares_of_length(job, tokens).items()})
-        found = found.with_ms(**{name: part.column(name) for name in BY_SLICE if name in part.ms})
+def _given_parts(job: Job, shares: Mapping[str, float]) -> Job:
+    """The job of a part of a microbatch, with these `shares` of the times that it gives per rank or stage, by key."""
+    given = job.costs
+    if given.f is None or given.per == "layer":
+        return job
+
+    def of(value: Any, share: float) -> Any:
+        return [share * ms for ms in value] if isinstance(value, list) else None if value is None else share * value
+
+    times = {name: of(getattr(given, name), share) for name, share in shares.items()}
+    return replace(job, costs=given.model_copy(update=times))
+
+
+def _of_length(rows: float, found: Costs, whole: Costs) -> Costs:
+    """The costs `found` for a share of the `rows`; a unit of memory is as many bytes as in those of the `whole`."""
     size = {}
     for name in whole.size:
         each = zip(whole.units(name), whole.bytes_of(name), found.bytes_of(name), strict=True)
@@ -166,7 +172,6 @@ def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placem
     for name in found[0][0]:
         of = [tuple(one[name] for one in rank) for rank in found]
         columns[name] = tuple(one if len(jobs) > 1 else one[0] for one in of)
-    columns["reduce v"] = (vocabulary.pool_ms(job),)
     shares = [vocabulary.share_bytes(one) for one in jobs] if costs.bytes is not None else []
     return replace(costs.with_ms(**columns), shares=tuple(one for one in shares if one is not None))
 
@@ -274,7 +279,7 @@ def _node(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
 
 def _times(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> dict[str, Column]:
+) -> Mapping[str, Column]:
     """The columns of F, B and W, and BW if it is not B + W."""
     if job.costs.f is not None and job.costs.per != "layer":
         f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
@@ -289,15 +294,15 @@ def _times(
     slow = estimate.slow_of(job, placement)
     if job.timed is None:
         times = {"f": f, "b": b, "w": w}
-        return _with_shared_layers(_slowed(times, slow), job, placement, stages, table)
-    fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
+        return _with_shared_layers(_slowed(times, slow), job, stages, table)
+    fused = tuple(sum(table[i].bw for i in part) for part in stages)
     host = profiled.host_ms(job.timed.host, placement)
     f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("f", f), ("b", b), ("w", w), ("bw", fused)))
     times = {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
-    return _with_shared_layers(_slowed(times, slow), job, placement, stages, table)
+    return _with_shared_layers(_slowed(times, slow), job, stages, table)
 
 
-def _slowed(times: Mapping[str, PerStage], slow: Sequence[float]) -> dict[str, Column]:
+def _slowed(times: Mapping[str, PerStage], slow: Sequence[float]) -> dict[str, PerStage]:
     """The columns multiplied by the slowness of each stage's rank."""
     return {name: tuple(map(mul, each, slow)) for name, each in times.items()}
 
@@ -315,9 +320,9 @@ def _part(part: Sequence[int], table: Sequence[Layer]) -> float:
 
 
 def _with_shared_layers(
-    times: dict[str, Column], job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> dict[str, Column]:
-    """Adds the time of collectives that ranks run inside of ops: see `exchanges`.
+    times: dict[str, PerStage], job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> dict[str, PerStage]:
+    """Adds the time of collectives that ranks run inside of ops.
 
     In a BW its W hides the collectives of B, but not those of a recomputed F, nor one ahead of the first W. Measured
     times are without exchanges; if op times are given but exchanges are not, exchanges take no time.
@@ -325,29 +330,26 @@ def _with_shared_layers(
     exchanged = exchanges(job, stages, table)
     if not exchanged:
         return times
-    forward = tuple(math.fsum(one.forward[s] for one in exchanged) for s in range(len(stages)))
-    backward = tuple(math.fsum(one.backward[s] for one in exchanged) for s in range(len(stages)))
-    again = _repeated(exchanged)
-    backward = tuple(ms + again[s] * forward[s] for s, ms in enumerate(backward))
-    found = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
-    plain = found.each(lambda bw: bw, "bw")
-    found = found.with_ms(f=found.each(add, "f", "f_sums"), b=found.each(add, "b", "b_sums"))
-    return dict(_fused(found, plain, _unhidden(exchanged)).ms)
+    forward, backward, late = (tuple(map(math.fsum, zip(*each, strict=True))) for each in zip(*exchanged, strict=True))
+    plain = Costs(times, {}, ()).column("bw")
+    f, b = (tuple(map(add, times[name], ms)) for name, ms in (("f", forward), ("b", backward)))
+    bw = tuple(max(ms, alone + more) for ms, alone, more in zip(b, plain, late, strict=True))
+    sums = {"f_sums": forward, "b_sums": backward, "bw_waits": tuple(map(sub, bw, plain))}
+    return {**times, "f": f, "b": b, "bw": bw, **sums}
 
 
-class Exchange(NamedTuple):
-    """Collectives along an axis inside the ops of each stage: ms in its F, in its B without those of an F that runs
-    again, of these with recompute or where tokens are gathered again, and in B before anything of W is there.
+class Sums(NamedTuple):
+    """Collectives inside the ops of each stage: ms in its F, in its B, and of B's those that no W hides: of an F that
+    runs again, or whose tokens are gathered again, and of experts' rows ahead of the first W.
     """
 
     forward: PerStage
     backward: PerStage
-    repeated: PerStage
-    ahead: PerStage
+    late: PerStage
 
 
-def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[Exchange]:
-    """The exchanges along each axis, if they take time: given, or those that the cards of layers have."""
+def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[Sums]:
+    """The collectives along each axis, if they take time: given, or those that the cards of layers have."""
     parallel, measured, given = job.parallel, job.profile, job.costs
     timed = given.f is None and not (measured is not None and measured.on.source == "trace")  # its ops have them
     axes = (
@@ -355,21 +357,25 @@ def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer])
         ("cp", parallel.cp, given.cp),
         ("ep", parallel.ep, given.tp if given.ep is None and parallel.tp == 1 else given.ep),
     )
-    found = list[Exchange]()
+    found = list[Sums]()
     for axis, count, ms in axes:
         if count > 1 and (ms or (ms is None and timed)):
-            own = _told(job, stages, table, axis)
+            forward, backward, again = _told(job, stages, table, axis)
             if ms:  # of both ways, each
-                ways = zip(own.forward, own.repeated, stages, strict=True)
-                share = [again / f if f else float(all(table[i].reruns for i in part)) for f, again, part in ways]
-                every = (ms,) * len(stages)
-                own = Exchange(every, every, tuple(ms * part for part in share), (0.0,) * len(stages))
-            found.append(own._replace(ahead=_ahead(job, stages, table, own.backward)) if axis == "ep" else own)
+                whole = (float(all(table[i].reruns for i in part)) for part in stages)
+                shares = [more / f if f else rerun for more, f, rerun in zip(again, forward, whole, strict=True)]
+                forward = backward = (ms,) * len(stages)
+                again = tuple(ms * share for share in shares)
+            late = map(add, again, _ahead(job, stages, table, backward)) if axis == "ep" else again
+            found.append(Sums(forward, tuple(map(add, backward, again)), tuple(late)))
     return found
 
 
-def _told(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], axis: str) -> Exchange:
-    """The collectives along an axis by the cards of layers, at the speeds of links."""
+def _told(
+    job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], axis: str
+) -> tuple[PerStage, PerStage, PerStage]:
+    """ms of the collectives along an axis in each stage's F, in its B without those that it repeats, and of these; by
+    the cards of layers, at the speeds of links."""
     machine, choices, two = Machine.of(job), choices_of(job), bool(job.near)
     sums = None if job.profile is None else job.profile.sums
 
@@ -382,8 +388,7 @@ def _told(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], axi
         return machine.shared_ms(axis, size, halves=2 if how == "sum" else 1)
 
     def of(layer: Layer, op: str) -> float:
-        every = () if layer.measured is None else layer.measured.collectives.get(op, ())
-        return sum(ms(how, size) for name, how, size in every if name == axis)
+        return sum(ms(how, size) for name, how, size in layer.collectives.get(op, ()) if name == axis)
 
     def plain(layer: Layer) -> float:
         return of(layer if layer.plain is None else layer.plain(), "b")
@@ -392,7 +397,7 @@ def _told(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], axi
         (of(one, "f"), plain(one), of(one, "f" if one.reruns else "b") - (not one.reruns) * plain(one)) for one in table
     ]
     forward, backward, again = (tuple(sum(each[i][k] for i in part) for part in stages) for k in range(3))
-    return Exchange(forward, backward, again, (0.0,) * len(stages))
+    return forward, backward, again
 
 
 def _ahead(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], backward: PerStage) -> PerStage:
@@ -405,8 +410,7 @@ def _ahead(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], ba
 
 def _rows(layer: Layer) -> float:
     """Bytes of the rows that a layer has for experts in an F."""
-    every = () if layer.measured is None else layer.measured.collectives.get("f", ())
-    return float(max((size for _, how, size in every if how == "swap"), default=0))
+    return float(max((size for _, how, size in layer.collectives.get("f", ()) if how == "swap"), default=0))
 
 
 def choices_of(job: Job) -> Choices | None:
@@ -421,29 +425,6 @@ def _near(job: Job, table: Sequence[Layer]) -> int:
     """The ranks on a node, if exchanges of rows between nodes are faster in two steps; else 0."""
     one, two = Machine.of(job).swaps_ms(max(map(_rows, table)), choices_of(job))
     return job.hardware.ranks_per_node if two < one else 0
-
-
-def _repeated(found: Sequence[Exchange]) -> PerStage:
-    """The share of an F's exchanges that its backward repeats: those of layers and parts that run again."""
-    stages = range(len(found[0].forward))
-    return tuple(sum(one.repeated[s] for one in found) / (sum(one.forward[s] for one in found) or 1.0) for s in stages)
-
-
-def _unhidden(found: Sequence[Exchange]) -> PerStage:
-    """The collectives of a BW that its W does not hide, as a share of those of an F."""
-    again = _repeated(found)
-    ahead = [
-        sum(one.ahead[s] for one in found) / (sum(one.forward[s] for one in found) or 1.0) for s in range(len(again))
-    ]
-    return tuple(map(add, again, ahead))
-
-
-def _fused(costs: Costs, plain: Column, again: PerStage) -> Costs:
-    """Adds the times of BW, which are `plain` without collectives; F and B include theirs already."""
-    parts = costs.with_ms(bw=plain, again=again)
-    parts = parts.with_ms(repeated=parts.each(mul, "f_sums", "again"))
-    bw = parts.each(lambda b, bw, sums: max(b, bw + sums), "b", "bw", "repeated")
-    return costs.with_ms(bw=bw, bw_waits=parts.with_ms(all=bw).each(sub, "all", "bw"))
 
 
 def _with_optimizer(
@@ -486,11 +467,10 @@ def _measured_optimizer(
     job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[PerStage, PerStage] | None:
     """ms of STEP and of TENTATIVE by a profile; None if it does not know this job's optimizer."""
-    found = [layer.measured for layer in table]
-    if job.profile is None or any(one is None or one.step is None for one in found):
+    if job.profile is None or any(layer.step is None for layer in table):
         return None
-    step = tuple(sum(one.step or 0.0 for i in part if (one := found[i])) for part in stages)
-    ahead = tuple(sum(one.tentative or 0.0 for i in part if (one := found[i])) for part in stages)
+    step = tuple(sum(table[i].step or 0.0 for i in part) for part in stages)
+    ahead = tuple(sum(table[i].tentative or 0.0 for i in part) for part in stages)
     return step, tuple(map(max, step, ahead))  # a tentative step does the work of a step, on copies
 
 
@@ -528,36 +508,29 @@ def _with_sums(
     ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
     tie = _sum(job, tied, ends, 2) if tied else 0.0
-    columns: dict[str, Column] = {"gather": tuple(gather)}
+    columns: dict[str, Column] = {"gather": tuple(gather), "reduce": tuple(reduce)}
+    summed = 0.0
     if job.vocabulary:
-        columns["gather v"] = (vocabulary.renewal_ms(job),)
-    columns["reduce"] = tuple(reduce)
+        words = vocabulary.parameters(job)
+        summed = _sum(job, GRAD_BYTES * words, [0], halves)
+        again = _sum(job, (2 if job.model.lowered else 4) * words, [0], 1) if halves == 1 else 0.0
+        columns |= {"gather v": (again,), "reduce v": (summed,)}
     if share:  # replicas that average weights sum only gradients of shared tokens and experts
-        words = vocabulary.pool_ms(job) if job.vocabulary else 0.0
         once = _sum(job, tied, placement.holders(placement.ends[0]), 2) if tied else 0.0
-        columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
+        columns |= {"average": tuple(average), "average v": (share * summed,), "average t": (share * once,)}
         among = _parts(parallel.topology.span * parallel.cp) / _parts(parallel.dp * parallel.cp)
         columns["reduce"] = tuple(among * ms for ms in reduce)
     if parallel.ep > 1:
         costs = replace(costs, experts=stage_bytes.of_experts(job, placement, stages, table))
         of = [(one, placement.holders(s)) for s, one in enumerate(costs.experts)]
-        summed = tuple(_apart(job, one.summed, ranks, halves) for one, ranks in of)
-        columns |= {"reduce e": summed, "average e": tuple(share * ms for ms in summed)}
+        apart = tuple(_sum(job, one.summed, ranks, halves, experts=True) for one, ranks in of)
+        columns |= {"reduce e": apart, "average e": tuple(share * ms for ms in apart)}
         of = [(one, ranks[:1] if stage_bytes.by_pipe(parallel) else ranks) for one, ranks in of]
         rows = [parallel.of_experts * len(set(ranks)) for _, ranks in of]  # in addition to each rank's own
-        columns["gather e"] = tuple(
-            _apart(job, one.gathered * n / (n + 1), ranks, 1) for n, (one, ranks) in zip(rows, of, strict=True)
-        )
+        sizes = [one.gathered * n / (n + 1) for n, (one, _) in zip(rows, of, strict=True)]
+        each = zip(sizes, of, strict=True)
+        columns["gather e"] = tuple(_sum(job, size, ranks, 1, experts=True) for size, (_, ranks) in each)
     return replace(costs, tied=float(tied)).with_ms(**columns, **{"reduce t": (tie,)})
-
-
-def _apart(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
-    """ms of a collective over the replicas that have the same experts: `halves` = 2 an all-reduce, 1 half of it."""
-    if job.parallel.of_experts * len(set(holders)) == 1 or not size:
-        return 0.0
-    if job.costs.reduce is not None:
-        return job.costs.reduce * halves / 2
-    return Machine.of(job).experts_ms(size, holders, halves=halves)
 
 
 def _parts(ranks: float) -> float:
@@ -565,11 +538,16 @@ def _parts(ranks: float) -> float:
     return 1 - 1 / ranks
 
 
-def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
-    """ms of an all-reduce over these ranks of all replicas of the pipeline, or of half of it with `halves` = 1."""
+def _sum(job: Job, size: float, holders: Sequence[int], halves: int, *, experts: bool = False) -> float:
+    """ms of an all-reduce over these ranks of all replicas of the pipeline, or of those with the same `experts`; with
+    `halves` = 1 of half of it."""
+    replicas = job.parallel.of_experts if experts else job.parallel.copies
+    if replicas * len(set(holders)) == 1 or (not size and (experts or job.costs.reduce is None)):
+        return 0.0
     if job.costs.reduce is not None:
-        return job.costs.reduce * halves / 2 if job.parallel.copies * len(set(holders)) > 1 else 0.0
-    return Machine.of(job).sum_ms(size, holders, halves=halves) if size else 0.0
+        return job.costs.reduce * halves / 2
+    machine = Machine.of(job)
+    return (machine.experts_ms if experts else machine.sum_ms)(size, holders, halves=halves)
 
 
 def check_stages(job: Job, placement: Placement) -> None:

@@ -30,7 +30,6 @@ class StageBytes:
     gradients: float
     masters: float  # float32 weights in addition to the weights that forward reads
     optimizer: float
-    boundary: float  # bytes of the tensor it receives from, or sends to, a neighbour
     more_f: float = 0.0  # temporaries of F, beyond the bytes held before and after it
     rise: Rise = NO_RISE  # the peak of a backward beyond the bytes held before it
     coming: Rise = NO_RISE  # `rise` without gradients yet, which are made in its course
@@ -66,14 +65,14 @@ class StageBytes:
         return max(0.0, self.gathered - self.gradients)
 
 
-NO_BYTES = StageBytes(0.0, 0.0, 0.0, 0.0, 0.0)
+NO_BYTES = StageBytes(0.0, 0.0, 0.0, 0.0)
 
 
 def of_stages(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[StageBytes, ...] | None:
     """Memory of each stage; None if a layer's sizes are not known before the model is built."""
-    if not job.model.builtin and any(layer.measured is None or layer.measured.held is None for layer in table):
+    if not job.model.builtin and any(layer.held is None for layer in table):
         return None
     behind = [*boundaries(job, stages, table), 0.0]
     return _with_given(placement, [_stage(job, placement, s, part, table, behind) for s, part in enumerate(stages)])
@@ -92,7 +91,7 @@ def of_length(
     behind, found = [*boundaries(job, stages, table), 0.0], list[StageBytes]()
     for s, (part, one) in enumerate(zip(stages, like, strict=True)):
         more = _needs(part, table) if needs else {}
-        found.append(replace(one, **_kept(job, placement, s, part, table, behind), **more))
+        found.append(replace(one, **_kept(job, s, part, table, behind), **more))
     return _with_given(placement, found)
 
 
@@ -122,7 +121,7 @@ def _stage(
         largest=largest,
         step=own.step + _temporaries(job, sizes, owned_by(job, part, table, False)),
         **_needs(part, table),
-        **_kept(job, placement, s, part, table, behind),
+        **_kept(job, s, part, table, behind),
     )
 
 
@@ -130,7 +129,7 @@ def _frozen(job: Job, placement: Placement, s: int, part: Sequence[int], table: 
     """Bytes of frozen weights, unless cards or a profile have them among the weights of all its layers; less those of a
     shared one that the rank has with its first stage."""
     width = 2.0 if job.model.lowered else 4.0
-    held = all((one := table[i].measured) is not None and one.held is not None for i in part)
+    held = all(table[i].held is not None for i in part)
     count = 0 if held else sum(table[i].frozen for i in part)
     tied = bool(job.adapter.rank) and job.model.tie_embeddings and not job.vocabulary
     if tied and part[-1] == len(table) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}:
@@ -150,14 +149,11 @@ def _needs(part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
     return {"more_f": more(sizes, again=again), **both, "whole": tuple(one.bw for one in whole)}
 
 
-def _kept(
-    job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
-) -> dict[str, Any]:
+def _kept(job: Job, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]) -> dict[str, Any]:
     """The fields of `StageBytes` for the activations and messages of a microbatch."""
     layers, moves = [table[i] for i in part], job.memory.offloads(s)
     kept = [one.size for one in layers if not one.reruns]
     return {
-        "boundary": max(behind[at] for at in (s, *placement.sources(s))),
         "logits": sum((z.logits for z in kept), 0.0),
         "behind": behind[s],
         "share": kept_by([replace(one, reruns=False) for one in layers], moves=moves),
@@ -227,7 +223,6 @@ def _owned(
         gradients=gradients,
         masters=shares.most * masters,
         optimizer=shares.most * state + averaging(job, params),
-        boundary=0.0,
         step=GRAD_BYTES * shares.most * params * bool(job.optimizer.feedback) + widened,
         tentative=float(copied * shares.copied) if ahead else 0.0,
         freed=0.0 if stays or not params else weights * (1 - shares.whole / params) - low + casts,
@@ -384,7 +379,7 @@ def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, 
     apart = options.sync == "post-validate" or (low and job.model.master)
     master = stepping.master(job.model) * apart
     per = stepping.state_bytes(options, layers, params)
-    held = [one.held for layer in layers if (one := layer.measured) is not None and one.held is not None]
+    held = [layer.held for layer in layers if layer.held is not None]
     if len(held) < len(layers):
         return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), per
     known = sum(layer.params for layer in layers)

@@ -108,26 +108,6 @@ def parameters(job: Job) -> int:
     return 0 if card is None else sum(card.parts)
 
 
-def pool_ms(job: Job) -> float:
-    """ms of the sum over all replicas of the gradients of a rank's rows."""
-    if job.parallel.copies == 1:
-        return 0.0
-    halves = 2 if job.parallel.shard == "none" else 1
-    if job.costs.reduce is not None:
-        return job.costs.reduce * halves / 2
-    return Machine.of(job).sum_ms(GRAD_BYTES * parameters(job), [0], halves=halves)
-
-
-def renewal_ms(job: Job) -> float:
-    """ms of all-gathering a rank's rows after the optimizer step, if replicas each stepped a part of them."""
-    if job.parallel.copies == 1 or job.parallel.shard == "none":
-        return 0.0
-    if job.costs.reduce is not None:
-        return job.costs.reduce / 2
-    weight = 2 if job.model.lowered else 4
-    return Machine.of(job).sum_ms(weight * parameters(job), [0], halves=1)
-
-
 def share_bytes(job: Job) -> ShareBytes | None:
     """Memory of the rank with most words; None without shared words, or if sizes are known only once built."""
     card = _card(job) if job.vocabulary else None
@@ -139,5 +119,5 @@ def share_bytes(job: Job) -> ShareBytes | None:
         stepped, _ = dealing.most(card.parts, job.parallel.copies)
     masters = 4.0 * stepped if job.model.lowered and job.model.master else 0.0
     kept = stepping.kept(job.optimizer) * stepped + averaging(job, count)
-    state = StageBytes(float(card.weights), float(GRAD_BYTES * count), masters, kept, 0.0)
+    state = StageBytes(float(card.weights), float(GRAD_BYTES * count), masters, kept)
     return ShareBytes(state, card.values, card.needs)

@@ -60,7 +60,7 @@ def times(
     recompute by the job, and in those of `recompute`. `slow`: factor on the times of each stage."""
 
     def once(layer: Layer) -> float:
-        return layer.f + (layer.b + layer.w if split else layer.backward)
+        return layer.f + (layer.b + layer.w if split else layer.bw)
 
     memory = job.memory
     kept, some = [once(layer) for layer in table], any(map(memory.spares, range(len(slow))))

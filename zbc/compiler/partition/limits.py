@@ -261,7 +261,9 @@ def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     state = _state(costs, placement, rank)
     most = max((max(s.more_f, s.rise.w, s.rise.bw, s.step) for s in stages), default=0.0)
     most += max((share.working for share in costs.shares), default=0.0)
-    return state + most + BUFFERS * max((s.boundary for s in stages), default=0.0)
+    ends = [end for s in placement.stages_of(rank) for end in (s, *placement.sources(s))] if costs.bytes else []
+    sent = max((costs.bytes_owned(end).behind for end in ends), default=0.0)
+    return state + most + BUFFERS * sent
 
 
 def _too_small(job: Job, needs: list[float], limit: float, unit: float | None) -> ZbcError:

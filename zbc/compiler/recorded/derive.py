@@ -197,7 +197,7 @@ class _Work:
         """
         b = {kind: layer.b for kind, layer in self.first.items()}
         w = {kind: layer.w for kind, layer in self.first.items()}
-        bw = {kind: b[kind] + w[kind] if (m := entry.measured) is None else m.bw for kind, entry in self.first.items()}
+        bw = {kind: layer.bw for kind, layer in self.first.items()}
         ran = {kind for kind in (Kind.B, Kind.W, Kind.BW) if any(key[0] is kind for key in self.times.cost)}
         if Kind.B in ran:
             whole = solve(bw, self.counts, self._totals(Kind.BW))

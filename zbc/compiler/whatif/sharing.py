@@ -42,8 +42,8 @@ def sharing(compiled: Compiled, until: Until | None = None) -> Sharing | None:
         return None
     table = estimate.layers(job.with_vocabulary("ends"))
     blocks = table[1:-1]
-    mean = sum(layer.f + layer.backward for layer in blocks) / len(blocks) if blocks else 0.0
-    head = (table[-1].f + table[-1].backward) / mean if mean else 0.0
+    mean = sum(layer.f + layer.bw for layer in blocks) / len(blocks) if blocks else 0.0
+    head = (table[-1].f + table[-1].bw) / mean if mean else 0.0
     if head < HEAVY:
         return None
     if until is not None and until.over(compiled.report.compile_seconds):
