@@ -16,7 +16,7 @@ from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
-from zbc.job.cuts import balanced, from_measured, share
+from zbc.job.cuts import balanced, share
 
 FOLDER = Path(__file__).parent
 OURS = {
@@ -154,21 +154,6 @@ def test_cards_say_what_slices_do(name, p, m, k):
     bubble = number(card.makespan) - 3 * m
     assert simulate(program, costs).makespan == pytest.approx(3 * m + bubble / k)
     assert max(one.units for one in peaks(program, costs)) == pytest.approx(number(card.sliced))
-
-
-def test_cuts_from_measured_times_are_those_of_the_closed_form():
-    linear, attend = 24 * 4096**2, 4 * 4096
-
-    def cost(a, b):
-        return linear * (b - a) + attend * (b * b - a * a) / 2
-
-    cuts = from_measured(32768, 4, cost, 128)
-    assert 4 * max(share(cuts, linear, attend)) <= 4 * max(
-        share(balanced(32768, 4, linear, attend, 128), linear, attend)
-    )
-    assert from_measured(10, 4, lambda a, b: 1.0 if b > a else 0.0) == tuple(
-        sorted({*from_measured(10, 4, lambda a, b: 1.0)})
-    )
 
 
 @pytest.mark.parametrize(("length", "k", "multiple"), [(1000, 7, 128), (1024, 8, 128), (9, 9, 1), (5000, 3, 128)])

@@ -18,9 +18,8 @@ def adapter_report(job: Job, found: Ordered) -> Facts | None:
         return None
     plain = replace(as_ordered(job, found), adapter=Adapter.model_validate({}), profile=None)
     mine, theirs = estimate.layers(job), estimate.layers(plain)
-    trained, whole = (sum(layer.params for layer in table) for table in (mine, theirs))
-    if job.vocabulary:  # whose tables are of no layer
-        whole += (job.model.vocab or 0) * (job.model.hidden or 0) * (1 if job.model.tie_embeddings else 2)
+    every = estimate.layers(plain.with_vocabulary("ends"))  # shared tables are of no layer
+    trained, whole = (sum(layer.params for layer in table) - table[-1].tied for table in (mine, every))
     whole = whole or sum(layer.frozen for layer in mine)
     if job.profile is not None or job.costs.f is not None or not job.model.builtin:
         return told(rank=job.adapter.rank, trained=trained, whole=whole, whole_ms=None, whole_bytes=None)

@@ -2,17 +2,18 @@
 
 A token at position t costs `linear + attend t`: its matrix products, and the keys it attends to. So tokens [a, b) take
 linear (b - a) + attend (b^2 - a^2) / 2, and the boundaries of slices of equal time are roots of a quadratic. Forward
-and backward of attention and of products keep this ratio; only W has no attention. Real kernels have steps and a floor:
-`from_measured` takes any time of (a, b) that grows with b and falls with a.
+and backward of attention and of products keep this ratio; only W has no attention. The start of kernels takes as long
+in each slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from math import lcm, sqrt
 
 from zbc.errors import ZbcError
+from zbc.job.flops import of_block
 from zbc.job.job import Draft, Job
 from zbc.job.model_section import Model
 from zbc.job.sections import Hardware, Parallel, Schedule
@@ -20,7 +21,6 @@ from zbc.job.slice_times import SliceTimes
 
 MULTIPLE = {"cuda": 128, "cpu": 1}  # of tokens: tiles of the kernels
 Cuts = tuple[int, ...]  # starts of the slices, and the end of the sequence
-_STEPS = 60  # of the bisection
 
 
 def cuts_of(job: Job) -> Cuts:
@@ -32,10 +32,8 @@ def cuts_of(job: Job) -> Cuts:
     if isinstance(asked, list):
         return tuple(sum(asked[:j]) for j in range(count + 1))
     times = SliceTimes.of(job.profile)
-    if asked == "balanced" and times is not None:
-        return from_measured(length, count, times.all, multiple)
-    linear, attend = (1.0, 0.0) if asked == "even" else flops(job.model)
-    return balanced(length, count, linear, attend, multiple)
+    rates = (1.0, 0.0) if asked == "even" else flops(job.model) if times is None else times.rates
+    return balanced(length, count, *(rates if any(rates) else (1.0, 0.0)), multiple)
 
 
 def multiple_of(hardware: Hardware, parallel: Parallel) -> int:
@@ -44,24 +42,27 @@ def multiple_of(hardware: Hardware, parallel: Parallel) -> int:
 
 
 def shares_of(job: Job, cuts: Cuts) -> dict[str, list[float]]:
-    """Each slice's shares of a block's F, B and W, from a profile's times of slices or from operations."""
+    """Each slice's shares of a block's F, B and W."""
+    each = zip(*(part_of(job, *ends) for ends in pairwise(cuts)), strict=True)
+    return {name: [part / (sum(parts) or 1.0) for part in parts] for name, parts in zip("fbw", each, strict=True)}
+
+
+def part_of(job: Job, begin: int, end: int) -> tuple[float, float, float]:
+    """What F, B and W of a block take for some tokens of a row: ms by a profile's times of slices, else operations."""
     times = SliceTimes.of(job.profile)
-    if times is None:
-        mixed = share(cuts, *flops(job.model))
-        return {"f": mixed, "b": mixed, "w": share(cuts, 1.0, 0.0)}
-    slice_times = [times.each(begin, end) for begin, end in pairwise(cuts)]
-    whole = [sum(column) or 1.0 for column in zip(*slice_times, strict=True)]
-    return {name: [slice_ms[i] / whole[i] for slice_ms in slice_times] for i, name in enumerate(("f", "b", "w"))}
+    if times is not None:
+        return times.each(begin, end)
+    linear, attend = flops(job.model)
+    mixed = linear * (end - begin) + attend * (end * end - begin * begin) / 2
+    return mixed, mixed, float(end - begin)
 
 
 def flops(model: Model) -> tuple[float, float]:
     """Operations of a block's forward per token, and per token and key; (1, 0) if the model's sizes are not known."""
     if not model.builtin or model.hidden is None:
         return 1.0, 0.0
-    queries = (model.heads or 1) * model.head_width
-    width = (model.met if model.experts else 1) * model.mlp_width + model.shared_hidden
-    matrices = (3 if model.family == "llama" else 2) * width
-    return 2.0 * model.hidden * (2 * queries + 2 * model.kv_width + matrices), 4.0 * queries
+    weights, queries = of_block(model)
+    return 2.0 * weights, 4.0 * queries
 
 
 def share(cuts: Cuts, linear: float, attend: float) -> list[float]:
@@ -83,37 +84,6 @@ def balanced(length: int, count: int, linear: float, attend: float, multiple: in
         last = -(-length // multiple) * multiple - (count - j) * multiple
         cuts[j] = min(cuts[j], last)
     return (*cuts, length)
-
-
-def from_measured(length: int, count: int, cost: Callable[[int, int], float], multiple: int = 1) -> Cuts:
-    """Slices that minimize the largest `cost(a, b)`: exact on the grid of `multiple`."""
-    places = [*range(0, length, multiple), length]
-    low, high = 0.0, cost(0, length)
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _reaching(places, count, cost, middle) else (middle, high)
-    cuts = _reaching(places, count, cost, high) or [0, length]
-    while len(cuts) <= count:  # fewer slices are as fast: halve the longest
-        j = max(range(len(cuts) - 1), key=lambda j: cuts[j + 1] - cuts[j])
-        cuts.insert(j + 1, max(cuts[j] + multiple, (cuts[j] + cuts[j + 1]) // 2 // multiple * multiple))
-    return tuple(cuts)
-
-
-def _reaching(places: list[int], count: int, cost: Callable[[int, int], float], most: float) -> list[int] | None:
-    """Greedy boundaries of at most `count` slices of cost `most` at most; None if they do not reach the end."""
-    cuts, at = [0], 0
-    for _ in range(count):
-        low, high = at, len(places) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if cost(places[at], places[middle]) <= most else (low, middle - 1)
-        if low == at:
-            return None
-        at = low
-        cuts.append(places[at])
-        if at == len(places) - 1:
-            return cuts
-    return None
 
 
 # ---- invalid settings ------------------------------------------------------------------------------------------------

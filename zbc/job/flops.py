@@ -40,17 +40,19 @@ def attention_cost(model: Model) -> float:
     return attention / weights
 
 
+def of_block(model: Model) -> tuple[int, int]:
+    """Weights of a block that a token is multiplied with, but for a router's, and query features."""
+    q = (model.heads or 1) * model.head_width
+    width = (model.met if model.experts else 1) * model.mlp_width + model.shared_hidden
+    return (model.hidden or 0) * (2 * q + 2 * model.kv_width + (3 if model.family == "llama" else 2) * width), q
+
+
 def _per_token(model: Model) -> tuple[int, float]:
     """Weights that a token is multiplied with, and query features over all layers; layers with a window count their
     visible share."""
-    h, q = model.hidden or 0, (model.heads or 1) * model.head_width
-    per_width = (3 if model.family == "llama" else 2) * h
-    mlp = per_width * model.mlp_width
-    if model.experts:
-        common = model.shared_hidden
-        mlp = per_width * (model.met * model.mlp_width + common) + h * (model.experts + bool(common))
-    matrices = h * (2 * q + 2 * model.kv_width) + mlp
-    s = model.seq_len or 1
+    h, s = model.hidden or 0, model.seq_len or 1
+    matrices, q = of_block(model)
+    router = h * (model.experts + bool(model.shared_hidden)) if model.experts else 0
     w = min(model.window or s, s)
     seen = (2 * w * s - w * w) / (s * s)
-    return model.layers * matrices + h * (model.vocab or 0), model.layers * q * seen
+    return model.layers * (matrices + router) + h * (model.vocab or 0), model.layers * q * seen

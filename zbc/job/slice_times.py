@@ -36,9 +36,11 @@ class SliceTimes:
         f, b, w = (sum(map(float.__mul__, fit, shape)) for fit in self.fits)
         return f, b, w
 
-    def all(self, begin: int, end: int) -> float:
-        """ms of F, B and W of one slice together."""
-        return sum(self.each(begin, end))
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Linear and attend of F, B and W together."""
+        _, linear, attend = map(sum, zip(*self.fits, strict=True))
+        return linear, attend
 
 
 def _shape(rows: int, past: int) -> tuple[float, float, float]:

@@ -10,24 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.errors import ZbcError
-from zbc.job.cuts import flops
+from zbc.job.cuts import part_of
 from zbc.job.job import Draft, Job
 from zbc.job.model_section import Model
 from zbc.job.sections import Data, Schedule
-from zbc.job.slice_times import SliceTimes
 from zbc.job.unread import asks
 
 
 def shares_of(job: Job, tokens: int) -> dict[str, float]:
     """The time of F, B and W of a block with rows of `tokens` tokens, as shares of the time with whole rows."""
-    times, whole = SliceTimes.of(job.profile), job.row_tokens
-    if times is None:
-        linear, attend = flops(job.model)
-        row = tokens / whole
-        mixed = row * (linear + attend * tokens / 2) / (linear + attend * whole / 2)
-        return {"f": mixed, "b": mixed, "w": row}
-    pairs = zip("fbw", times.each(0, tokens), times.each(0, whole), strict=True)
-    return {name: ms / full if full else tokens / whole for name, ms, full in pairs}
+    whole = job.row_tokens
+    pairs = zip("fbw", part_of(job, 0, tokens), part_of(job, 0, whole), strict=True)
+    return {name: part / full if full else tokens / whole for name, part, full in pairs}
 
 
 def recorded(draft: Draft) -> None:
