@@ -175,7 +175,7 @@ def test_a_plan_with_its_file_is_the_plan_without(name, tmp_path):
 def test_given_times_of_layers_stay():
     costs = {"per": "layer", "f": 1.0, "b": 2.0, "w": 3.0}
     found = estimate.layers(replace(of(costs=costs), profile=dry.profile(of())))
-    assert (found[1].f, found[1].b, found[1].backward) == (1.0, 2.0, 5.0)
+    assert (found[1].f, found[1].b, found[1].bw) == (1.0, 2.0, 5.0)
 
 
 @pytest.mark.parametrize("low", few([{}, {"dtype": "bfloat16"}], 1))

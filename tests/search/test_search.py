@@ -104,7 +104,7 @@ def test_no_order_by_hand_that_fits_is_better(name, objective):
         p, m, v = rng.randint(1, 6), rng.randint(1, 16), SCHEDULES[name].default_chunks
         where = SCHEDULES[name].placement(p, v)
         # With unit memory a fused backward and a split one hold the same, so that the same orders fit.
-        given = costs(rng, where).with_units(kept=(1 / v,) * p * v, left=(1 / v,) * p * v)
+        given = costs(rng, where).counted(lambda stage, size, v=v: 1 / v)
         share = rng.choice((None, 1.0, 1.5, 2.0))
         limit = None if share is None else (share * p,) * p
         asked = Request(p, m, v, costs=given, objective=objective)

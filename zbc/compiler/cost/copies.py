@@ -14,18 +14,16 @@ BYTES_PER_MS = 1e6  # of a GB/s
 
 
 class Speed(NamedTuple):
-    """ms of a copy per activation unit that a stage moves, and per byte."""
+    """ms of a copy per activation unit that a stage moves, or `per_byte`."""
 
-    out_unit: float = 0.0
-    back_unit: float = 0.0
-    out_byte: float = 0.0
-    back_byte: float = 0.0
+    out: float
+    back: float
+    per_byte: bool = True
 
-    def out(self, units: float, size: float) -> float:
-        return units * self.out_unit + size * self.out_byte
-
-    def back(self, units: float, size: float) -> float:
-        return units * self.back_unit + size * self.back_byte
+    def ms(self, units: float, size: float) -> tuple[float, float]:
+        """Of the copy out and of that back."""
+        moved = size if self.per_byte else units
+        return moved * self.out, moved * self.back
 
 
 def speed_of(job: Job, *, bytes_known: bool) -> Speed:
@@ -33,13 +31,13 @@ def speed_of(job: Job, *, bytes_known: bool) -> Speed:
     given, gbps = job.costs.offload, job.hardware.host_gbps
     if given is not None:
         out, back = given if isinstance(given, list) else (given, given)
-        return Speed(out, back)
+        return Speed(out, back, per_byte=False)
     measured = job.profile.copies if job.profile is not None else None
     if gbps is None and measured is not None:
-        out_gbps, back_gbps = measured.gbps
-        return Speed(0.0, 0.0, 1 / (out_gbps * BYTES_PER_MS), 1 / (back_gbps * BYTES_PER_MS))
+        out, back = measured.gbps
+        return Speed(1 / (out * BYTES_PER_MS), 1 / (back * BYTES_PER_MS))
     if gbps is not None and bytes_known:
-        return Speed(0.0, 0.0, 1 / (gbps * BYTES_PER_MS), 1 / (gbps * BYTES_PER_MS))
+        return Speed(1 / (gbps * BYTES_PER_MS), 1 / (gbps * BYTES_PER_MS))
     text = f"memory: activations = {job.memory.activations!r} needs to know how long a copy to the host takes"
     hint = "give costs.offload (ms), or hardware.host_gbps, or plan with a profile made on a GPU"
     if gbps is not None:

@@ -135,14 +135,6 @@ class Costs:
         """Returns these costs with other columns; () removes a column."""
         return replace(self, ms={name: ms for name, ms in {**self.ms, **columns}.items() if ms})
 
-    def with_units(self, **values: PerStage) -> Costs:
-        """Returns these costs with these units for values of whole microbatches; their bytes stay."""
-        counted = {
-            name: tuple(Size(each, size) for each, size in zip(units, self.bytes_of(name), strict=True))
-            for name, units in values.items()
-        }
-        return replace(self, size={**self.size, **counted})
-
     def counted(self, units: Callable[[int, Size], float], of: str = "") -> Costs:
         """Returns these costs with `units` of a stage's values, all values or only `of`; their bytes stay."""
 

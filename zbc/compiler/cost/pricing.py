@@ -240,7 +240,7 @@ def _with_copies(costs: Costs, job: Job) -> Costs:
         whole, may = isinstance(entry, Size), job.memory.offloads(s)
         kept = (entry,) if isinstance(entry, Size) else entry
         away = tuple(copies.movable(one, costs.bytes_at(s, j)) if may else Size(0.0) for j, one in enumerate(kept))
-        there, again = (tuple(ms(*one) for one in away) for ms in (speed.out, speed.back))
+        there, again = zip(*(speed.ms(*one) for one in away), strict=True)
         host.append(away[0] if whole else away)
         out.append(there[0] if whole else there)
         back.append(again[0] if whole else again)
@@ -501,7 +501,7 @@ def _with_sums(
         alone = stage_bytes.by_pipe(parallel) and len(set(holders)) > 1
         reduce.append(_sum(job, GRAD_BYTES * count, holders, 2 if alone else halves))
         params = sum(table[i].params for i in part) - own
-        lowered = stage_bytes.lowered(job, part, table) / params if params else 0.0
+        lowered = stage_bytes.lowered(job, stage_bytes.owned(part, table)) / params if params else 0.0
         weight = 2 if job.model.lowered else 4 - 2 * lowered
         gather.append(_sum(job, weight * count, holders[:1] if alone else holders, 1) if halves == 1 else 0.0)
         average.append(share * _sum(job, GRAD_BYTES * count, holders, 2))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from zbc.compiler.cost import stepping
 from zbc.compiler.cost.estimate import Layer
-from zbc.compiler.cost.footprint import GRAD_BYTES, Footprint
+from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint
 from zbc.compiler.cost.turns import NO_RISE, Rise, more, rise
 from zbc.ir import Placement
 from zbc.job.sections import Parallel
@@ -115,26 +115,23 @@ def _stage(
     own = _owned(job, placement, s, part, table)
     return replace(
         own,
-        weights=own.weights + sum(z.tables for z in sizes) + _frozen(job, placement, s, part, table),
+        weights=own.weights + sum(z.tables for z in sizes) - _shared(job, placement, s, part, table),
         early=min(own.gradients, sum(z.came_b for z in sizes)),
         lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
-        step=own.step + _temporaries(job, sizes, owned_by(job, part, table, False)),
+        step=own.step + _temporaries(job, sizes, owned(part, table)),
         **_needs(part, table),
         **_kept(job, s, part, table, behind),
     )
 
 
-def _frozen(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
-    """Bytes of frozen weights, unless cards or a profile have them among the weights of all its layers; less those of a
-    shared one that the rank has with its first stage."""
-    width = 2.0 if job.model.lowered else 4.0
-    held = all(table[i].held is not None for i in part)
-    count = 0 if held else sum(table[i].frozen for i in part)
+def _shared(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
+    """Bytes of a frozen weight of the last layer that its rank has with its first stage."""
     tied = bool(job.adapter.rank) and job.model.tie_embeddings and not job.vocabulary
-    if tied and part[-1] == len(table) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}:
-        count -= -(-(job.model.vocab or 0) // job.parallel.tp) * (job.model.hidden or 0)
-    return width * count
+    if not (tied and part[-1] == len(table) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}):
+        return 0.0
+    words = -(-(job.model.vocab or 0) // job.parallel.tp)
+    return (2.0 if job.model.lowered else 4.0) * words * (job.model.hidden or 0)
 
 
 def _needs(part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
@@ -174,27 +171,47 @@ def of_experts(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[StageBytes, ...]:
     """Memory of each stage's experts on a rank, if replicas share these out."""
-    found = [_owned(job, placement, s, part, table, experts=True) for s, part in enumerate(stages)]
-    largest = [max((max(table[i].apart, default=0) for i in part), default=0) for part in stages]
-    owned = [owned_by(job, part, table, True) for part in stages]
-    work = [_temporaries(job, [Footprint(largest=count)], of) for count, of in zip(largest, owned, strict=True)]
-    return tuple(replace(one, step=one.step + size) for one, size in zip(found, work, strict=True))
+    found = list[StageBytes]()
+    for s, part in enumerate(stages):
+        one, layers = _owned(job, placement, s, part, table, experts=True), owned(part, table, experts=True)
+        largest = max((size for layer in layers for size in layer.parts), default=0)
+        found.append(replace(one, step=one.step + _temporaries(job, [Footprint(largest=largest)], layers)))
+    return tuple(found)
 
 
-def owned_by(job: Job, part: Sequence[int], table: Sequence[Layer], experts: bool) -> list[Layer]:
-    """The layers of a stage with only the matrices of experts that replicas share out, or without these; as they are
-    for optimizers that do not ask for matrices."""
-    if job.optimizer.kind != "muon":
-        return [table[i] for i in part]
-    found = list[Layer]()
-    for layer in (table[i] for i in part):
-        apart, own = Counter(layer.apart), list[tuple[int, int]]()
-        for shape in layer.matrices if layer.apart or not experts else ():
-            is_apart = apart[math.prod(shape)] > 0
-            apart[math.prod(shape)] -= is_apart
-            own += [shape] if is_apart is experts else []
-        found.append(replace(layer, matrices=tuple(own)))
-    return found
+def owned(part: Sequence[int], table: Sequence[Layer], *, experts: bool = False) -> list[Layer]:
+    """The layers of a stage without the parameters of experts that replicas share out, or with only these `experts`;
+    what is held is that of all."""
+    return [_owned_of(table[i], experts) for i in part]
+
+
+def _owned_of(layer: Layer, experts: bool) -> Layer:
+    if not layer.apart:
+        return replace(layer, params=0, parts=(), matrices=(), size=NOTHING) if experts else layer
+    apart, shapes, casts = Counter(layer.apart), Counter(layer.apart), 0.0
+    parts, matrices = list[int](), list[tuple[int, int]]()
+    for size, low in _lows(layer.parts, layer.size.casts):
+        mine = apart[size] > 0
+        apart[size] -= mine
+        casts += _LOW * size * (low and mine)
+        parts += [size] if mine is experts else []
+    for shape in layer.matrices:
+        mine = shapes[math.prod(shape)] > 0
+        shapes[math.prod(shape)] -= mine
+        matrices += [shape] if mine is experts else []
+    count = sum(layer.apart)
+    params, casts = (count, casts) if experts else (layer.params - count, layer.size.casts - casts)
+    held = replace(layer.size, casts=casts)
+    return replace(layer, params=params, parts=tuple(parts), matrices=tuple(matrices), size=held)
+
+
+def _lows(parts: Sequence[int], casts: float) -> Iterator[tuple[int, bool]]:
+    """Yields the elements of parameters, and whether they have a cast: these are matrices, and so the largest."""
+    left = casts / _LOW
+    for size in sorted(parts, reverse=True):
+        low = 0 < size <= left
+        left -= size * low
+        yield size, low
 
 
 def _owned(
@@ -203,18 +220,19 @@ def _owned(
     """Parameter memory of a stage without the experts that replicas share out, or of these `experts`."""
     apart = sum(sum(table[i].apart) for i in part)
     params = apart if experts else _counted(placement, s, part, table)[0] - apart
-    weights, gradients, masters, state = _parameters(job, owned_by(job, part, table, experts), params)
+    layers = owned(part, table, experts=experts)
+    weights, gradients, masters, state = _parameters(job, [table[i] for i in part], layers, params)
     shares = dealt(job, placement, s, part, table, experts=experts)
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # needed by a step that may be repeated
-    casts, lows = _casts([table[i] for i in part], experts), lowered(job, part, table, experts=experts)
-    low = GRAD_BYTES * lows if shares.ranks > 1 else 0.0  # weights that exist as casts alone
-    message = _message(job, part, table, shares, experts) if low else weights / params * shares.row if params else 0.0
+    casts = sum(layer.size.casts for layer in layers)
+    low = GRAD_BYTES * lowered(job, layers) if shares.ranks > 1 else 0.0  # weights that exist as casts alone
+    message = _message(job, layers, shares) if low else weights / params * shares.row if params else 0.0
     sums, sent = each * shares.summed, not job.parallel.one_sided
     versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
     stays = experts and shares.ranks == 1  # no other rank has it
     copied = stepping.master(job.model) + stepping.kept(job.optimizer)
-    inside = min(params, stepping.elements(job.optimizer, owned_by(job, part, table, experts)))  # Muon's, a batch apart
+    inside = min(params, stepping.elements(job.optimizer, layers))  # Muon's, a batch apart
     ends = [min(shares.copied, count) for count in (params - inside, inside)]
     wide = [stepping.widened(job.optimizer, job.model, matrix=matrix) for matrix in (False, True)]
     widened = stepping.WIDE * float(max(map(mul, wide, ends)))
@@ -235,47 +253,18 @@ def _owned(
     )
 
 
-def lowered(job: Job, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False) -> float:
-    """Elements of sharded weights, of a stage or of its `experts`, that layers read only as 16-bit casts: these are
-    gathered in 16 bits."""
+def lowered(job: Job, layers: Sequence[Layer]) -> float:
+    """Elements of sharded weights of layers that these read only as 16-bit casts: they are gathered in 16 bits."""
     model = job.model
     if not (job.parallel.frees and model.builtin and model.dtype != "float32" and not model.lowered):
         return 0.0
-    return _casts([table[i] for i in part if not table[i].tied], experts) / _LOW
+    return sum((layer.size.casts for layer in layers if not layer.tied), 0.0) / _LOW
 
 
-class _Parameter(NamedTuple):
-    """A parameter of a layer: elements, whether it has a cast, whether it is of an expert that replicas share out."""
-
-    size: int
-    low: bool
-    apart: bool
-
-
-def _parameters_of(layer: Layer, left: float) -> Iterator[_Parameter]:
-    """Yields the parameters of a layer; `left` elements have casts: these are matrices, and so the largest."""
-    experts = Counter(layer.apart)
-    for size in sorted(layer.parts, reverse=True):
-        low, apart = 0 < size <= left, experts[size] > 0
-        left -= size * low
-        experts[size] -= apart
-        yield _Parameter(size, low, apart)
-
-
-def _casts(layers: Sequence[Layer], experts: bool) -> float:
-    """Bytes of the casts of layers' weights, without the experts that replicas share out, or of these `experts`."""
-    own = [one for layer in layers if layer.apart for one in _parameters_of(layer, layer.size.casts / _LOW)]
-    apart = float(_LOW * sum(one.size for one in own if one.low and one.apart))
-    return apart if experts else sum(layer.size.casts for layer in layers) - apart
-
-
-def _message(job: Job, part: Sequence[int], table: Sequence[Layer], shares: Dealt, experts: bool) -> float:
+def _message(job: Job, layers: Sequence[Layer], shares: Dealt) -> float:
     """Bytes that each rank sends of such weights: as many as the rank with most, of either type."""
-    kinds = list[tuple[int, bool]]()  # pieces of parameters, and whether they come as casts
-    for i in part:
-        left = sum(lowered(job, [i], table, experts=of) for of in (False, True))
-        own = [one for one in _parameters_of(table[i], left) if one.apart is experts]
-        kinds += [(stop - start, one.low) for one in own for start, stop in dealing.cut(one.size)]
+    own = [one for layer in layers for one in _lows(layer.parts, _LOW * lowered(job, [layer]))]
+    kinds = [(stop - start, low) for size, low in own for start, stop in dealing.cut(size)]  # pieces
     if not kinds:
         return (GRAD_BYTES + _LOW) / 2 * shares.row
     dealt = dealing.deal([size for size, _ in kinds], shares.ranks)
@@ -320,18 +309,14 @@ def dealt(
     """
     ranks = job.parallel.copies * (1 if by_pipe(job.parallel) else len(set(placement.holders(s))))
     params, whole = _counted(placement, s, part, table)
-    apart = Counter(count for i in part for count in table[i].apart)
+    layers = owned(part, table, experts=experts)
     if experts:
         ranks = ranks // job.parallel.copies * job.parallel.of_experts
-        params, whole, counts = sum(apart.elements()), 0, [*apart.elements()]
+        params, whole = sum(layer.params for layer in layers), 0
     else:
-        params -= sum(apart.elements())
-        counts = (
-            [*(Counter(count for i in part for count in table[i].parts) - apart).elements()]
-            if apart
-            else [count for i in part for count in table[i].parts]
-        )
-    matrices = [math.prod(shape) for shape in stepping.matrices(job.optimizer, owned_by(job, part, table, experts))]
+        params -= sum(sum(table[i].apart) for i in part)
+    counts = [count for layer in layers for count in layer.parts]
+    matrices = [math.prod(shape) for shape in stepping.matrices(job.optimizer, layers)]
     while sum(counts) > params - whole and table[-1].tied in counts:
         counts.remove(table[-1].tied)
     known = sum(counts) == params - whole
@@ -373,15 +358,15 @@ def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
     return [table[part[-1]].size.result for part in stages[:-1]]
 
 
-def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float, float, float]:
-    """Bytes of weights, gradients, masters and optimizer state of `params` parameters of these layers."""
-    options, low = job.optimizer, job.model.lowered
-    apart = options.sync == "post-validate" or (low and job.model.master)
+def _parameters(
+    job: Job, layers: Sequence[Layer], own: Sequence[Layer], params: int
+) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients, masters and optimizer state of `params` parameters of layers: those in `own`."""
+    options = job.optimizer
+    apart = options.sync == "post-validate" or (job.model.lowered and job.model.master)
     master = stepping.master(job.model) * apart
-    per = stepping.state_bytes(options, layers, params)
+    per = stepping.state_bytes(options, own, params)
     held = [layer.held for layer in layers if layer.held is not None]
-    if len(held) < len(layers):
-        return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), per
     known = sum(layer.params for layer in layers)
     part = params / known if known else 1.0
     weights, gradients = (

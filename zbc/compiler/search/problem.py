@@ -51,8 +51,8 @@ class Problem:
         p, k, parts = placement.ranks, costs.slices, costs.parts
         exact = tuple([_exact(costs, kind, s) for s in range(placement.stages)] for kind in KINDS) if parts > 1 else ()
         lags = (0.0, *map(_floats, costs.links[0].values())) if costs.unequal else ()
-        kept = {name: costs.units(name) for name in ("kept", "left")} if costs.unequal else {}
-        unequal, m, costs = costs.unequal > 0, m * k, costs.unit(fmean).with_units(**kept)
+        whole, m, costs = costs, m * k, costs.unit(fmean)
+        held = whole if whole.unequal else costs  # the largest microbatch's
         each = limit if isinstance(limit, Sequence) else [UNLIMITED if limit is None else limit] * p
         return cls(
             placement=placement,
@@ -63,12 +63,12 @@ class Problem:
             b=list(map(float, costs.column("b"))),
             w=list(map(float, costs.column("w"))),
             lag=[0.0, *map(float, costs.lags(0).values())],
-            keep_b=list(map(float, costs.units("kept"))),
-            keep_w=list(map(float, costs.units("left"))),
+            keep_b=list(map(float, held.units("kept"))),
+            keep_w=list(map(float, held.units("left"))),
             limit=list(map(float, each)),
             slices=k,
             exact=exact,
-            unequal=unequal,
+            unequal=whole.unequal > 0,
             lags=lags,
         )
 

@@ -79,8 +79,9 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
 def relaxed(costs: Costs) -> Costs:
     """Costs of separate B and W that are at most those of a BW in their place, too."""
     costs = costs.least()
+    kept = costs.units("kept")
     # A fused backward never holds the inputs of W; if those are more than F left, it beats separate B and W.
-    return costs.with_units(left=tuple(map(min, costs.units("kept"), costs.units("left"))))
+    return costs.counted(lambda stage, size: min(kept[stage], size.units), "left")
 
 
 def _of_parts(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None) -> Bounds:
