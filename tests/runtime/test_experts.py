@@ -22,6 +22,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
+from zbc.compiler.shapes import load_job
 from zbc.job.profile import LayerBytes
 from zbc.job.spec import Model
 from zbc.plan.directory import StoredPlan
