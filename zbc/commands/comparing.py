@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.compiler.report.report import Facts, Report
-    from zbc.compiler.whatif.compare import ComparedPlan
-    from zbc.compiler.whatif.crossings import Candidate, Crossing
+    from zbc.compiler.whatif.compare import Candidate, ComparedPlan
+    from zbc.compiler.whatif.crossings import Crossing
 
     Planned = tuple[ComparedPlan, Report]
 
