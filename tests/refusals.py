@@ -29,6 +29,12 @@ def only(errors: Sequence[ZbcError]) -> ZbcError:
     return errors[0]
 
 
+def facts(error: ZbcError) -> tuple[str, ...]:
+    """Code and message without its subject, then what else it tells: place, hint and details, as far as it does."""
+    text = f"{error.code} {error.message.partition(': ')[2]}"
+    return text, *(part for part in (error.where, error.hint, *error.details) if part is not None)
+
+
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> ZbcError:
     with pytest.raises(ZbcError) as caught:
         call(*args, **kwargs)

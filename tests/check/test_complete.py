@@ -6,7 +6,7 @@ import pytest
 
 from tests.jobs import job
 from tests.listing import listing
-from tests.refusals import error_of, only
+from tests.refusals import error_of, facts, only
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.check.asked import missing_problems
 from zbc.compiler.check.faults import op_faults
@@ -67,7 +67,40 @@ def without(text: str, line: str) -> str:
 def test_backwards_may_be_split_or_not_and_microbatches_take_different_pipes():
     check_complete(listing(TWO_RANKS))
     check_all(listing(STEPPING))
-    check_complete(listing(BOTH_WAYS, Placement.bidirectional([0, 1])))
+    check_complete(listing(BOTH_WAYS, BOTH))
+    check_complete(listing("rank 0: F s0 m0, F s1 m0, BW s1 m0, BW s0 m0", Placement.vshape(1)))
+    check_complete(listing(UP, Placement.bidirectional([0])))
+
+
+BOTH = Placement.bidirectional([0, 1])
+UP = "rank 0: F s0 m0, BW s0 m0, F s0 m1 up, BW s0 m1 up, VALIDATE, STEP s0"
+AWAY = TWO_RANKS.replace("      F s1 m1\n", "").replace("BW s0 m1\n", "BW s0 m1\n      F s1 m1\n")
+ELSEWHERE = ("E205 F s1 m1 is on rank 0, its stage is on rank 1", "rank 0 step 5", "move it to rank 1")
+TWICE = ("E202 F s1 m0 runs a second time", "rank 1 step 4", "first at rank 1 step 0: F s1 m0")
+EARLY = "E206 {} comes before {}, which it needs"
+FAULTS = [  # a listing, its placement, and what the only error tells
+    (TWO_RANKS + "      F s1 m0\n", None, *TWICE),
+    (AWAY, None, *ELSEWHERE),
+    (UP + ", STEP s0", Placement.bidirectional([0]), "E202 STEP s0 runs a second time"),
+    *(  # stages of one rank go in the order of the pipeline, its slices in theirs, backwards in reverse
+        (f"rank 0: {', '.join(ops)}", place, EARLY.format(*ops[at : at + 2]))
+        for place, at, ops in (
+            (Placement.vshape(1), 0, ["F s1 m0", "F s0 m0", "BW s1 m0", "BW s0 m0"]),
+            (Placement.vshape(1), 2, ["F s0 m0", "F s1 m0", "BW s0 m0", "BW s1 m0"]),
+            (Placement.linear(1), 0, ["F s0 m0.1", "F s0 m0", "BW s0 m0.1", "BW s0 m0"]),
+            (Placement.linear(1), 2, ["F s0 m0", "F s0 m0.1", "BW s0 m0", "BW s0 m0.1"]),
+        )
+    ),
+    # A sum waits for the last weight gradient of its stage in both pipes.
+    (BOTH_WAYS.replace("BW s0 m0, REDUCE s0", "REDUCE s0, BW s0 m0"), BOTH, EARLY.format("REDUCE s0", "BW s0 m0")),
+    (BOTH_WAYS.replace("REDUCE s1, VALIDATE", "VALIDATE, REDUCE s1", 1), BOTH, EARLY.format("VALIDATE", "REDUCE s1")),
+]
+
+
+@pytest.mark.parametrize(("text", "placement", "said", "more"), [(*row[:3], row[3:]) for row in FAULTS])
+def test_a_fault_is_named_once_and_by_its_place(text, placement, said, more):
+    first, *others = facts(only(errors_of(text, placement)))
+    assert first == said and {*more} <= {*others}
 
 
 @pytest.mark.parametrize("op", ["F s0 m1", "BW s1 m1", "B s0 m0", "W s0 m0"])
@@ -88,12 +121,6 @@ def test_each_slice_has_to_run():
     check_complete(listing(text))
     error = only(errors_of(text, slices=3)[:1])
     assert (error.code, error.message) == ("E202", "program: no rank runs F s0 m0.2")
-
-
-def test_an_op_that_runs_twice_is_named_with_both_places():
-    error = only(errors_of(TWO_RANKS + "      F s1 m0\n"))
-    assert (error.code, error.message, error.where) == ("E202", "program: F s1 m0 runs a second time", "rank 1 step 4")
-    assert error.details == ("first at rank 1 step 0: F s1 m0",)
 
 
 def test_a_value_that_is_left_lacks_the_op_that_would_use_it():
@@ -121,14 +148,6 @@ def test_a_microbatch_in_both_pipes_is_reported_with_an_op_of_each():
     error = errors_of(text, Placement.bidirectional([0, 1]))[0]
     assert (error.code, error.message) == ("E202", "program: microbatch 0 runs in 2 pipes")
     assert error.details == ("pipe 0: rank 0 step 0: F s0 m0", "pipe 1: rank 0 step 1: F s1 m0 up")
-
-
-def test_an_op_on_a_rank_without_its_stage_is_reported():
-    text = without(TWO_RANKS, "      F s1 m1").replace("BW s0 m1\n", "BW s0 m1\n      F s1 m1\n")
-    error = only(errors_of(text))
-    assert (error.code, error.where) == ("E205", "rank 0 step 5")
-    assert error.message == "program: F s1 m1 is on rank 0, its stage is on rank 1"
-    assert error.hint == "move it to rank 1"
 
 
 def test_ops_of_ranks_the_placement_does_not_have_are_misplaced():
@@ -164,23 +183,6 @@ def test_an_op_before_what_it_needs_on_its_rank_is_reported_with_both_places(fir
     assert error.hint == f"move step {later} before step {step}"
 
 
-def test_stages_on_one_rank_run_in_the_order_of_the_pipeline():
-    v = Placement.vshape(1)
-    check_complete(listing("rank 0: F s0 m0, F s1 m0, BW s1 m0, BW s0 m0", v))
-    forward = only(errors_of("rank 0: F s1 m0, F s0 m0, BW s1 m0, BW s0 m0", v))
-    assert forward.message == "program: F s1 m0 comes before F s0 m0, which it needs"
-    backward = only(errors_of("rank 0: F s0 m0, F s1 m0, BW s0 m0, BW s1 m0", v))
-    assert (backward.code, backward.message) == ("E206", "program: BW s0 m0 comes before BW s1 m0, which it needs")
-
-
-def test_slices_go_forward_in_order_and_backward_in_reverse():
-    one = Placement.linear(1)
-    forward = only(errors_of("rank 0: F s0 m0.1, F s0 m0, BW s0 m0.1, BW s0 m0", one))
-    assert forward.message == "program: F s0 m0.1 comes before F s0 m0, which it needs"
-    backward = only(errors_of("rank 0: F s0 m0, F s0 m0.1, BW s0 m0, BW s0 m0.1", one))
-    assert (backward.code, backward.message) == ("E206", "program: BW s0 m0 comes before BW s0 m0.1, which it needs")
-
-
 @pytest.mark.parametrize("op", ["VALIDATE", "STEP s1"])
 def test_step_level_ops_come_all_or_not_at_all(op):
     check_complete(listing(TWO_RANKS))
@@ -200,22 +202,6 @@ def test_a_copied_stage_is_summed_on_all_its_holders_wherever_a_step_ends():
         errors = errors_of(text, both)
         assert [error.message for error in errors] == [f"program: rank {r} never runs REDUCE s1" for r in ranks]
     check_complete(listing(summing.replace(", REDUCE s1", ""), both))
-
-
-def test_a_stage_both_of_whose_copies_are_on_one_rank_is_stepped_once():
-    both = Placement.bidirectional([0])
-    check_complete(listing("rank 0: F s0 m0, BW s0 m0, F s0 m1 up, BW s0 m1 up, VALIDATE, STEP s0", both))
-    error = only(errors_of("rank 0: F s0 m0, BW s0 m0, F s0 m1 up, BW s0 m1 up, VALIDATE, STEP s0, STEP s0", both))
-    assert error.message == "program: STEP s0 runs a second time"
-
-
-def test_a_sum_waits_for_the_last_weight_gradient_of_its_stage_in_both_pipes():
-    both = Placement.bidirectional([0, 1])
-    text = BOTH_WAYS.replace("BW s0 m0, REDUCE s0", "REDUCE s0, BW s0 m0")
-    error = only(errors_of(text, both))
-    assert (error.code, error.message) == ("E206", "program: REDUCE s0 comes before BW s0 m0, which it needs")
-    late = only(errors_of(BOTH_WAYS.replace("REDUCE s1, VALIDATE", "VALIDATE, REDUCE s1", 1), both))
-    assert (late.code, late.message) == ("E206", "program: VALIDATE comes before REDUCE s1, which it needs")
 
 
 def test_many_problems_are_counted_and_the_first_are_shown():

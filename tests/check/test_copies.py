@@ -25,13 +25,8 @@ def costs(out=0.0, back=0.0):
 def test_copies_are_proven_and_free_memory_between_release_and_reload():
     check_all(program())
     assert peaks(program(), costs())[0].units == 2.0
-    assert (
-        peaks(
-            program(LINES.replace("OFFLOAD s0 m0; ", "").replace("RELEASE s0 m0; ", "").replace("RELOAD s0 m0; ", "")),
-            costs(),
-        )[0].units
-        == 3.0
-    )
+    plain = LINES.replace("OFFLOAD s0 m0; ", "").replace("RELEASE s0 m0; ", "").replace("RELOAD s0 m0; ", "")
+    assert peaks(program(plain), costs())[0].units == 3.0
     assert max(point.units for point in over_time(simulate(program(), costs()), 0, costs())) == 2.0
 
 
