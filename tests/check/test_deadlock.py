@@ -107,11 +107,8 @@ HALVES = """
     rank 0: F s0 m0, SEND_F s0 m0, F s0 m0.1, SEND_F s0 m0.1
     rank 1: RECV_F s1 m0, RECV_F s1 m0.1, F s1 m0.1, F s1 m0
 """
-PAIR, ONE, WAIT = (
-    "2 ops wait for each other",
-    "an op waits for a later op of its own rank",
-    "{}  waits for  {}, after step {}",
-)
+PAIR, ONE = "2 ops wait for each other", "an op waits for a later op of its own rank"
+WAIT = "{}  waits for  {}, after step {}"
 FAULTS = {  # a listing, and what its first error tells
     "a schedule, whose ranks wait for ops of others": (
         "rank 0: F s0 m0, BW s0 m0, F s0 m1, BW s0 m1\nrank 1: F s1 m0, F s1 m1, BW s1 m0, BW s1 m1",

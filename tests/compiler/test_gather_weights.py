@@ -181,28 +181,20 @@ def broken(change, *, with_w=False):
     return program.with_ranks([ops, *program.ranks[1:]], by="broken")
 
 
-def first_gather_behind_its_op(ops):
-    ops.insert(1, ops.pop(0))
-
-
 FAULTS = {
     "left out": (lambda ops: ops.remove(Op.parse("GATHER s3")), "GATHER s3 before it"),
-    "behind its op": (first_gather_behind_its_op, "GATHER s0 before it"),
+    "behind its op": (lambda ops: ops.insert(1, ops.pop(0)), "GATHER s0 before it"),
     "freed too early": (lambda ops: free_before_its_op(ops), "not there"),
     "never freed": (lambda ops: ops.remove(Op.parse("FREE s0")), "no room"),
     "twice": (lambda ops: ops.insert(1, Op.parse("GATHER s0 #9")), "that are there"),
     "unused": (lambda ops: ops.insert(1, Op.parse("FREE s0 #9")), "nothing has used"),
-    "stale": (lambda ops: drop_last_free(ops), "before the step"),
+    "stale": (lambda ops: ops.pop(max(i for i, op in enumerate(ops) if op.kind is Kind.FREE)), "before the step"),
 }
 
 
 def free_before_its_op(ops):
     free = ops.index(Op.parse("FREE s0"))
     ops.insert(max(i for i, op in enumerate(ops[:free]) if op.kind.computes), ops.pop(free))
-
-
-def drop_last_free(ops):
-    del ops[max(i for i, op in enumerate(ops) if op.kind is Kind.FREE)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
