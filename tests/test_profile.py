@@ -26,6 +26,13 @@ def test_what_is_written_is_read_again_byte_for_byte(tmp_path):
     assert again.layers["embed"].f.ms == 0.333333
 
 
+def test_what_a_first_backward_needs_beyond_its_peak_is_not_read_from_older_files(tmp_path):
+    data = json.loads(profile_of(job()).dumps())
+    data["layers"]["block"]["bytes"] |= {"first_b": 7, "first_w": None, "first_bw": 9}
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    assert read(tmp_path / "a.json") == profile_of(job())
+
+
 def stand_still(layer):
     layer.update(f={"ms": 0}, b={"ms": 0}, w={"ms": 0})
 
