@@ -137,7 +137,7 @@ class Model(Section):
 
     @property
     def causal(self) -> bool:
-        """Whether its last layer is known to make the logits of words."""
+        """Whether its layers are known: the last makes the logits of words, and those that draw do so each time."""
         return self.builtin or self.family == TRANSFORMERS
 
     @property

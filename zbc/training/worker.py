@@ -53,7 +53,7 @@ def build_worker(
     site.work.follow(phases)
     shared, tables = shared_with(site), tables_of(site)
     own_loss = chosen.loss not in model.LOSSES
-    watch = Watch(device, loss=own_loss) if own_loss or not chosen.builtin else None
+    watch = Watch(device, loss=own_loss) if own_loss or not chosen.causal else None
     stages = build_stages(site, share_out(site, shared, tables), watch)
     refuse(site, stages)
     tied = tied_weights(site)

@@ -33,7 +33,7 @@ def build_stages(site: Site, share: Share, watch: Watch | None) -> dict[int, Sta
     split = split_stages(site.parts)
     stages = {s: _build(site, s, share, splits=s in split) for s in site.mine}
     for s, stage in stages.items():
-        stage.watch = None if settings.model.builtin else watch
+        stage.watch = None if settings.model.causal else watch
         if settings.model.graph:
             stage.reads = group_of(settings.model, manifest.layers[s][0])
             stage.inputs = _arguments(settings.model, manifest, s)
