@@ -291,9 +291,10 @@ def test_settings_that_a_model_does_not_go_with_are_refused(tmp_path):
 
 
 def test_without_transformers_the_command_is_told(tmp_path):
-    hfmodel._facts.cache_clear()
-    with mock.patch.object(hfmodel, "find_spec", lambda name: None), refused("E602", "opt is a model", hint="zbc[hf]"):
-        compiled(tmp_path, "opt")
+    for name, found, words in (("find_spec", None, "not installed"), ("version", "4.57.6", "4.57.6 is too old")):
+        hfmodel._facts.cache_clear()
+        with mock.patch.object(hfmodel, name, return_value=found), refused("E602", "opt", words, hint="-U 'zbc[hf]'"):
+            compiled(tmp_path, "opt")
 
 
 WAYS = {
@@ -314,11 +315,10 @@ WAYS = {
     "cp": {"parallel": {"cp": 2}},
     "cp of slices": {"parallel": {"cp": 2}, "slices": 2},
 }
-KINDS = {"slices": ("qwen3", "gemma3_text", "deepseek_v3")}
-KINDS |= {"ep": tuple(kind for kind, of in CONFIGS.items() if "num_experts_per_tok" in of)}
+KINDS = {"slices": ("qwen3", "gemma3_text", "deepseek_v3"), "words of slices": ("qwen3", "olmo2")}
+KINDS |= {"ep": tuple(k for k, of in CONFIGS.items() if "num_experts_per_tok" in of), "tp of adapters": ("phi3",)}
 KINDS |= {"tp": ("qwen3", "phi3", "olmo2", "gemma2", "llama4_text", "deepseek_v2"), "tp of experts": ("qwen3_moe",)}
 KINDS |= {"cp": ("deepseek_v3", "gemma3_text", "opt", "qwen3_moe"), "cp of slices": ("qwen3",)}
-KINDS |= {"tp of adapters": ("phi3",), "words of slices": ("qwen3", "olmo2")}
 KINDS |= {"words": ("deepseek_v3", "qwen3", "gemma2", "gemma3_text", "gpt2", "granite", "opt", "qwen3_moe")}
 CASES = [(way, kind) for way in WAYS for kind in KINDS.get(way, ("deepseek_v3",))]
 QUICK = ("zb-v", "recompute", "slices", ("ep", "deepseek_v3"), ("cp", "deepseek_v3"), "tp of adapters")
