@@ -1,4 +1,4 @@
-"""What the runtime adds to the work of a rank: `python bench/overhead.py split | ops | experts [--quick]`.
+"""What the runtime adds to the work of a rank: `python bench/overhead.py split | ops | experts | llama [--quick]`.
 
 split     B and W apart beside the fused backward: the same stage, in turns per microbatch, on one CPU thread. The fused
           side runs torch's own layers (under autocast our linear layers, which keep one cast of a weight for all
@@ -18,16 +18,21 @@ ops       the cost of an op for the main thread of a rank: stages that compute n
 
 experts   the experts of a layer as grouped products beside the loop over matrices, in one process, by turns: for each
           type the median of F + B + W of both, their ratio, and whether all results have the same bits.
+
+llama     a Llama that transformers builds beside zbc's own of the same sizes, in turns step by step: processor time of
+          a whole step of two ranks, threads of this process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -123,7 +128,7 @@ def _job(dtype: str, activations: str) -> str:
     return job_text(**STAGE, pp=1, kind="1f1b", dtype=dtype, activations=activations)
 
 
-def _compared(sides: tuple[Timed, Timed], steps: int) -> str:
+def _compared(sides: tuple[Timed | Threads, Timed | Threads], steps: int) -> str:
     """ms per microbatch of both sides, in turns step by step, and the ratio of the second to the first."""
     pairs = [(sides[0].step(step), sides[1].step(step)) for step in range(steps + 2)][2:]
     low, middle, high = statistics.quantiles([b / a for a, b in pairs], n=4)
@@ -385,7 +390,70 @@ def _ran(layer: Experts, x: Tensor) -> list[Tensor]:
     return [y.detach(), *(t.grad for t in (given, *layer.parameters()) if t.grad is not None)]
 
 
-PARTS = {"split": ("split", split), "ops": ("per-op", ops), "experts": ("grouped", experts)}  # names of records
+# ---- a model of transformers ---------------------------------------------------------------------------------
+
+LLAMA = """\
+[model]
+{model}
+seq_len = 128
+[parallel]
+pp = {ranks}
+[schedule]
+kind = "{kind}"
+microbatches = {m}
+microbatch_size = 2
+[costs]
+f = 1
+b = 1
+w = 1
+[data]
+kind = "synthetic"
+"""
+
+
+class Threads:
+    """The ranks of a plan as threads; a step takes the processor time of this process."""
+
+    def __init__(self, plan: StoredPlan) -> None:
+        hub, cpu, parts = Hub(RANKS), torch.device("cpu"), plan.program.ranks
+        own = [RankPlan(rank, parts[rank], plan.manifest) for rank in range(RANKS)]
+        self.workers = [build_worker(one, hub.end(rank), cpu) for rank, one in enumerate(own)]
+        self.ranks = ThreadPoolExecutor(RANKS)
+
+    def step(self, step: int) -> float:
+        began = time.process_time()
+        list(self.ranks.map(lambda worker: run_step(worker, step), self.workers))
+        return time.process_time() - began
+
+
+def llama(record: Record, asked: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    steps = 5 if asked.quick else asked.steps or 40
+    record(f"# 4 blocks, {RANKS} ranks; ms of the processor per microbatch, median of {steps} steps in turns")
+    record(f"{'hidden':>6} {'':8} {'zbc':>8} {'itself':>8} {'ratio':>7}   quartiles")
+    for hidden in (64, 256, 512):
+        sizes = {"hidden_size": hidden, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512}
+        sizes |= {"model_type": "llama", "num_hidden_layers": 4, "intermediate_size": 4 * hidden}
+        ours = f'family = "llama"\nlayers = 4\nhidden = {hidden}\nheads = 4\nvocab = 512\nffn_hidden = {4 * hidden}'
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(sizes))
+            for kind in ("1f1b", "zb-h1"):
+                texts = [
+                    LLAMA.format(model=one, ranks=RANKS, kind=kind, m=STAGE["m"])
+                    for one in (ours, f'config = "{path}"')
+                ]
+                record(
+                    f"{hidden:6} {kind:8} {_compared((Threads(plan_of(texts[0])), Threads(plan_of(texts[1]))), steps)}"
+                )
+
+
+PARTS = {
+    "split": ("split", split),  # with the names of records
+    "ops": ("per-op", ops),
+    "experts": ("grouped", experts),
+    "llama": ("llama", llama),
+}
 
 
 def main() -> None:

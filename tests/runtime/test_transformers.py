@@ -32,7 +32,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
 from zbc.training.models import hfsharding, hfweights
-from zbc.training.models.transformers import config_of, facts, shared
+from zbc.training.models.registered import _Fused
+from zbc.training.models.transformers import config_of, facts, layers, shared
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -199,6 +200,16 @@ def test_the_loss_of_a_head(kind, chunk, tmp_path, parallel=None):
 @pytest.mark.parametrize("chunk", [7, None])
 def test_the_loss_of_a_head_that_ranks_share(chunk, tmp_path):
     test_the_loss_of_a_head("deepseek_v3", chunk, tmp_path, parallel={"tp": 2})
+
+
+@pytest.mark.parametrize(("kind", "norms"), [("qwen3", 4), ("gemma2", 4), ("bamba", 2), ("opt", 0)])
+def test_norms_that_are_those_of_torch_use_it(kind, norms):
+    """With the same bits; not those with a gate, nor for numbers of another type than their weights."""
+    found = [one for one in layers(config(kind))[1]().modules() if isinstance(one, _Fused)]
+    assert len(found) == norms
+    for one in found:
+        x, theirs = torch.randn(2, 3, len(one.weight)), super(_Fused, one).forward
+        assert torch.equal(one(x), theirs(x)) and one(x.bfloat16()).dtype == theirs(x.bfloat16()).dtype
 
 
 MEASURED = [("qwen3", 1, {}), ("gpt_oss", 1, {}), ("deepseek_v3", 1, {}), ("deepseek_v3", 2, {}), ("opt", 2, {})]

@@ -43,7 +43,7 @@ from zbc.training.models.experts import keep_own
 from zbc.training.models.hfsharding import Entered, by_words, check, shard
 from zbc.training.models.hfwords import UNLIKE, ends_by_words, output, read, tables
 from zbc.training.models.model import hollow
-from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, stack
+from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, fused, here, is_experts, refused, stack
 from zbc.training.models.sharding import Shares
 from zbc.training.models.shared_words import Ends
 
@@ -249,7 +249,7 @@ class TakenApart:
             with torch.no_grad():
                 for one in reversed([inner for inner in module.modules() if not isinstance(inner, _Stub)]):
                     (one if isinstance(one, transformers.PreTrainedModel) else self.root)._init_weights(one)
-        return module
+        return fused(module)
 
     def end(self, side: int) -> nn.Module:
         """The model without its layers and its other end; 0: its embedding, 1: its head."""
