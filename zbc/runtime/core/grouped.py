@@ -76,7 +76,7 @@ class _Grouped(torch.autograd.Function):
         if not second:
             return made, None, None
         sizes = grad.shape[-1], rows.shape[-1]
-        return made, torch.cat([part for *_, part in _weight_grads(grad, rows, ctx.groups, *sizes)]), None
+        return made, torch.cat([*_weight_grads(grad, rows, ctx.groups, *sizes)]), None
 
 
 def backward(grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
@@ -98,16 +98,15 @@ def accumulate_weights(weight: Tensor, grad: Tensor, rows: Tensor, groups: Group
         for into, (g, r) in zip(total.unbind(), _pairs(grad, rows, groups.counts), strict=True):
             add_product(into, g.t(), r)
         return
-    wanted = parameter.grad_dtype or parameter.dtype
-    for start, stop, product in _weight_grads(grad, rows, groups, *parameter.shape[1:]):
-        if total is not None:
-            total[start:stop].add_(product)
-        elif stop - start == len(parameter):
+    wanted, parts = parameter.grad_dtype or parameter.dtype, tuple[Tensor, ...]()
+    for k, product in enumerate(_weight_grads(grad, rows, groups, *parameter.shape[1:])):
+        if total is None and len(product) == len(parameter):
             parameter.grad = product.to(wanted)
-        else:
-            if parameter.grad is None:
-                parameter.grad = torch.empty(parameter.shape, dtype=wanted, device=parameter.device)
-            parameter.grad[start:stop].copy_(product)
+            return
+        if not parts:
+            into = torch.empty(parameter.shape, dtype=wanted, device=parameter.device) if total is None else total
+            parameter.grad, parts = into, torch.split(into, len(product))
+        (parts[k].copy_ if total is None else parts[k].add_)(product)
 
 
 def bias_grad(grad: Tensor, groups: Groups) -> Tensor:
@@ -115,22 +114,21 @@ def bias_grad(grad: Tensor, groups: Groups) -> Tensor:
     return torch.stack([part.sum(0) for part in grad.split_with_sizes(groups.counts)])
 
 
-def _weight_grads(
-    grad: Tensor, rows: Tensor, groups: Groups, outputs: int, inputs: int
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Gradients of some matrices at a time, with the number of the first and the one after the last."""
+def _weight_grads(grad: Tensor, rows: Tensor, groups: Groups, outputs: int, inputs: int) -> Iterator[Tensor]:
+    """Gradients of some matrices at a time."""
     each, at = max(1, STACK // max(1, outputs * inputs)), 0
-    for start in range(0, len(groups.counts), each):
-        counts = groups.counts[start : start + each]
-        g, r = (tensor[at : at + sum(counts)] for tensor in (grad, rows))
+    some = [groups.counts[start : start + each] for start in range(0, len(groups.counts), each)]
+    sizes = [sum(counts) for counts in some]
+    parts = grad.t().split_with_sizes(sizes, 1), rows.split_with_sizes(sizes), torch.split(groups.ends, each)
+    for counts, g, r, ends in zip(some, *parts, strict=True):
         if _together(grad, outputs, inputs):
-            product = functional.grouped_mm(g.t(), r, offs=groups.ends[start : start + each] - at)
+            product = functional.grouped_mm(g, r, offs=ends - at)
             empty = [place for place, count in enumerate(counts) if not count]
             if empty:  # on some GPUs their result is not written
                 product[empty] = 0.0
         else:
-            product = torch.stack([a.t().mm(b) for a, b in _pairs(g, r, counts)])
-        yield start, start + len(counts), product
+            product = torch.stack([a.t().mm(b) for a, b in _pairs(g.t(), r, counts)])
+        yield product
         at += sum(counts)
 
 

@@ -96,6 +96,8 @@ def valued(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
+# What torch asks of every fake tensor that an op takes or makes: its device. Answered, other modes need not see it.
+DEVICE: Any = torch.ops.prim.device.default
 # Raised by ops on fake tensors that need numbers, or have no rule for shapes alone.
 NUMBERLESS: tuple[type[Exception], ...] = (
     fake_tensor.DataDependentOutputException,

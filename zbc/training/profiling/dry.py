@@ -200,10 +200,6 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
     return found
 
 
-def _last_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[-3] < q.shape[-3])
-
-
 def _wide(func: Callable[..., Any]) -> Callable[..., Any]:
     """The function under a GPU's autocast, which runs it in float32."""
 
@@ -230,6 +226,8 @@ WIDE = (functional.layer_norm, functional.softmax, torch.softmax, Tensor.softmax
 GPU: dict[Any, Callable[..., Any]] = {
     **{func: _wide(func) for func in WIDE},
     functional.rms_norm: _wide(_rms_norm),
-    last_rows: _last_rows,
+    last_rows: lambda q, k, v: functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=k.shape[-3] < q.shape[-3]
+    ),
     Tensor.is_cuda.__get__: lambda x: True,  # type: ignore[attr-defined]
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 from zbc.ir import Op
 from zbc.job.flops import TILE, keys_seen
 from zbc.job.profile import Collective, Kernel
-from zbc.runtime.core.private import TorchDispatchMode, flop_rules, tree_leaves
+from zbc.runtime.core.private import DEVICE, TorchDispatchMode, flop_rules, tree_leaves
 from zbc.runtime.core.state import Worker
 from zbc.runtime.transports.transport import Offer
 
@@ -99,6 +99,8 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
             Kernels.active = self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return args[0].device
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet, rule = func.overloadpacket, self.rules.get(func.overloadpacket)

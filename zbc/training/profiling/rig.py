@@ -28,7 +28,7 @@ from zbc.runtime.transports.transport import Offer, Ranks
 from zbc.training.building.context import Settings, Site, layer_plans
 from zbc.training.models.model import LayerPlan
 from zbc.training.models.shared_words import between_words
-from zbc.training.probing.shapes import Shapes, read_by
+from zbc.training.probing.shapes import read_by
 from zbc.training.profiling.alike import chain, kinds
 from zbc.training.worker import build_worker
 
@@ -139,7 +139,9 @@ def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bo
     plans = [replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [forward(0)], 1).manifest))]
     names = {plan.name for plan in plans}
     plans = between_words(plans, job) if apart else plans
-    shapes = _shapes(job, plans, device)
+    layers = [plan.name for plan in plans]  # a stage of each
+    manifest = _plan(job, layers, [forward(s) for s in range(len(layers))], 1).manifest
+    shapes = Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
     inputs = shapes.inputs
     packed = [(inputs[i], shapes.packed[plan.name], shapes.flows[i]) for i, plan in enumerate(plans)]
     order = kinds(plans, packed)
@@ -170,13 +172,6 @@ def _chained(layers: Sequence[LayerPlan], read: Mapping[str, tuple[str, ...]]) -
         last[layer.name.rpartition(".")[0]] = layer.name
 
 
-def _shapes(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> Shapes:
-    """The shapes of the model with one stage per layer."""
-    names = [plan.name for plan in plans]
-    manifest = _plan(job, names, [forward(s) for s in range(len(names))], 1).manifest
-    return Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
-
-
 def passes(mbs: Sequence[int], stages: int, slices: int, split: Callable[[int, int], bool]) -> list[Op]:
     """F, then B or BW, then W of some microbatches through all stages; `split`: whether B and W of a stage and
     microbatch are apart."""
@@ -196,18 +191,13 @@ def _ops(program: Program, microbatches: int, slices: int, split: Sequence[int])
 
 
 def _program(
-    job: Job,
-    names: Sequence[str],
-    ops: Sequence[Op],
-    microbatches: int,
-    slices: int = 1,
-    placement: Placement | None = None,
+    job: Job, names: Sequence[str], ops: Sequence[Op], count: int, slices: int = 1, placement: Placement | None = None
 ) -> Program:
     """The program of one rank with one stage per layer."""
     parallel, blocks = job.parallel, {f"layers.{i - 1}" for i in job.model.routed} if job.model.builtin else {*names}
     return Program(
         placement or Placement(((0,) * len(names),)),
-        microbatches,
+        count,
         (tuple(ops),),
         ("profile",),
         slices,

@@ -40,7 +40,7 @@ from zbc.training.profiling.link import Samples as LinkSamples
 from zbc.training.profiling.rig import IDLE, build_rig, refuse_graph
 from zbc.training.profiling.slices import BLOCK, Took, slice_times
 from zbc.training.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, Stopwatch, measured, quick
-from zbc.training.profiling.weigh import weigh
+from zbc.training.profiling.weigh import parts
 from zbc.training.profiling.words import word_times
 from zbc.training.train import RankFailed
 
@@ -217,7 +217,7 @@ def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any
         "times": dict(watch.samples),
         "slices": slices,
         "words": word_times(rig, device),
-        "bytes": weigh(rig, device) if rank == 0 else {},
+        "bytes": parts(rig, device)[0] if rank == 0 else {},
         "order": rig.order,
         "sizes": tuple(sorted(sizes)),
         "copies": HostCopies(device).measure() if device.type == "cuda" else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from zbc.ops import owners_among, round_trip
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.muon import is_matrix
 from zbc.runtime.core.optimizer import StageOptimizer
+from zbc.runtime.core.private import real_tensors
 from zbc.runtime.core.route import stage_loss
 from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.stage import Stage
@@ -36,15 +38,11 @@ _MADE, _APART, _WHOLE, _AGAIN, _ALONE = range(5)
 _BACK = (round_trip(split=True)[1], round_trip(split=False)[1])
 
 
-def weigh(rig: Rig, device: torch.device, kernels: Kernels | None = None) -> dict[str, LayerProfile]:
-    """The bytes of every kind of layer of a rig, without times; `kernels` counts those of its ops."""
-    return parts(rig, device, kernels)[0]
-
-
 def parts(
     rig: Rig, device: torch.device, kernels: Kernels | None = None, cuts: Sequence[int] = ()
 ) -> list[dict[str, LayerProfile]]:
-    """The same for each slice of microbatches that are cut at `cuts`, else for whole ones."""
+    """The bytes of every kind of layer of a rig, without times, for each slice of microbatches that are cut at `cuts`,
+    else for whole ones; `kernels` counts those of its ops."""
     rig, scales = rig.plain(), list[Scale]()
 
     def joined(offer: Offer, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
@@ -53,7 +51,8 @@ def parts(
         return nullcontext() if kernels is None else kernels.joined(offer, ranks)
 
     worker = rig.worker(device, cuts=cuts, joined=joined)
-    alone = _unsplit(rig, device, cuts) if worker.meets else {}
+    slotted = any(stage.slotted for stage in worker.stages.values())
+    alone = _unsplit(rig, device, cuts) if worker.meets and not slotted else {}
     if kernels is not None:
         kernels.watch(worker, _name)
     scales.append(scale := Scale(worker))
@@ -98,8 +97,6 @@ def _unsplit(rig: Rig, device: torch.device, cuts: Sequence[int]) -> dict[Op, _C
     """What BW takes in plans that split no backward, first and later, if it differs: where layers are torch's own, no
     weight gradient waits until ranks meet."""
     worker = rig.worker(device, microbatches=2, split=False, cuts=cuts)
-    if any(stage.slotted for stage in worker.stages.values()):
-        return {}
     scale = Scale(worker)
     run_step(worker, 0)
     changes = _changes(scale.readings, rig.placement)
@@ -158,9 +155,9 @@ def _changes(readings: Iterable[Reading], placement: Placement) -> dict[Op, _Cha
 
 
 def _prepare(worker: Worker) -> tuple[dict[int, int], dict[int, int]]:
-    """Changes stages between the microbatches of a step: gradients go, then F recomputes; at its end they become 0, so
-    that the optimizer has no state if steps are skipped. The results will have, once it has run, the bytes of each
-    stage's gradients, and those of keys and values that it keeps for all slices of a microbatch."""
+    """Changes stages between the microbatches of a step: gradients go, then F recomputes; at its end they become 0, as
+    is their norm, which no rank computes: the optimizer has no state if steps are skipped. The results will have, once
+    it has run, the bytes of each stage's gradients, and of keys and values that it keeps for slices of a microbatch."""
     gradients, buffers, script = dict[int, int](), dict[int, int](), list[Entry]()
 
     def forget(worker: Worker, op: Op) -> None:
@@ -181,6 +178,11 @@ def _prepare(worker: Worker) -> tuple[dict[int, int], dict[int, int]]:
         for gradient in (p.grad for stage in worker.stages.values() for p in stage.parameters.values()):
             if gradient is not None:
                 gradient.zero_()
+        worker.settle(*worker.stages)
+        worker.entries()
+        worker.losses.clear()
+        with real_tensors():
+            worker.verdict = worker.learn(torch.zeros(worker.layout.size))
 
     f, b, _ = round_trip(split=True)
     before = {(f, _ALONE): recompute, (b, _AGAIN): forget}
@@ -190,7 +192,8 @@ def _prepare(worker: Worker) -> tuple[dict[int, int], dict[int, int]]:
         script += [(before[place], op, "")] if place in before else []
         script += [entry, (look, op, "")] if place == (f, _APART) and op.slice == 0 else [entry]
     at = next(index for index, (_, op, _) in enumerate(script) if op.kind.is_barrier)
-    worker.script[:] = [*script[:at], (end, script[at][1], ""), *script[at:]]
+    script[at] = end, *script[at][1:]
+    worker.script[:] = script
     return gradients, buffers
 
 
@@ -214,7 +217,8 @@ def _layer(
     f, b, w = of_mb(_APART, *split)
     (bw,), (first_bw,), (alone,) = of_mb(_WHOLE, fused), of_mb(_MADE, fused), of_mb(_ALONE, forward)
     first_b, first_w = of_mb(_AGAIN, *split[1:])
-    entry, result = (0 if spec is None else round(share * _bytes(spec)) for spec in (rig.inputs[stage], given))
+    specs = rig.inputs[stage], given
+    entry, result = (round(share * math.prod(s.shape) * s.dtype.itemsize) if s is not None else 0 for s in specs)
     held = _held(worker, stage)
     trained = [p.numel() for p in of.parameters.values() if p.requires_grad and id(p) not in apart]
     return LayerBytes(
@@ -300,10 +304,6 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
     kept_b, kept_w = (sum(sizes[n] for n in found) for found in (inside, left - own))
     tensors = sorted(sizes[n] for n in inside - ledger.whole)
     return _Kept(kept_b, tensors, kept_w, bool(given & alive), bool(made & alive), bool(came & left))
-
-
-def _bytes(spec: TensorSpec) -> int:
-    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
 
 
 def _optimizers(worker: Worker, stage: int) -> list[StageOptimizer]:

@@ -37,7 +37,7 @@ from zbc.ir import Message, Op
 from zbc.ops import Lane
 from zbc.runtime.core.clock import Begins
 from zbc.runtime.core.optimizer import StageOptimizer
-from zbc.runtime.core.private import TorchDispatchMode, shares_memory, tree_leaves
+from zbc.runtime.core.private import DEVICE, TorchDispatchMode, shares_memory, tree_leaves
 from zbc.runtime.core.route import Edges, Here
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.stage import Stage
@@ -88,6 +88,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lock = threading.RLock()  # a storage may be freed by another thread, at any point of this code
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return args[0].device
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and self.number(leaf) is None]
         if not (made or self.watched):
