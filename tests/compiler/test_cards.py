@@ -1,5 +1,6 @@
 """Cards of layers: made once, kept in files that may be damaged, foreign, read-only or raced, and made for the job."""
 
+import json
 import subprocess
 import sys
 
@@ -105,6 +106,17 @@ SAME = [
         lambda: job(model={**GPT, "experts": 4}, kind="zb-v", pp=2, parallel={"dp": 4, "ep": 2, "shard": "all"}),
     ),
 ]
+
+
+def test_heads_that_make_some_logits_at_a_time_are_shared_by_cards_with_other_experts(place, makes):
+    chunked = {**GPT, "experts": 4, "loss_chunk": 3}
+    jobs = [job(model=chunked, parallel={"dp": 4, "ep": ep}) for ep in (2, 4)]
+    found = [cards.of(one)[0].layers for one in jobs]
+    assert makes == 3 * ["keep"]
+    (whole,) = userobject.load(cards.MAKER, "")(cards._plain(jobs[1]), "keep", ())
+    assert found[1] == cards._read(json.dumps([whole.plain()]))[0].layers
+
+
 OTHER = [
     {"model": {**GPT, "seq_len": 32}},
     {"model": {**GPT, "family": "llama", "window": 4, "layers": 4}},

@@ -50,10 +50,11 @@ def of(job: Job, policy: str = KEEP, cuts: Sequence[int] = ()) -> Sequence[Profi
     read = [getattr(job, name) for name in _READ]
     key = (*map(id, read), job.memory.attention, policy, tuple(cuts))
     if key not in _by_section:
-        for kept in (_by_section, _by_name):
-            if len(kept) >= _MOST:
-                kept.clear()
-        _by_section[key] = read, _named(_plain(_under(job, policy)), _of(policy), cuts)
+        for full in (_by_section, _by_name):
+            if len(full) >= _MOST:
+                full.clear()
+        kept = {_WORDS: _WORDS, ATTENTION: "selective", CHEAP: "selective"}.get(policy, "keep")
+        _by_section[key] = read, _joined(_plain(_under(job, policy)), kept, cuts)
     return _by_section[key][1]
 
 
@@ -82,10 +83,6 @@ def _under(job: Job, policy: str) -> Job:
     return _with(job, "memory", attention={ATTENTION: "again", CHEAP: "keep"}.get(policy))
 
 
-def _of(policy: str) -> str:
-    return _WORDS if policy == _WORDS else "selective" if policy in (ATTENTION, CHEAP) else "keep"
-
-
 def _with(job: Job, section: str, **keys: object) -> Job:
     changed: Any = {section: getattr(job, section).model_copy(update=keys)}
     return replace(job, **changed)
@@ -105,8 +102,19 @@ def _plain(job: Job) -> Job:
 # ---- cards by name -------------------------------------------------------------------------------------------
 
 
-def _named(job: Job, policy: str, cuts: Sequence[int]) -> Sequence[Profile]:
-    name = _digest(job, policy, cuts)
+def _joined(job: Job, policy: str, cuts: Sequence[int]) -> Sequence[Profile]:
+    """The card. Where ranks share experts, and the loss makes some logits at a time, its head is that of any such card,
+    the rest that of a loss that makes all."""
+    if not job.model.builtin or policy == _WORDS or job.model.loss_chunk is None or job.parallel.ep == 1:
+        return _named(job, policy, cuts)
+    rest = _named(_with(job, "model", loss_chunk=None), policy, cuts)
+    ends = _named(job, policy, cuts, _digest(_with(job, "parallel", ep=1), f"head, {policy}", cuts))
+    pairs = zip(rest, ends, strict=True)
+    return [a.model_copy(update={"model": b.model, "layers": {**a.layers, "head": b.layers["head"]}}) for a, b in pairs]
+
+
+def _named(job: Job, policy: str, cuts: Sequence[int], name: str | None = None) -> Sequence[Profile]:
+    name = name or _digest(job, policy, cuts)
     if name is None:
         return _made(None, job, policy, cuts)
     if name not in _by_name:
