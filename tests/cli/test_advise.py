@@ -190,15 +190,17 @@ def test_exchanges_of_layers_that_are_alike_are_timed_once(model, monkeypatch):
 )
 def test_what_memory_forces_to_be_recomputed_counts_by_its_share(model, monkeypatch, kept, again, guess):
     """With room for 80 bytes: 100 ms with all kept, 130 with all recomputed."""
-    shape, least = world.Shape(1, 1, 1), []
+    shape, least, seen = world.Shape(1, 1, 1), [], []
 
     def weighed(document, shape, enough):
+        seen.append(document.values["memory"]["activations"])
         recomputes = document.values["memory"]["activations"] == "recompute"
         return world.Weighed(shape, "1f1b", 0.0, 130.0 if recomputes else 100.0, again if recomputes else kept)
 
     monkeypatch.setattr(core, "_weighed", weighed)
     state = core.State(1, 1.0, 80.0, 1)
     assert core._guess(toml.Document("x", {}), shape, state, least)[0] == guess
+    assert ("selective" in seen) == (guess not in (100, None)), "where all can be kept nothing else is tried"
 
 
 def test_batches_are_sequences_or_tokens():

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -271,16 +272,21 @@ def _guess(
 ) -> tuple[float | None, str | None]:
     """ms of a sample as 1F1B, with as much recompute as memory needs, and the policy that fits in all stages; no time
     if even the most does not fit."""
-    again = _weighed(_with(document, {**WHOLE, ACTIVATIONS: "recompute"}), shape, FILLED)
-    policy = "recompute"
+
+    @functools.cache
+    def under(policy: str) -> world.Weighed:
+        return _weighed(_with(document, {**WHOLE, ACTIVATIONS: policy}), shape, FILLED)
+
+    again, policy = under("recompute"), "recompute"
     if again.sample_ms is None or again.peak_bytes is None:
         return again.sample_ms, None
     room = state.room or math.inf
     if again.peak_bytes > SPARE * room:
         _remember(least, again)
         return None, None
-    for what in ("selective", "keep"):  # less is recomputed each time, until that is too large
-        less = _weighed(_with(document, {**WHOLE, ACTIVATIONS: what}), shape, FILLED)
+    fits = (under("keep").peak_bytes or math.inf) <= room
+    for what in ("selective", "keep")[fits:]:  # less is recomputed each time, until that is too large
+        less = under(what)
         if less.sample_ms is None or less.peak_bytes is None or again.sample_ms is None or again.peak_bytes is None:
             continue
         if less.peak_bytes > room:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program, forward
 from zbc.job.graph import spans
 from zbc.job.learning_rate import RateSchedule
@@ -121,13 +120,6 @@ class Apart(HubTransport):
             own, target = torch.split(offer.source, list(offer.rows))[ranks.index(self.rank)], offer.target
             alike = len(target) == len(ranks) * len(own)
             target.view(len(ranks), *own.shape).copy_(own) if alike else target.zero_()
-
-
-def refuse_graph(job: Job) -> None:
-    """Raises E110 for a graph of layers, which is no chain."""
-    if job.model.graph:
-        text = "profile: layers are run one after the other, and model.graph is no chain"
-        raise ZbcError("E110", text, where=job.where("model", "graph"), hint="give times in [costs], per layer")
 
 
 def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bool = False) -> Rig:

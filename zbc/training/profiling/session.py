@@ -37,7 +37,7 @@ from zbc.training import devices, frames
 from zbc.training.launch.forking import fork_server
 from zbc.training.profiling.link import HostCopies, Pair, fit, share_of, sums_of
 from zbc.training.profiling.link import Samples as LinkSamples
-from zbc.training.profiling.rig import IDLE, build_rig, refuse_graph
+from zbc.training.profiling.rig import IDLE, build_rig
 from zbc.training.profiling.slices import BLOCK, Took, slice_times
 from zbc.training.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, Stopwatch, measured, quick
 from zbc.training.profiling.weigh import parts
@@ -96,7 +96,9 @@ def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) ->
 
     Raises E110 for a graph of layers, E5xx if the model or its data do not work, E702 if a process dies.
     """
-    refuse_graph(job)
+    if job.model.graph:
+        text = "profile: layers are run one after the other, and model.graph is no chain"
+        raise ZbcError("E110", text, where=job.where("model", "graph"), hint="give times in [costs], per layer")
     with tempfile.TemporaryDirectory() as folder:
         found = _layers(job, how, done)
         link, sums, tp = LinkSamples(), LinkSamples(), job.parallel.tp
