@@ -43,7 +43,8 @@ from zbc.training.models.experts import keep_own
 from zbc.training.models.hfsharding import Entered, by_words, check, shard
 from zbc.training.models.hfwords import UNLIKE, ends_by_words, output, read, tables
 from zbc.training.models.model import hollow
-from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, fused, here, is_experts, refused, stack
+from zbc.training.models.norms import fused
+from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, stack
 from zbc.training.models.sharding import Shares
 from zbc.training.models.shared_words import Ends
 
