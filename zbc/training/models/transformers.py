@@ -208,8 +208,7 @@ class TakenApart:
 
     def head(self, root: nn.Module, hidden: Tensor, others: Any = ()) -> Tensor:
         """The logits for the hidden states after the last layer."""
-        logits: Tensor = self._after(root, hidden, others).logits
-        return logits
+        return self._after(root, hidden, others).logits  # type: ignore[no-any-return]
 
     def before_logits(self, root: nn.Module, hidden: Tensor, name: str) -> Tensor:
         """The input of its layer `name`, whose products make the logits."""
