@@ -1,4 +1,4 @@
-"""What is known of a planned job, and its plan directory."""
+"""A planned job with all its results, and its plan directory."""
 
 from __future__ import annotations
 

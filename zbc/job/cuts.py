@@ -48,7 +48,7 @@ def shares_of(job: Job, cuts: Cuts) -> dict[str, list[float]]:
 
 
 def part_of(job: Job, begin: int, end: int) -> tuple[float, float, float]:
-    """What F, B and W of a block take for some tokens of a row: ms by a profile's times of slices, else operations."""
+    """The cost of F, B and W of a block for some tokens of a row: ms by times of slices, else operations."""
     times = SliceTimes.of(job.profile)
     if times is not None:
         return times.each(begin, end)

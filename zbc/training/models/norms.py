@@ -1,4 +1,4 @@
-"""Norms of models of transformers that compute what torch's RMSNorm does: they run as one kernel."""
+"""Norms of models of transformers that are the same function as torch's RMSNorm: they run as one kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Fused(nn.Module):
 
 
 def fused(layer: nn.Module) -> nn.Module:
-    """Makes the norms in a layer that compute what torch's RMSNorm does use it."""
+    """Makes the norms in a layer use torch's RMSNorm where it is the same function."""
     found: list[Any] = [one for one in layer.modules() if [*one._parameters] == ["weight"] and not one._modules]
     for one in (one for one in found if one.weight.dim() == 1):
         kind: Any = type(one)
