@@ -104,7 +104,7 @@ def swap_value(rng: random.Random, tree: Any) -> Any:
 def near(value: Any) -> list[Any]:
     """Values of almost the same form: neighbours and extremes of a number, a list of other length or order."""
     if isinstance(value, int | float):
-        return [value - 1, value + 1, 2 * value, -value, value / 3, 2**53]
+        return [value - 1, value + 1, 2 * value, -value, value / 3 if abs(value) < 1e300 else 0, 2**53]
     if isinstance(value, list):
         return [value * 2, value[:-1], value[1:], value[1:] + value[:1], [value], {"0": value}]
     if isinstance(value, dict):

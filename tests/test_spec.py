@@ -367,6 +367,7 @@ def test_no_number_of_an_optimizer_that_is_accepted_is_refused_by_torch(key, dat
         ("optimizer.betas", "[0.9, 0.9, 0.9]", "expected 2 numbers", "write betas = [0.9, 0.95]"),
         ("optimizer.betas", "[1.5, 0.9]", "must be less than 1, found 1.5", ""),
         ("optimizer.betas", "0.9", "expected a list, found 0.9", ""),
+        ("optimizer.lr", "[]", "found []", ""),
     ],
 )
 def test_a_pair_of_numbers_is_named_as_one(tmp_path, key, value, said, hint):

@@ -55,8 +55,7 @@ def test_rows_inside_a_node_do_not_cross_the_network():
 def test_a_group_inside_a_node_and_one_rank_per_node_exchange_in_one_step():
     inside = replace(MACHINE, topology=replace(RUN, ep=4))
     assert inside.swaps_ms(8000.0, Choices(8, 2)) == (0.25 + 6.0, math.inf)
-    alone = replace(MACHINE, node=1)
-    assert alone.swaps_ms(8000.0, Choices(8, 2)) == (0.5 + 70.0, math.inf)
+    assert replace(MACHINE, node=1).swaps_ms(8000.0, Choices(8, 2)) == (0.5 + 70.0, math.inf)
     unlike = replace(MACHINE, node=3)  # 3, 3 and 2 ranks
     assert unlike.swaps_ms(8000.0, Choices(8, 2)) == (0.5 + 60.0, math.inf)
 

@@ -17,7 +17,7 @@ from zbc.job.profile import LinkProfile
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.training.profiling.rig import build_rig
-from zbc.training.profiling.weigh import weigh
+from zbc.training.profiling.weigh import parts
 from zbc.training.recording.measure import Scale
 
 STEPS, WIDTH = 4, 4096
@@ -37,7 +37,7 @@ def profile():
     described, cpu = sleeping(), torch.device("cpu")
     rig = build_rig(described, cpu)
     times = dict(zip(rig.order, MS, strict=True))
-    layers = {name: layer(*times[name], bytes=one.bytes) for name, one in weigh(rig, cpu).items()}
+    layers = {name: layer(*times[name], bytes=one.bytes) for name, one in parts(rig, cpu)[0].items()}
     return profile_of(described, layers=layers, order=list(rig.order), link=LinkProfile(latency_us=100.0, gbps=10.0))
 
 

@@ -21,7 +21,7 @@ from zbc.training.models.experts import Experts
 from zbc.training.profiling import dry, words
 from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import build_rig
-from zbc.training.profiling.weigh import weigh
+from zbc.training.profiling.weigh import parts
 
 CPU = torch.device("cpu")
 HERE = "tests.runtime.test_dry"
@@ -125,7 +125,7 @@ def readers():
 def test_the_bytes_are_those_of_layers_that_compute(name):
     made = KINDS[name]()
     with mock.patch.object(Experts, "_chosen", in_turn):
-        measured = weigh(build_rig(made, CPU, apart=bool(made.vocabulary)), CPU)
+        [measured] = parts(build_rig(made, CPU, apart=bool(made.vocabulary)), CPU)
     rig, [found] = dry.weighed(made)
     assert {*found} == {*measured} == {*rig.plain().kinds} >= {*rig.order}
     for kind in measured:

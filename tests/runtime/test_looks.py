@@ -124,9 +124,9 @@ def test_a_sample_that_fails_is_told_when_it_is_asked_for(monkeypatch):
 
 @pytest.mark.parametrize(("p", "looks"), [(1, 16), (2, 32)])
 def test_a_rank_with_both_ends_reads_each_sample_once(p, looks, monkeypatch):
+    monkeypatch.setattr(data_module, "_EARLY_S", 60.0)
     plan = plan_of("zb-v" if p == 1 else "1f1b", p, ways=["torch"], first=[], count=16)
-    seen = []
-    original = Drawn.__getitem__
+    seen, original = [], Drawn.__getitem__
     run_threads(plan, 1)
     monkeypatch.setattr(Drawn, "__getitem__", lambda self, index: seen.append(index) or original(self, index))
     monkeypatch.setattr(prefetch, "ThreadPoolExecutor", lambda *_: None)  # it would read a part of the step after

@@ -51,7 +51,7 @@ MODELS = {
     "llama-grouped": model_for("Llama", num_key_value_heads=2, head_dim=12),
     "llama-tied": model_for("Llama", tie_word_embeddings=True, rms_norm_eps=1e-3),
     "mistral": model_for("Mistral", num_key_value_heads=2, head_dim=12, sliding_window=7),
-    "mistral-whole": model_for("Mistral", sliding_window=None),
+    "mistral-whole": model_for("Mistral", num_key_value_heads=4, sliding_window=None),
     "qwen2": model_for("Qwen2", num_key_value_heads=2, tie_word_embeddings=True),
     "qwen3": model_for("Qwen3", num_key_value_heads=2, head_dim=10),
     "mixtral": model_for("Mixtral", num_key_value_heads=2, num_local_experts=4),

@@ -35,7 +35,7 @@ from zbc.training.profiling.link import fit, share_of
 from zbc.training.profiling.rig import IDLE, build_rig
 from zbc.training.profiling.session import Measurements, Sampling, assemble, effort, unpredicted
 from zbc.training.profiling.times import Stopwatch, measured, quick
-from zbc.training.profiling.weigh import weigh
+from zbc.training.profiling.weigh import parts
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def profiled(described, samples=None, rig=None, rounds=3, on=""):
     if samples is None:
         names = [*times.NAMES, times.KEEP, times.AGAIN]
         samples = {**{(kind, name): [1.0] for kind in rig.kinds for name in names}, ("", times.CLOSE): [0.0]}
-    found = Measurements(samples, weigh(rig, CPU), rig.order, (), {}, {}, None, on)
+    found = Measurements(samples, parts(rig, CPU)[0], rig.order, (), {}, {}, None, on)
     return assemble(described, Sampling("cpu", 1, 1, rounds), found)
 
 
@@ -185,7 +185,7 @@ def test_of_a_family_one_block_is_measured_however_many_there_are():
 
 def test_a_tied_head_is_measured_with_a_weight_of_its_own():
     rig = build_rig(job(data=NOISE, model={"ties": True}), CPU)
-    assert weigh(rig, CPU)["head"].parameters == 32 * 256 + 2 * 32
+    assert parts(rig, CPU)[0]["head"].parameters == 32 * 256 + 2 * 32
 
 
 def test_a_profile_says_what_it_was_measured_with():
@@ -223,7 +223,7 @@ def test_of_layers_that_ranks_share_the_part_of_one_is_measured(sequence):
     """Sums add nothing, so one rank can be measured without others."""
     model = {"hidden": 48, "heads": 6, "seq_len": 24, "vocab": 300}
     described = job(data=NOISE, model=model, parallel={"tp": 2, "tp_sequence": sequence})
-    z = weigh(build_rig(described, CPU), CPU)["block"].bytes
+    z = parts(build_rig(described, CPU), CPU)[0]["block"].bytes
     assert z.input == z.output == 2 * 24 * 48 * 4 / (2 if sequence else 1)
     watch = Stopwatch(build_rig(described, CPU), CPU)
     for _ in range(times.WARM_UP + 1):
@@ -242,7 +242,7 @@ def test_steps_of_a_rank_without_others_are_finite(monkeypatch):
 
 def test_optimizer_state_is_weighed_where_gradients_overflow():
     """Such a step is skipped, and a skipped one makes no state."""
-    found = weigh(build_rig(job(data=NOISE, model={"loss": f"{__name__}:infinite"}), CPU), CPU)
+    [found] = parts(build_rig(job(data=NOISE, model={"loss": f"{__name__}:infinite"}), CPU), CPU)
     assert all(one.bytes.optimizer == pytest.approx(8 * one.parameters, rel=0.1) for one in found.values())
 
 

@@ -27,13 +27,13 @@ def convert(
     kind, value = problem["type"], problem["input"]
     field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
     if field is not None and (kind == "too_long" or (kind == "missing" and isinstance(problem["loc"][-1], int))):
-        options = [field.annotation, *get_args(field.annotation)]
+        options = [arg for one in (field.annotation, *get_args(field.annotation)) for arg in (one, *get_args(one))]
         count = next((len(get_args(option)) for option in options if get_origin(option) is tuple), 1)
         there = document.values[name][str(path[1])]
         text = f"config: {'.'.join(map(str, path[:2]))}: expected {count} numbers, found {_short(there)}"
-        hint = f"write {path[1]} = {_short([*field.default])}" if field.default else field.description
-        where = document.where(path[:2])
-        return ZbcError("E103", text, where=where, hint=hint), path[:2]
+        usual = field.default if isinstance(field.default, tuple) else ()
+        hint = f"write {path[1]} = {_short([*usual])}" if usual else field.description
+        return ZbcError("E103", text, where=document.where(path[:2]), hint=hint), path[:2]
     if kind == "missing":
         key = str(problem["loc"][-1])
         about = section.model_fields[key].description if key in section.model_fields else None
