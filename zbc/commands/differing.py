@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zbc.commands.console import labelled, show, show_json, table
 from zbc.commands.opening import Changes, opened_both
-from zbc.text import aligned, few, percent, size
+from zbc.text import aligned, change, few, percent, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,7 +95,7 @@ def _change(metric: Metric) -> str:
         return f"{100 * (metric.right - metric.left):+.1f} points"
     if metric.kind == "count" or not metric.left:
         return f"{metric.right - metric.left:+g}"
-    return f"{100 * (metric.right / metric.left - 1):+.1f}%"
+    return change(metric.right, metric.left)
 
 
 def _placements(left: Plan, right: Plan) -> Iterator[RenderableType]:
