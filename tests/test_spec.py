@@ -165,6 +165,7 @@ LLAMA = {"family": "llama", "kv_heads": 2}
     [
         ({"head_size": 8}, "E110", "model.head_size is not for family gpt"),
         ({"family": "llama", "variant": "rotary"}, "E110", "is not for family llama"),
+        ({"variant": "own norms"}, "E110", "is not for family gpt"),
         ({"family": "a:b", "rope_theta": 1.0}, "E110", "model.rope_theta is not for family a:b"),
         ({**LLAMA, "kv_heads": 3}, "E110", "model.kv_heads = 3 does not divide model.heads = 4"),
         ({**LLAMA, "head_size": 7}, "E110", "rotary positions need an even head size, it is 7"),

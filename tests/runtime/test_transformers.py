@@ -203,10 +203,14 @@ def test_the_loss_of_a_head_that_ranks_share(chunk, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "norms"), [("qwen3", 4), ("gemma2", 4), ("bamba", 2), ("opt", 0)])
-def test_norms_that_are_those_of_torch_use_it(kind, norms):
-    """With the same bits; not those with a gate, nor for numbers of another type than their weights."""
-    found = [one for one in layers(config(kind))[1]().modules() if isinstance(one, _Fused)]
-    assert len(found) == norms
+def test_norms_that_are_those_of_torch_use_it(kind, norms, tmp_path):
+    """With the same bits; not those with a gate, nor for numbers of another type than their weights, nor if asked."""
+    own = compiled(tmp_path, kind, model={"variant": "own norms"}).job.model
+    found, asked = (
+        [one for one in layers(of)[1]().modules() if isinstance(one, _Fused)]
+        for of in (config(kind), own.args["config"])
+    )
+    assert len(found) == norms and not asked and hffolder._config_of(own) == config(kind)
     for one in found:
         x, theirs = torch.randn(2, 3, len(one.weight)), super(_Fused, one).forward
         assert torch.equal(one(x), theirs(x)) and one(x.bfloat16()).dtype == theirs(x.bfloat16()).dtype

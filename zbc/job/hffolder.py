@@ -21,7 +21,7 @@ from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.host.linefile import replace_text
 from zbc.job import hfconfig, userobject
-from zbc.job.model_section import TRANSFORMERS, Model
+from zbc.job.model_section import OWN_NORMS, TRANSFORMERS, Model
 from zbc.text import listed
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -38,7 +38,9 @@ def check_target(folder: Path, model: Model, ep: int = 0) -> None:
 
 
 def _config_of(model: Model) -> dict[str, Any]:
-    return dict(model.args["config"]) if model.family == TRANSFORMERS else hfconfig.config_of(model)
+    if model.family == TRANSFORMERS:
+        return {key: value for key, value in model.args["config"].items() if key != OWN_NORMS}
+    return hfconfig.config_of(model)
 
 
 def make_folder(folder: Path, names: Iterable[str]) -> None:

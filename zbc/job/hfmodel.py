@@ -18,7 +18,7 @@ from typing import Any
 
 from zbc.errors import ZbcError
 from zbc.job import hfconfig, userobject
-from zbc.job.model_section import TRANSFORMERS, Model
+from zbc.job.model_section import OWN_NORMS, TRANSFORMERS, Model
 from zbc.job.toml import Document, KeyPath
 
 _FOLLOWS = ("family", "layers", "vocab", "experts", "ties", "args")  # keys that follow from a configuration
@@ -54,6 +54,7 @@ def filled(document: Document) -> Document:
         if ours is not None and "layers" in model:
             return document  # it gives the sizes itself
         if ours is None:
+            config = {**config, OWN_NORMS: True} if model.get("variant") == OWN_NORMS else config
             ours = _theirs(config, weights, chunked=model.get("loss_chunk", "auto") != "auto")[0]
     except ZbcError as error:
         raise ZbcError(error.code, error.message, where=where, hint=error.hint, details=error.details) from error

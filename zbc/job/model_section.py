@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -32,9 +33,14 @@ _PLAIN = ("variant", "router", "balance_loss", "imbalance", "z_loss", "label_smo
 _FOREIGN = {  # family -> keys it does not have; a factory has none of them
     "gpt": _ONLY_LLAMA,
     "llama": (),
-    TRANSFORMERS: tuple(key for key in _ONLY_BUILTIN if key not in ("pretrained", "experts", *_OF_LOSS)),
+    TRANSFORMERS: tuple(key for key in _ONLY_BUILTIN if key not in ("pretrained", "experts", "variant", *_OF_LOSS)),
 }
-VARIANTS = {"gpt": ("plain", "gpt2", "rotary"), "llama": ("plain", "qwen2", "qwen3")}
+OWN_NORMS = "own norms"
+VARIANTS = {
+    "gpt": ("plain", "gpt2", "rotary"),
+    "llama": ("plain", "qwen2", "qwen3"),
+    TRANSFORMERS: ("plain", OWN_NORMS),
+}
 
 
 class Model(Section):
@@ -47,12 +53,12 @@ class Model(Section):
     kv_heads: Width | None = key(None, "heads of keys and values; default heads")
     head_size: Width | None = key(None, "llama: width of a head; default hidden / heads")
     variant: Annotated[
-        Literal["plain", "gpt2", "rotary", "qwen2", "qwen3"],
+        Literal["plain", "gpt2", "rotary", "qwen2", "qwen3", "own norms"],
         BeforeValidator(lambda given: "plain" if given == "llama" else given),
     ] = key(
         "plain",
         "gpt: gpt2 has GELU by tanh, rotary rotary positions; llama: qwen2 has biases of queries, keys and "
-        "values, qwen3 norms of their heads",
+        "values, qwen3 norms of their heads; of transformers: own norms keeps its RMSNorms, in place of torch's",
     )
     window: Width | None = key(None, "llama: tokens that one sees, itself included; default all before")
     ffn_hidden: Width | Annotated[tuple[Width, Width], Field(strict=False)] | None = key(
@@ -346,9 +352,10 @@ def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
             text = f"config: model.{name} is not for family {model.family}"
             hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"
             yield ZbcError("E110", text, where=document.where(("model", name)), hint=hint)
-    if model.builtin and model.variant not in (known := VARIANTS[model.family]):
+    known = VARIANTS.get(model.family, (model.variant,))
+    if model.variant not in known:
         text = f'config: model.variant = "{model.variant}" is not for family {model.family}'
-        hint = f'use "{known[1]}" or "{known[2]}", or drop it'
+        hint = f"use {' or '.join(map(json.dumps, known[1:]))}, or drop it"
         yield ZbcError("E110", text, where=document.where(("model", "variant")), hint=hint)
     if model.args and model.builtin:
         text = f"config: model.args belongs to a factory, family is {model.family}"

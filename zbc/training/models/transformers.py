@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.output_capturing import _active_collector
 
 from zbc.errors import ZbcError
+from zbc.job.model_section import OWN_NORMS
 from zbc.job.wording import did_you_mean
 from zbc.runtime.core.private import fake_mode, real_tensors, tree_leaves, valued
 from zbc.runtime.features.added import add_loss
@@ -48,7 +49,6 @@ from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, her
 from zbc.training.models.sharding import Shares
 from zbc.training.models.shared_words import Ends
 
-_KEPT = 64  # calls of layers that are kept
 _COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}  # attributes with a layer's number
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")  # lists in a config
 _UNEQUAL = ("biogpt", "inkling2_text")  # of 189 (bench/models.py)
@@ -141,6 +141,7 @@ class TakenApart:
                 module.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would look at words
         self.balance = balance(self.root, settings.get_text_config())
         self.attention, (self.path, self.list) = implementation, _trunk(self.root)
+        self.fuses = OWN_NORMS not in config
         whole: Any = self.root.get_submodule(self.path)
         self.stack: nn.ModuleList = whole._modules[self.list]
         self.trunk = _pruned(whole, set(), self.stack)
@@ -214,8 +215,7 @@ class TakenApart:
         """The input of its layer `name`, whose products make the logits."""
         stub = _Stub(root.get_submodule(name))
         self._after(root, hidden, {name: stub})
-        read: Tensor = stub.__dict__["call"][0]
-        return read
+        return stub.__dict__["call"][0]  # type: ignore[no-any-return]
 
     def _after(self, root: nn.Module, hidden: Tensor, others: Any) -> Any:
         given = (hidden, *self.beside) if self.tupled else hidden
@@ -231,7 +231,7 @@ class TakenApart:
         key = (self.kinds[index], hidden.shape, hidden.dtype, first_row(), share, *place)
         kept = self._calls if rows_now() is None else {}
         if (found := kept.get(key)) is None:
-            if len(kept) >= _KEPT:
+            if len(kept) >= 64:  # shapes and places
                 kept.clear()
             given = self.places(hidden, own)
             found = kept[key] = self.stubbed(self._trunks[place], "", index, inputs_embeds=hidden, **given)[1:]
@@ -249,7 +249,7 @@ class TakenApart:
             with torch.no_grad():
                 for one in reversed([inner for inner in module.modules() if not isinstance(inner, _Stub)]):
                     (one if isinstance(one, transformers.PreTrainedModel) else self.root)._init_weights(one)
-        return fused(module)
+        return fused(module) if self.fuses else module
 
     def end(self, side: int) -> nn.Module:
         """The model without its layers and its other end; 0: its embedding, 1: its head."""
