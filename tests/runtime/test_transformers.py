@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.shapes import load_job
-from zbc.job import hffolder, hfmodel
+from zbc.job import hffolder, hfmodel, userobject
 from zbc.job.hffolder import INDEX, SINGLE
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.answers import primary
@@ -310,6 +311,10 @@ def test_without_transformers_the_command_is_told(tmp_path):
         hfmodel._facts.cache_clear()
         with mock.patch.object(hfmodel, name, return_value=found), refused("E602", "opt", words, hint="-U 'zbc[hf]'"):
             compiled(tmp_path, "opt")
+    del (there := dict(sys.modules))["zbc.training.models.transformers"]
+    there |= {name: None for name in there if name.startswith("transformers.")}
+    with mock.patch.dict(sys.modules, there, clear=True), refused("E602", "transformers.models", "too old"):
+        userobject.load("zbc.training.models.transformers:layers", "model.family")
 
 
 WAYS = {

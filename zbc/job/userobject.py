@@ -19,13 +19,17 @@ IN_A_RANK = (*FAILURES, KeyboardInterrupt)  # ranks get Ctrl-C in another way, s
 def load(name: str, what: str, *, code: str = "E502", where: str | None = None) -> Callable[..., Any]:
     """Imports the callable `name`; `what` is the key of the job that named it, for messages.
 
-    Searches the import path and the current directory. Raises `code` with the original error in its details.
+    Searches the import path and the current directory. Raises `code` with the original error in its details; E602 for
+    a module of zbc's own that needs transformers.
     """
     module, _, attribute = name.partition(":")
     here = look_here()
     try:
         loaded = getattr(importlib.import_module(module), attribute)
     except FAILURES as error:
+        if isinstance(error, ImportError) and module.startswith("zbc."):  # made with another machine's transformers
+            text = f"{_AREAS[code]}: {error.name} is missing, this transformers is too old or not there"
+            raise ZbcError("E602", text, where=where, hint="pip install -U 'zbc[hf]'") from error
         place = here if code == "E502" else "the current directory"  # a run may be started anywhere
         hint = f"{what} is looked up on Python's import path and in {place}"
         text = f"{_AREAS[code]}: cannot import {what} = {name}"
