@@ -7,6 +7,7 @@ import pytest
 
 from tests.compiler.grid import FIXED, make
 from tests.lowered import lower
+from zbc.compiler import steps
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate, steady_state
@@ -110,3 +111,10 @@ def test_the_sum_over_copies_holds_up_the_tentative_step():
 def test_linear_placements_have_one_step_per_stage():
     assert costs_of(make("1f1b", 4, 4), step=3.0).column("step") == (3.0,) * 4
     assert Costs.uniform(Placement.linear(2)).total("tentative", (0, 1)) == 0.0
+
+
+def test_of_a_large_step_only_the_asked_time_is_told(monkeypatch):
+    program, at = make("1f1b", 4, 8), costs_of(make("1f1b", 4, 8))
+    monkeypatch.setattr(steps, "LARGE", 50)
+    found = [of_complete(Context(lower(program, *sync, costs=at), at))[1] for sync in ((), ("post-validate",))]
+    assert found[0] is None and found[1] > 24

@@ -107,7 +107,7 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
         adapter=adapter_report(job, found),
         unequal=unequal,
         exact=proof,
-        **(_steps(job, program, ahead, barrier) if program.flushless else {}),
+        **(_steps(job, program, ahead, barrier) if program.flushless and ahead is not None else {}),
     )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     took, rates = time.perf_counter() - began, compiled.rates(compiled.settled_ms)

@@ -22,6 +22,7 @@ from zbc.ops import MAKER, Lane
 SETTLES = 8  # steps until steady state, usually
 _TRIED = (8, 16, 32)  # numbers of steps without a flush to try, until they repeat
 _MEAN = 12  # steps to average if they do not
+LARGE = 100_000  # ops of a step with the barrier, beyond which the time without it is not told: a fifth of planning
 _ROUND = 1e-9  # relative rounding error of sums of many numbers
 
 
@@ -111,8 +112,9 @@ def _mean(ends: Sequence[Sequence[float]]) -> float:
     return max(b - a for a, b in zip(ends[-1 - _MEAN], ends[-1], strict=True)) / _MEAN
 
 
-def either_way(complete: Context) -> tuple[float, float]:
-    """ms of a step of a complete program in steady state, with the barrier and without it."""
+def either_way(complete: Context) -> tuple[float, float | None]:
+    """ms of a step of a complete program in steady state, with the barrier and without it; None if not asked and
+    `LARGE`."""
     program, costs, timeline = complete.program, complete.costs, complete.timeline
     ranks = range(timeline.ranks)
     with_barrier = timeline.makespan + costs.of("agree") + max(optimizer_ms(program, costs, r) for r in ranks)
@@ -121,6 +123,8 @@ def either_way(complete: Context) -> tuple[float, float]:
     if program.resident:
         return with_barrier, with_barrier  # gathered weights need the barrier
     if not program.ahead:
+        if program.size > LARGE:
+            return with_barrier, None
         behind = {MAKER["weights"], *(kind for kind in program.kinds if kind.row.closes == "barrier")}
         open_end = [[op for op in ops if op.kind not in behind] for ops in program.ranks]
         open_program = program.with_ranks(open_end, by="without-barrier")

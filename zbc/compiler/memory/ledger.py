@@ -196,8 +196,8 @@ class _RankLedger:
         self.readers = {kind for kind, row in self.rows.items() if any(ref.what == "weights" for ref in row.reads)}
 
     def entries(self) -> Iterator[Entry]:
-        graph, leaving, key = self.graph, self.leaving, self.costs.key
-        effects = dict[tuple[CacheKey, int], _Effect]()
+        graph, leaving, row_of, unequal = self.graph, self.leaving, self.graph.row_of, self.costs.unequal
+        effects = dict[tuple[int, int], _Effect]()
         start, over = self.clock.begin, self.clock.end
         shared = graph.program.sharded and not graph.layout.ahead and self.costs.bytes is not None
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
@@ -206,7 +206,7 @@ class _RankLedger:
             yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, there),), (), None)
         for i in graph.mine(self.rank):
             op = graph.ops[i]
-            alike = key(op), op[3]
+            alike = row_of[i], op[2] if unequal else 0
             effect = effects.get(alike)
             if effect is None:
                 effect = effects[alike] = self._effect(op)

@@ -190,7 +190,7 @@ def build(
         "bubble_rate_span": timeline.bubble_rate_span,
         "steady_state_ms": steady_state(timeline.graph, costs),  # steps in a row without a barrier, of the order alone
         "barrier_ms": timeline.makespan,  # a step in steady state with the optimizer's barrier and the optimizer's time
-        "ahead_ms": None,  # without the barrier, with the ops that replace it; None if it is needed
+        "ahead_ms": None,  # without the barrier, with the ops that replace it; None if it is needed, or not told
         "lower_bound_makespan_ms": bounds.makespan,
         "lower_bound_span_ms": bounds.span,
         "deadlock_free": True,
