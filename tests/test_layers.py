@@ -65,17 +65,24 @@ def tree(path):
     return ast.parse(path.read_text())
 
 
+def imported(node):
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if not isinstance(node, ast.ImportFrom):
+        return {name for child in ast.iter_child_nodes(node) for name in imported(child)}
+    modules = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
+    return modules if len(modules) == len(node.names) else modules | {node.module}
+
+
 @cache
 def imports(path, *, top_level=False):
-    nodes = tree(path).body if top_level else ast.walk(tree(path))
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
-            found |= modules if len(modules) == len(node.names) else modules | {node.module}
-    return found
+    nodes = tree(path).body if top_level else [tree(path)]
+    return {
+        name
+        for node in nodes
+        if not top_level or isinstance(node, ast.Import | ast.ImportFrom)
+        for name in imported(node)
+    }
 
 
 def misplaced(module):
@@ -140,11 +147,15 @@ def test_what_is_declared_as_a_dependency_is_imported():
     assert {name for name in wanted if not any(f"{target}.".startswith(f"{name}.") for target in used)} == set()
 
 
-def test_the_core_of_the_runtime_names_no_feature():
-    """Imports for types alone do not count."""
-    core = {module: path for module, path in MODULES.items() if module.startswith("zbc.runtime.core")}
-    known = {target for path in core.values() for target in imports(path, top_level=True)}
-    assert not [target for target in known if target.startswith("zbc.runtime.features")]
+def test_the_core_of_the_runtime_and_what_builds_a_worker_name_no_feature():
+    """They ask the features' own table, `zbc.runtime.features`. Imports for types alone do not count."""
+    for module in (
+        m for m in MODULES if m.startswith(("zbc.runtime.core", "zbc.training.building", "zbc.training.worker"))
+    ):
+        whole = tree(MODULES[module])
+        typed = [n for n in ast.walk(whole) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        known = imports(MODULES[module]) - {name for node in typed for name in imported(node)}
+        assert not [target for target in known if target.startswith("zbc.runtime.features.")], module
 
 
 def test_features_build_themselves_in_an_order_that_is_written_down():

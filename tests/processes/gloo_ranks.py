@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zbc.ir import Kind
+from zbc.ops import WORDS
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.answers import primary
 from zbc.runtime.core.execute import finish, run_step
@@ -56,7 +57,8 @@ def train(
     parameters = primary(worker)
     words = worker.features.find(Vocabulary)
     if words is not None and worker.replica == 0:
-        parameters |= {f"{words.output.first:06d} {name}": p for name, p in words.optimizer.parameters.items()}
+        own = worker.optimizers[WORDS].parameters
+        parameters |= {f"{words.output.first:06d} {name}": p for name, p in own.items()}
     weights = {name: p.detach() for name, p in parameters.items()}
     grads = {name: p.grad for name, p in parameters.items()}
     return [r.loss for r in results], [r.grad_norm for r in results], pack(grads), pack(weights)

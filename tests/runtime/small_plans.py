@@ -20,11 +20,11 @@ from zbc.compiler.passes.gather_weights import GatherWeights
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Op, Placement, Program
 from zbc.job import spec
+from zbc.ops import WORDS
 from zbc.plan.directory import Boundary, RampPlan, RankPlan, StoredPlan, assemble
 from zbc.plan.phases import Phases
 from zbc.runtime.core.bundle import Alongside
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.words.vocabulary_state import Vocabulary
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings
@@ -402,8 +402,8 @@ def parameters(workers: Sequence[Worker]) -> dict[str, torch.nn.Parameter]:
     found = {name: p for w in workers for stage in w.stages.values() for name, p in stage.parameters.items()}
     rows: dict[str, list[torch.nn.Parameter]] = {}
     for worker in workers:
-        if worker.features.find(Vocabulary) is not None and worker.replica == 0:
-            for name, p in worker.features.find(Vocabulary).optimizer.parameters.items():
+        if WORDS in worker.optimizers and worker.replica == 0:
+            for name, p in worker.optimizers[WORDS].parameters.items():
                 rows.setdefault(name, []).append(p)
     for name, parts in rows.items():
         found[name] = torch.nn.Parameter(torch.cat([p.detach() for p in parts]))

@@ -20,6 +20,7 @@ from tests.tiers import few
 from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
+from zbc.ops import WORDS
 from zbc.plan.forward import forward_only
 from zbc.runtime.core.ending import leftovers
 from zbc.runtime.core.tensors import IGNORED
@@ -293,7 +294,8 @@ def test_whole_tables_are_put_together_for_others(tp):
     workers = [make_worker(plan, rank, hub) for rank in range(4 * tp)]
 
     def run(rank):
-        return workers[rank].features.find(Vocabulary).whole("head.logits.weight", workers[rank].transport)
+        mine = workers[rank].optimizers[WORDS].parameters["head.logits.weight"]
+        return workers[rank].features.find(Vocabulary).whole(mine, workers[rank].transport)
 
     found = side_by_side(4 * tp, run)
     one = parameters([make_worker(make_plan(make_program("1f1b", 1, 3)))])["head.logits.weight"]
@@ -451,12 +453,10 @@ def test_replicas_share_out_the_optimizer_of_their_rows(model):
     assert losses_of(dealt) == losses_of(plain)
     assert norms_of(dealt) == pytest.approx(norms_of(plain), rel=1e-6)
     for one, other in zip(dealt, plain, strict=True):
-        for name, p in one.features.find(Vocabulary).optimizer.parameters.items():
-            assert torch.equal(p, other.features.find(Vocabulary).optimizer.parameters[name])
+        for name, p in one.optimizers[WORDS].parameters.items():
+            assert torch.equal(p, other.optimizers[WORDS].parameters[name])
     for rank in (0, 1):
-        mine, others = (
-            list(map(place_of, dealt[r].features.find(Vocabulary).optimizer.held())) for r in (rank, rank + 2)
-        )
+        mine, others = (list(map(place_of, dealt[r].optimizers[WORDS].held())) for r in (rank, rank + 2))
         assert sorted({*mine} | {*others}) == sorted(
             map(place_of, plain[rank].features.find(Vocabulary).optimizer.held())
         )

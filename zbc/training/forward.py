@@ -31,13 +31,13 @@ from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.words.vocabulary_state import Meeting, Unit, Vocabulary
 from zbc.runtime.features.words.words import PLAIN
 from zbc.topology import At
-from zbc.training.building.context import Settings, steps_of, tokens_of
-from zbc.training.building.shares import log_probabilities_of
-from zbc.training.data.data import Batches, Tokens, all_samples, place
+from zbc.training.building.context import Settings, steps_of
+from zbc.training.data.data import Batches, Tokens, all_samples, place, tokens_of
 from zbc.training.data.pairs import Samples
 from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.data.unequal import Padded, whole_rows
 from zbc.training.evaluate import EvaluationRun, forward_run, forwards, total
+from zbc.training.models.losses import log_probabilities_of
 
 _DIMS = 8  # length of a message with the number of dimensions of a row and their sizes
 _HEADER = 512  # bytes of a file before its tensors

@@ -27,6 +27,7 @@ from zbc import excludes
 from zbc.errors import EXIT_BUG, ZbcError
 from zbc.job import adapterfolder, hffolder
 from zbc.job.userobject import IN_A_RANK
+from zbc.ops import WORDS
 from zbc.plan.directory import Manifest, RankPlan, read_manifest, read_ramp, read_rank
 from zbc.runtime.core import exhausted
 from zbc.runtime.core.answers import primary
@@ -501,8 +502,8 @@ def _uncut(worker: Worker) -> dict[str, Tensor]:
     found: dict[str, Tensor] = dict(primary(worker))
     shared = worker.features.find(Vocabulary)
     if shared is not None and worker.copy == 0:
-        for at, name in enumerate(shared.optimizer.parameters):
-            table = shared.whole(name, worker.transport)
+        for at, (name, rows) in enumerate(worker.optimizers[WORDS].parameters.items()):
+            table = shared.whole(rows, worker.transport)
             if worker.rank == (shared.last if at else shared.first):
                 found[name] = nn.Parameter(table)
     layers = worker.features.of(SharedLayers)

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zbc.ops import WORDS
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
+from zbc.runtime import features
 from zbc.runtime.core.feature import Context
 from zbc.runtime.core.state import PhaseRun, Worker
 from zbc.runtime.core.validate import VectorLayout
-from zbc.runtime.features import built
-from zbc.runtime.features.experts.routing import experts_of_all_blocks
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.seeding import Watch
 from zbc.runtime.transports.transport import Transport
@@ -21,12 +19,14 @@ from zbc.training.building.context import Site
 from zbc.training.building.data import batches_of, count_of_targets, warnings_of
 from zbc.training.building.optimizers import optimizers_of, sums_of, tied_weights
 from zbc.training.building.refusals import refuse
-from zbc.training.building.shares import loss_of, share_out, shared_with, tables_of, vocabulary_of
-from zbc.training.building.stages import build_stages, compile_stages
+from zbc.training.building.stages import build_stages, compile_stages, forms
 from zbc.training.data.split import Steps
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model
 from zbc.training.models.adapters import Frozen
+from zbc.training.models.losses import loss_of
+from zbc.training.models.sharding import share_out
+from zbc.training.models.shared_words import tables_of
 from zbc.training.probing.shapes import Shapes
 
 
@@ -51,16 +51,18 @@ def build_worker(
     manifest, settings, chosen = site.manifest, site.settings, site.settings.model
     phases, shapes = Phases.of(manifest) if site.dealer is None else site.dealer.phases, site.shapes
     site.work.follow(phases)
-    shared, tables = shared_with(site), tables_of(site)
+    shared, tables = features.groups_of(site), tables_of(site)
     own_loss = chosen.loss not in model.LOSSES
     watch = Watch(device, loss=own_loss) if own_loss or not chosen.causal else None
-    stages = build_stages(site, share_out(site, shared, tables), watch)
+    stages = build_stages(site, share_out(site, shared, tables, site.tokens and site.tokens.rows), watch)
     refuse(site, stages)
     tied = tied_weights(site)
-    optimizers = optimizers_of(site, stages, tied, shared)
-    words = None if tables is None else vocabulary_of(site, tables, shared.group)
-    optimizers |= {} if words is None else {WORDS: words.optimizer}
-    context = Context(site.parts, stages, optimizers, site.rank, device, shared, tied, site.unequal)
+    specs = {s: [forms(manifest, s, of) for of in site.by_slice] for s in site.mine}
+    ends = [of.inputs[0] for of in site.by_slice], [of.output for of in site.by_slice]
+    words = None if tables is None else tables.words(site, site.layers, *ends)
+    optimizers = optimizers_of(site, stages, tied, shared, words)
+    made = stages, optimizers, site.rank, device, shared, tied, site.slices, specs, words, site.unequal
+    context = Context(site.parts, *made)
     runs = [phase_run(site, part) for part in site.parts]
     count = count_of_targets(site)
     loss = loss_of(chosen, shared.group, (layer.module for stage in stages.values() for layer in stage.layers))
@@ -87,7 +89,7 @@ def build_worker(
         rate=lambda phases, step: phases.rate(
             settings.optimizer.peak_lr, settings.optimizer.schedule, settings.train.steps, step
         ),
-        features=built(context, (words, frozen)),
+        features=features.built(context, (frozen,)),
         hidden=shared.hidden,
         evaluation=build_evaluation(site, runs[-1].layout, count) if evaluates else None,
         warnings=warnings,
@@ -99,7 +101,8 @@ def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
     placement, unequal = manifest.to_placement(), site.manifest.balance
     batch = run.batch if unequal is None else run.dp * unequal.most
     apart = run.dp // run.span if manifest.averages else 1
-    routed = experts_of_all_blocks(manifest.planning)
+    chosen = site.settings.model
+    routed = (chosen.experts or 0) * chosen.layers
     layout = VectorLayout(
         shapes.parameters, batch, run.world, shapes.sizes, apart, site.dealer is not None, routed, site.ranks
     )

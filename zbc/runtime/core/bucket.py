@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from zbc.runtime.core.tensors import constant
 from zbc.runtime.transports.transport import Pending, Transport
 
 
-class GradientSum(Protocol):
+class GradientSum:
     """A gradient reduction that REDUCE or TIE starts."""
 
     def start(self, transport: Transport) -> None:
@@ -33,7 +32,7 @@ class GradientSum(Protocol):
         """Waits until it has completed."""
 
 
-class Bucket:
+class Bucket(GradientSum):
     """Gradients all-reduced over `ranks`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from zbc.errors import ZbcError
 from zbc.ir import Op
@@ -25,17 +25,32 @@ if TYPE_CHECKING:
     from zbc.runtime.core.route import Route
     from zbc.runtime.core.stage import Stage
     from zbc.runtime.core.state import PhaseRun, Worker
+    from zbc.runtime.core.tensors import Part
     from zbc.runtime.features.tensor_parallel import Shared
+    from zbc.runtime.features.words.vocabulary_state import Words
+    from zbc.runtime.transports.transport import Transport
 
 
 Answer = TypeVar("Answer")
+
+
+class Site(Protocol):
+    """A rank of a run, as far as features ask before its stages are built (training/building/context.py)."""
+
+    transport: Transport
+    device: torch.device
+    manifest: Manifest
+    rank: int  # of the run
+    settings: Any  # the sections of the plan
+    shares_sequence: bool | str
 
 
 @dataclass(frozen=True)
 class Context:
     """The arguments from which a rank's features are built: `plans` has one per phase, the last one's is the final
     phase; `shared` holds objects shared with other ranks; `tied` maps each weight that stages share to these stages,
-    the owner's first; `unequal`: rows of microbatches differ in length."""
+    the owner's first; `slices` of a microbatch, if it has some, and `specs` of a stage in each; `words`: the rows of a
+    parallel vocabulary; `unequal`: rows of microbatches differ in length."""
 
     plans: Sequence[RankPlan]
     stages: Mapping[int, Stage]
@@ -44,7 +59,10 @@ class Context:
     device: torch.device
     shared: Shared
     tied: Mapping[str, tuple[int, ...]]
-    unequal: bool = False
+    slices: Sequence[Part]
+    specs: Mapping[int, Sequence[dict[str, Any]]]
+    words: Words | None
+    unequal: bool
 
     @property
     def manifest(self) -> Manifest:

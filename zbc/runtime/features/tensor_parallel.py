@@ -20,23 +20,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.ir import Op
 from zbc.ops import WORDS
-from zbc.runtime.core.feature import Answer, Context, Feature
+from zbc.runtime.core.feature import Answer, Context, Feature, Site
 from zbc.runtime.core.slot import Slot, current_slot
 from zbc.runtime.features.groups.strands import current_pair
 from zbc.runtime.features.words import words
 from zbc.runtime.transports.transport import Pending, Transport
+from zbc.topology import INNER
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -173,6 +174,26 @@ class Shared:
     cuts: dict[str, Cut] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
     experts: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, site: Site) -> Shared:
+        """The groups of ranks that shard layers, experts and tokens with this rank."""
+        run, rank, manifest = site.manifest.topology, site.rank, site.manifest
+        meter = Meter() if site.device.type == "cpu" else None  # on a GPU the host does not wait
+        inner = dict[str, Group | None]()
+        for axis in INNER:
+            ranks, sequence = run.beside(axis.name, rank), axis.parts and bool(site.shares_sequence)
+            group = Group(ranks, ranks.index(rank), site.transport, sequence, meter, manifest.folded)
+            inner[axis.name] = group if group.size > 1 else None
+        sets = (run.sharing(rank), *run.steps(rank)) if manifest.ep else ()
+        swaps = [Group(ranks, ranks.index(rank), site.transport, meter=meter) for ranks in sets]
+        return cls(inner["tp"], swaps[0]._replace(steps=tuple(swaps[1:])) if swaps else None, inner["cp"])
+
+    def apart(self, parameters: Mapping[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], ...]:
+        """The parameters of a stage that are not of sharded experts, and those that are."""
+        starts = tuple(f"{name}." for name in self.experts)
+        own = {name: p for name, p in parameters.items() if name.startswith(starts)}
+        return {name: p for name, p in parameters.items() if name not in own}, own
 
     def hidden(self) -> float | None:
         """The share of the time of collectives inside of ops, since the last call, that other work has hidden."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,17 +18,15 @@ from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.bundle import Ways
 from zbc.runtime.core.state import Work
 from zbc.runtime.core.tensors import AUTOCAST, Part, TensorSpec
-from zbc.runtime.features.context_parallel import rows_in, rows_of
-from zbc.runtime.features.slices.slicing import Inside, within
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.transport import Transport
-from zbc.training.data.data import KINDS, Tokens, build_dataset, build_samples, input_spec, place
+from zbc.training.data.data import KINDS, Tokens, build_dataset, build_samples, input_spec, place, tokens_of
 from zbc.training.data.pairs import Samples, Targets, Words
 from zbc.training.data.split import Steps, count_of_step
 from zbc.training.data.unequal import ByTokens, Dealer, Fixed, Padded, build_documents, dealer_of
 from zbc.training.models import adapters, model, pretrained
 from zbc.training.models.shared_words import ends_of, trunk
-from zbc.training.probing.shapes import Shapes, derive
+from zbc.training.probing.shapes import Shapes, derive, in_a_slice
 
 _FILL = "zbc.training.models.hfweights:fill"  # imports transformers
 
@@ -189,7 +186,7 @@ class Site:
         lengths: list[int | None] = [part.rows for part in self.slices]
         lengths = lengths or [None]
         for rows in sorted({*lengths} - self.looks.keys(), key=lambda rows: rows or 0, reverse=True):
-            with nullcontext() if rows is None else within(Inside(Part(0, 0, rows, rows))):
+            with in_a_slice(rows):
                 self.looks[rows] = self.look(rows)
         return [self.looks[rows] for rows in lengths]
 
@@ -250,15 +247,6 @@ class Site:
             return found
         sizes = dict(zip(found.parameters, found.sizes, strict=True)) | words.sizes
         return replace(found, parameters=tuple(sorted(sizes)), sizes=tuple(sizes[name] for name in sorted(sizes)))
-
-
-def tokens_of(manifest: Manifest, chosen: spec.Model, at: Sequence[int]) -> Tokens | None:
-    """The tokens of each sequence that a rank at these coordinates has, with context parallelism."""
-    ranks, cuts, length = manifest.topology.along("cp"), manifest.cuts, chosen.seq_len or 0
-    if ranks == 1:
-        return None
-    shorter = partial(rows_in, place=at[0], ranks=ranks) if manifest.tokens else None
-    return Tokens(rows_of(cuts or [0, length], at[0], ranks), length, shorter)
 
 
 def steps_of(settings: Settings, manifest: Manifest, *, as_given: bool = False) -> Steps:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
 from zbc.ir import Op
-from zbc.ops import MAKER, TIED, experts_of
+from zbc.ops import TIED, WORDS, experts_of
 from zbc.plan.directory import meeting
 from zbc.plan.lateness import lateness
+from zbc.runtime import features
 from zbc.runtime.core.bucket import Bucket, GradientSum, absent
 from zbc.runtime.core.feature import Context
 from zbc.runtime.core.muon import Whole
-from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer, inside
-from zbc.runtime.core.split import SplitLinear
+from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.stage import Stage
-from zbc.runtime.core.tensors import AUTOCAST
-from zbc.runtime.features.experts.expert_parallel import split
-from zbc.runtime.features.moving import with_mean
-from zbc.runtime.features.shards.sharded import Sharded
-from zbc.runtime.features.tensor_parallel import Shared
-from zbc.runtime.features.unflushed.versions import Feedback, OneVersion, TwoVersions
 from zbc.training.building.context import Site
+
+if TYPE_CHECKING:
+    from zbc.runtime.features.tensor_parallel import Shared
+    from zbc.runtime.features.words.vocabulary_state import Words
 
 
 def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
@@ -41,10 +38,10 @@ def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
 
 
 def optimizers_of(
-    site: Site, stages: Mapping[int, Stage], tied: Collection[str], shared: Shared
+    site: Site, stages: Mapping[int, Stage], tied: Collection[str], shared: Shared, words: Words | None
 ) -> dict[int, StageOptimizer]:
-    """The optimizers by owner: stages, and the experts of each stage with some that are sharded. Raises E505 for
-    experts in a stage that has none by the plan."""
+    """The optimizers by owner: stages, the experts of each stage with some that are sharded, and `words`. Raises E505
+    for experts in a stage that has none by the plan."""
     late = lateness(site.plan.ops) if site.manifest.flushless else {}
     wholes = {
         name: Whole(partial(cut.collect, group=group), cut.of)
@@ -53,59 +50,15 @@ def optimizers_of(
     }
     found = dict[int, StageOptimizer]()
     for s in site.mine:
-        of = dict(zip((s, experts_of(s)), split(stages[s].parameters, shared.experts), strict=True))
+        of = dict(zip((s, experts_of(s)), shared.apart(stages[s].parameters), strict=True))
         experts = {id(parameter) for parameter in of[experts_of(s)].values()}
         if (not site.manifest.ep or s in site.manifest.dense) and of.pop(experts_of(s)):
             raise ZbcError("E505", f"run: the plan has no experts in stage {s}, the model has", hint="plan again")
         for owner, own in of.items():
             trained = [cast for cast in stages[s].casts if cast.module.weight.requires_grad]
             casts = [cast for cast in trained if (id(cast.module.weight) in experts) == (owner != s)]
-            found[owner] = _optimizer_of(site, own, casts, tied, late.get(s, 0), owner, wholes)
-    return found
-
-
-def _optimizer_of(
-    site: Site,
-    parameters: Mapping[str, nn.Parameter],
-    casts: Sequence[SplitLinear],
-    tied: Collection[str],
-    late: int,
-    owner: int,
-    wholes: Mapping[str, Whole],
-) -> StageOptimizer:
-    """The optimizer of the `parameters` of `owner`, a stage or its experts, and of their `casts`; `late`: the delay of
-    its gradients in steps of the stage, in asynchronous training."""
-    manifest, settings = site.manifest, site.settings
-    ranks, own = (meeting(manifest, Op(kind, owner), site.rank) for kind in (MAKER["total"], MAKER["weights"]))
-    own = ranks if manifest.one_sided else own  # copies of two pipes take from each other, without meeting
-    options, lowered, masters = settings.optimizer, settings.lowered, settings.model.master
-    ahead = options.sync == "post-validate"
-    if manifest.sharded and len(own) > 1:
-        found: StageOptimizer = Sharded(
-            options,
-            parameters,
-            casts,
-            wholes,
-            ranks=own,
-            rank=site.rank,
-            among=ranks,
-            whole=frozenset(parameters.keys() & tied),
-            lowered=lowered,
-            masters=masters,
-            ahead=ahead,
-            frees=bool(manifest.resident),
-            low=AUTOCAST.get(settings.model.dtype) if settings.model.builtin else None,
-            scatters=manifest.scatters,
-            cycles=manifest.flushless,
-        )
-    else:
-        found = build_optimizer(options, parameters, casts, wholes, lowered=lowered, masters=masters, ahead=ahead)
-    found = with_mean(options, found)
-    if not manifest.flushless:
-        return found
-    if options.sync == "asynchronous":
-        return OneVersion(found, casts, late if options.lookahead else 0)
-    return TwoVersions(Feedback(found, options.feedback) if options.feedback else found, casts)
+            found[owner] = features.optimizer_of(site, owner, own, casts, wholes, tied=tied, late=late.get(s, 0))
+    return found if words is None else {**found, WORDS: words.optimizer(site)}
 
 
 def sums_of(site: Site, stages: Mapping[int, Stage], context: Context) -> dict[Op, GradientSum]:
@@ -125,7 +78,7 @@ def sums_of(site: Site, stages: Mapping[int, Stage], context: Context) -> dict[O
             continue
         optimizer = context.optimizers[op.stage]
         own = [p for name, p in optimizer.parameters.items() if name not in tied]
-        found[op] = inside(optimizer, Sharded) or Bucket(own, ranks)
+        found[op] = inside(optimizer, GradientSum) or Bucket(own, ranks)
     return found
 
 

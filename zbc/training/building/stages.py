@@ -18,7 +18,6 @@ from zbc.runtime.core.remembered import places
 from zbc.runtime.core.split import LINEAR, SPLIT, GroupedLinear, Patch, SplitLinear, split_backward
 from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import AUTOCAST
-from zbc.runtime.features.slices.stage_slice import in_slices
 from zbc.runtime.seeding import Watch, draws
 from zbc.training.building.context import Site, group_of
 from zbc.training.models.adapters import LoraLinear, LoraStack
@@ -41,8 +40,6 @@ def build_stages(site: Site, share: Share, watch: Watch | None) -> dict[int, Sta
             refuse_stage(part.manifest, part.ops, stage)
     if manifest.vocabulary is None:  # otherwise tied weights are one table in each rank's vocabulary shard
         _share_ties(site, stages, share)
-    for s in site.mine if site.slices else ():
-        in_slices(stages[s], site.slices, [forms(manifest, s, shapes) for shapes in site.by_slice])
     return stages
 
 

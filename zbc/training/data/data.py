@@ -23,9 +23,11 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
+from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import Batch, TensorSpec, each
+from zbc.runtime.features.context_parallel import rows_in, rows_of
 from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
 from zbc.training.data.chat import CHAT, Chat
@@ -235,6 +237,15 @@ class Tokens(NamedTuple):
             text = f"run: a tensor {list(whole.shape)} of the data has no {self.length} tokens for ranks to share out"
             raise ZbcError("E505", text, hint="samples of model.seq_len tokens, for evaluation too; or parallel.cp = 1")
         return whole[:, self.at(whole.shape[1])]
+
+
+def tokens_of(manifest: Manifest, model: spec.Model, at: Sequence[int]) -> Tokens | None:
+    """The tokens of each sequence that a rank at these coordinates has, with context parallelism."""
+    ranks, cuts, length = manifest.topology.along("cp"), manifest.cuts, model.seq_len or 0
+    if ranks == 1:
+        return None
+    shorter = partial(rows_in, place=at[0], ranks=ranks) if manifest.tokens else None
+    return Tokens(rows_of(cuts or [0, length], at[0], ranks), length, shorter)
 
 
 class RankBatches(BatchSource):

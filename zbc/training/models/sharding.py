@@ -18,7 +18,7 @@ A user's layer has a method `shard(group)` that returns the parameters to shard 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -26,13 +26,17 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job import userobject
+from zbc.runtime.core.feature import Site
 from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.context_parallel import Spread
-from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
+from zbc.runtime.features.experts import expert_parallel
+from zbc.runtime.features.tensor_parallel import Cut, Group, Shared, look_up
 from zbc.training.models.adapters import STACKED, LoraLinear, LoraStack
 from zbc.training.models.experts import Expert, Experts
 from zbc.training.models.gpt import Block, Embed, GptHead
+from zbc.training.models.losses import by_words
 from zbc.training.models.parts import Rotary, same
+from zbc.training.models.shared_words import Tables
 
 
 class Shares(NamedTuple):
@@ -82,6 +86,28 @@ def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
         path, _, key = local.rpartition(".")
         found[local] = keep(layer.get_submodule(path), key, dim, list(blocks or [whole.shape[dim]]), group)
     return found
+
+
+def share_out(
+    site: Site, shared: Shared, tables: Tables | None, tokens: Tensor | None
+) -> Callable[[str, nn.Module], None]:
+    """A function that cuts a layer to this rank's shard, and records the cuts in `shared`; `tokens`: the positions of
+    this rank's, if ranks share them."""
+    joined, manifest = not by_words(site.settings.model), site.manifest
+
+    def share(name: str, layer: nn.Module) -> None:
+        if tables is not None:
+            tables.cut(name, layer)
+        if shared.group is not None:
+            found = shard(name, layer, shared.group, joined=joined)
+            shared.cuts.update({f"{name}.{local}": cut for local, cut in found.cuts.items()})
+            shared.partial.update(f"{name}.{local}" for local in found.partial)
+        if shared.tokens is not None and tokens is not None:
+            spread(layer, Spread(shared.tokens), tokens, unequal=manifest.balance is not None or bool(manifest.tokens))
+        if shared.swaps is not None:
+            shared.experts.extend(expert_parallel.share(name, layer, shared.swaps))
+
+    return share
 
 
 def spread(layer: nn.Module, tokens: Spread, rows: Tensor, *, unequal: bool = False) -> None:

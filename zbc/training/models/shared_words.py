@@ -18,10 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.job.hfmodel import WORDS
 from zbc.job.spec import Job, Model
+from zbc.runtime.core.feature import Site
+from zbc.runtime.core.tensors import AUTOCAST, TensorSpec
+from zbc.runtime.features.words.vocabulary import Embedding, Output
+from zbc.runtime.features.words.vocabulary_state import Words, words_of
 from zbc.runtime.features.words.words import AS_IS, Shaped
+from zbc.training.models.losses import by_words, terms_of
 from zbc.training.models.model import TIED, LayerPlan
 
 LOGITS = "head.logits.weight"
@@ -63,13 +69,33 @@ class Tables:
             if (found := f"{name}.{local}") in self.ends.tables:
                 self._rows[found] = table.detach()[self.low : self.high].clone()
 
-    def parameters(self, plans: Sequence[LayerPlan], seed: int, device: torch.device) -> dict[str, nn.Parameter]:
-        """The rows as parameters, by the names of the whole tables; builds layers of other ranks to get their rows."""
-        names = self.ends.tables
+    def words(
+        self, site: Site, plans: Iterable[LayerPlan], inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    ) -> Words:
+        """This rank's shard of a vocabulary; builds layers of other ranks to get their rows. `inputs` of the first
+        stage and `outputs` of the last one, by slice."""
+        names, chosen, learns = self.ends.tables, site.settings.model, not site.settings.adapter.rank
         for plan in plans:
             if any(name.startswith(f"{plan.name}.") and name not in self._rows for name in names):
-                self.cut(plan.name, plan.build(seed))
-        return {name: nn.Parameter(self._rows.pop(name).to(device)) for name in names}
+                self.cut(plan.name, plan.build(site.settings.train.seed))
+        rows = {name: nn.Parameter(self._rows.pop(name).to(site.device), learns) for name in names}
+        embedding, *_, head = [*rows.values()] * 2
+        output = Output(head, self.low, AUTOCAST.get(chosen.dtype), terms_of(chosen), self.ends.shaped)
+        looks_up = Embedding(embedding, self.low, self.ends.still)
+        return Words(rows, names, self.low, output, looks_up, inputs, outputs)
+
+
+def tables_of(site: Site) -> Tables | None:
+    """The object that cuts tables to this rank's vocabulary shard, if the vocabulary is parallel. Raises E406 for
+    models whose output layer this runtime cannot shard."""
+    shared, chosen, run = site.manifest.vocabulary, site.settings.model, site.manifest.topology
+    if shared is None:
+        return None
+    if not by_words(chosen) or shared.rows[-1] != chosen.vocab:
+        text = "run: the plan shares a vocabulary over its ranks, which this model or its other axes do not allow"
+        raise ZbcError("E406", text, hint='plan again, or with parallel.vocabulary = "ends"')
+    seat = run.of(site.rank)
+    return Tables(*words_of(site.manifest, run.part(seat.at))[seat.pp], ends_of(chosen))
 
 
 def without_words(layer: Any) -> list[tuple[str, Tensor]]:

@@ -31,9 +31,9 @@ from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
 from zbc.training.building.context import Settings, group_of, layer_plans, samples_of, steps_of
 from zbc.training.building.data import split_batches
-from zbc.training.building.shares import loss_of
 from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, RankBatches
+from zbc.training.models.losses import loss_of
 from zbc.training.probing.refusals import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
 from zbc.training.probing.trials import ROUNDING, apart, largest

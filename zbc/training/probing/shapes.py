@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -26,7 +26,8 @@ from zbc.runtime.core.bucket import gradient_type
 from zbc.runtime.core.bundle import Names, Packing, adapt, names_of, taken_apart
 from zbc.runtime.core.private import FakeTensorMode, pytree
 from zbc.runtime.core.stage import Traits
-from zbc.runtime.core.tensors import Laid, TensorSpec, lower_precision
+from zbc.runtime.core.tensors import Laid, Part, TensorSpec, lower_precision
+from zbc.runtime.features.slices.slicing import Inside, within
 from zbc.runtime.seeding import seeded
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan, Owners, hollow
@@ -194,6 +195,11 @@ def derive(
         ends=packed[plans[-1].name][1],
         packed=packed,
     )
+
+
+def in_a_slice(rows: int | None) -> AbstractContextManager[None]:
+    """A context of forwards on a slice of `rows` tokens, without values; None: on whole microbatches."""
+    return nullcontext() if rows is None else within(Inside(Part(0, 0, rows, rows)))
 
 
 def _later(plans: Sequence[LayerPlan]) -> dict[str, Names]:

@@ -16,8 +16,8 @@ from zbc.job.spec import Job
 from zbc.runtime.core.tensors import AUTOCAST
 from zbc.runtime.features.words.vocabulary import Embedding, Output, Told
 from zbc.runtime.features.words.words import combine
-from zbc.training.building.shares import terms_of
 from zbc.training.devices import Laps
+from zbc.training.models.losses import terms_of
 from zbc.training.models.shared_words import ends_of
 from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import Rig

@@ -14,7 +14,7 @@ parallelism (tensor_parallel.py): by weight gradients of the same op, or by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -215,10 +215,3 @@ def share(name: str, layer: nn.Module, group: Group) -> Iterator[str]:
                 hint = 'return the name of what holds this rank\'s experts, such as "experts"'
                 raise ZbcError("E119", text, hint=hint)
             yield f"{where}.{local}"
-
-
-def split(parameters: Mapping[str, nn.Parameter], experts: Iterable[str]) -> tuple[dict[str, nn.Parameter], ...]:
-    """The parameters of a stage that are not under these names, and those that are."""
-    starts = tuple(f"{name}." for name in experts)
-    own = {name: p for name, p in parameters.items() if name.startswith(starts)}
-    return {name: p for name, p in parameters.items() if name not in own}, own

@@ -71,10 +71,3 @@ def build(context: Context) -> Routing | None:
     blocks = {s: [layer for layer in stage.layers if layer.name.startswith("layers.")] for s, stage in stages}
     routers = {s: [r for one in own for r in number_blocks(one.name, one.module, count)] for s, own in blocks.items()}
     return Routing(routers) if routers else None
-
-
-def experts_of_all_blocks(planning: Mapping[str, Mapping[str, object]]) -> int:
-    """The number of experts of a model, from the sections of a plan."""
-    model = planning.get("model", {})
-    experts, layers = model.get("experts"), model.get("layers")
-    return experts * layers if isinstance(experts, int) and isinstance(layers, int) else 0

@@ -7,7 +7,7 @@ are kept from the first forward of a microbatch to its last backward; see slicin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class _Last:
         self._pasts.pop(self._at, None)
 
 
-def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> None:
+def in_slices(stage: Stage, parts: Sequence[Part], shapes: Sequence[dict[str, Any]]) -> None:
     """Makes the stages of a stage's slices; `shapes` are the `takes`, `gives`, `laid`, `came` and `goes` of each."""
     shared = {attribute.name: getattr(stage, attribute.name) for attribute in fields(Stage) if attribute.init}
     pasts = dict[Place, Pasts]()
@@ -98,4 +98,6 @@ class SlicePasts(Feature):
 
 
 def build(context: Context) -> SlicePasts:
+    for index, stage in context.stages.items() if context.slices else ():
+        in_slices(stage, context.slices, context.specs[index])
     return SlicePasts()

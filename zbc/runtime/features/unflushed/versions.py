@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Op
+from zbc.job import spec
 from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
 from zbc.runtime.core.private import copy_all, go_on, unversioned
 from zbc.runtime.core.split import SplitLinear
@@ -240,6 +241,13 @@ def _state_of(inner: StageOptimizer, parameter: nn.Parameter) -> dict[str, Any]:
 
 
 Unflushed = TwoVersions | OneVersion
+
+
+def versioned(options: spec.Optimizer, inner: StageOptimizer, casts: Iterable[SplitLinear], late: int) -> Unflushed:
+    """The optimizer for steps without a flush, in asynchronous training with gradients `late` by so many steps."""
+    if options.sync == "asynchronous":
+        return OneVersion(inner, casts, late if options.lookahead else 0)
+    return TwoVersions(Feedback(inner, options.feedback) if options.feedback else inner, casts)
 
 
 class Feedback(OptimizerOver):

@@ -12,24 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Message, Op
-from zbc.ops import At
+from zbc.ops import WORDS, At
 from zbc.plan.dealing import CHUNK
-from zbc.runtime.core.feature import Feature
+from zbc.plan.directory import Manifest
+from zbc.runtime.core.feature import Context, Feature, Site
 from zbc.runtime.core.optimizer import Held, OptimizerOver, StageOptimizer
 from zbc.runtime.core.private import users
 from zbc.runtime.core.route import Edges, Keeps, Left, Route
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.tensors import Part, TensorSpec
 from zbc.runtime.core.validate import chunks
-from zbc.runtime.features.tensor_parallel import Group
+from zbc.runtime.features import optimizer_of
+from zbc.runtime.features.tensor_parallel import Group, bounds
 from zbc.runtime.features.words.vocabulary import Embedding, Output, Told
 from zbc.runtime.features.words.words import Own, combine
 from zbc.runtime.transports.transport import Pending, Transport
@@ -106,15 +109,13 @@ class Meeting:
 @dataclass
 class Vocabulary(Feature):
     """One rank's vocabulary shard. `ranks` are the ranks of its pipeline, numbered in the run, ascending; `bounds[0]`
-    has the words of each; `replicas` are the ranks of the run with the same words. In a tensor parallel `group`, the
-    pipeline of the rank at `place` has the words of `bounds[place]`."""
+    has the words of each. In a tensor parallel `group`, the pipeline of the rank at `place` has the words of
+    `bounds[place]`."""
 
     output: Output
     embedding: Embedding
-    optimizer: OfRows
     ranks: tuple[int, ...]
     bounds: Sequence[Sequence[tuple[int, int]]]
-    replicas: tuple[int, ...]
     first: int  # the one of `ranks` with the first stage
     last: int  # the one with the last stage
     last_stage: int
@@ -186,13 +187,12 @@ class Vocabulary(Feature):
         self.sent.clear()
         worker.progress.waiting = False
 
-    def whole(self, name: str, transport: Transport) -> Tensor:
-        """All rows of a table; all ranks of the pipeline call this together; blocks."""
-        mine = self.optimizer.parameters[name].detach()
+    def whole(self, mine: Tensor, transport: Transport) -> Tensor:
+        """All rows of a table, of which this rank has `mine`; all ranks of the pipeline call this together; blocks."""
         words = sorted((own, part, i) for part, shards in enumerate(self.bounds) for i, own in enumerate(shards))
         most, width = max(high - low for (low, high), *_ in words), mine.shape[1]
         parts = mine.new_empty(len(self.ranks), most, width)
-        padded = functional.pad(mine, (0, 0, 0, most - len(mine)))
+        padded = functional.pad(mine.detach(), (0, 0, 0, most - len(mine)))
         transport.start_gather(padded.view(-1), parts.flatten(1), self.ranks).wait()
         every = parts[None] if self.group is None else self.group.collect(parts)
         return torch.cat([every[part, i, : high - low] for (low, high), part, i in words])
@@ -275,3 +275,49 @@ class OfRows(OptimizerOver):
 
     def _of(self, one: Held) -> Held:
         return one._replace(start=self._starts[one.name] + one.start, shape=self._shapes[one.name])
+
+
+class Words(NamedTuple):
+    """What a `Vocabulary` is made of: this rank's rows of the tables, of whole `shapes` by name, from the word `first`
+    on; its two ends; and by slice the first stage's input and the last one's output."""
+
+    parameters: Mapping[str, nn.Parameter]
+    shapes: Mapping[str, tuple[int, int]]
+    first: int
+    output: Output
+    embedding: Embedding
+    inputs: Sequence[TensorSpec]
+    outputs: Sequence[TensorSpec]
+
+    def optimizer(self, site: Site) -> OfRows:
+        """The optimizer of the rows."""
+        return OfRows(optimizer_of(site, WORDS, self.parameters, (self.output.cast,)), self.first, self.shapes)
+
+
+def words_of(manifest: Manifest, part: int) -> list[tuple[int, int]]:
+    """The bounds of the words of each rank of the pipeline, for shard `part` of the layers."""
+    rows = manifest.vocabulary.rows if manifest.vocabulary is not None else []
+    parts = [(low, *bounds(high - low, part, manifest.topology.parts)) for low, high in pairwise(rows)]
+    return [(low + start, low + stop) for low, start, stop in parts]
+
+
+def build(context: Context) -> Vocabulary | None:
+    words, manifest = context.words, context.manifest
+    if words is None or manifest.vocabulary is None:
+        return None
+    run, placement, seat = manifest.topology, manifest.to_placement(), manifest.topology.of(context.rank)
+    ranks = tuple(sorted(run.rank(seat.dp, part, seat.at) for part in range(run.pp)))
+    return Vocabulary(
+        words.output,
+        words.embedding,
+        ranks=ranks,
+        bounds=[[words_of(manifest, part)[run.of(rank).pp] for rank in ranks] for part in range(run.parts)],
+        first=run.rank(seat.dp, placement.rank_of(0), seat.at),
+        last=run.rank(seat.dp, placement.rank_of(placement.ends[-1]), seat.at),
+        last_stage=placement.ends[-1],
+        sums=manifest.vocabulary.sums,
+        slices=context.slices,
+        inputs=words.inputs,
+        outputs=words.outputs,
+        group=context.shared.group,
+    )
