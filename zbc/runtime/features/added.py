@@ -8,7 +8,7 @@ the loss is their mean. `add_loss` corrects for that, and `loss_scale` returns t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from torch import Tensor
 from zbc.ir import Key, Kind, Op
 from zbc.runtime.core.current import AGAIN, Current
 from zbc.runtime.core.feature import Context, Feature
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Handler, PhaseRun, Worker
+from zbc.runtime.core.state import Handler, PhaseRun, Worker
 
 
 class Adding:

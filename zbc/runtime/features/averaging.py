@@ -12,7 +12,7 @@ The parts are equal pieces of the concatenated weights of a stage, averaged in t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from zbc.job.sections import Average
 from zbc.ops import TIED
 from zbc.plan.directory import averaging
 from zbc.runtime.core.feature import Context, Feature, Pause
+from zbc.runtime.core.state import Worker
 from zbc.runtime.transports.transport import Pending, Transport
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
 
 
 class _Sent(NamedTuple):

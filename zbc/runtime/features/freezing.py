@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -30,12 +29,9 @@ from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.route import KEEPS, Keeps, Left, Route
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Finish, Stage
-from zbc.runtime.core.state import PhaseRun
+from zbc.runtime.core.state import PhaseRun, Worker
 from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.seeding import seed_of
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
 
 
 class Turns:

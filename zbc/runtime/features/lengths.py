@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from zbc.ir import Op
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.route import route_of
+from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import Length
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
 
 
 class Lengths(Feature):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from zbc.job import spec
 from zbc.runtime.core.feature import Context, Feature, Pause
 from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
+from zbc.runtime.core.state import Worker
 from zbc.runtime.features.shards.gathers import Gathers
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
 
 MEAN = "ema"  # key of a parameter's average in the optimizer's state, for checkpoints
 

@@ -7,7 +7,6 @@ rest of a row is padding: no token attends to it, and its targets do not count.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +14,8 @@ from torch import Tensor
 from zbc.ir import Kind, Op
 from zbc.runtime.core.current import Current
 from zbc.runtime.core.feature import Context, Feature
+from zbc.runtime.core.state import Handler, PhaseRun, Worker
 from zbc.runtime.core.tensors import cached
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Handler, PhaseRun, Worker
 
 Rows = tuple[tuple[int, ...], ...]  # lengths of the samples of each row, in their order
 

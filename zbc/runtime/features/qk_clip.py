@@ -11,7 +11,7 @@ own factor; biases as well. A rank multiplies what its optimizer updates: weight
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,11 +22,9 @@ from zbc.plan.directory import meeting
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import Held, StageOptimizer
 from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.state import Worker
 from zbc.runtime.features.added import Added
 from zbc.runtime.transports.transport import Pending
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
 
 
 @runtime_checkable

@@ -7,12 +7,10 @@ double it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from zbc.runtime.core.feature import Context, Feature
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Worker
 
 _GROWTH, _BACKOFF = 2.0, 0.5
 

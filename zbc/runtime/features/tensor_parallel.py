@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,11 @@ from zbc.ir import Op
 from zbc.ops import WORDS
 from zbc.runtime.core.feature import Answer, Context, Feature, Site
 from zbc.runtime.core.slot import Slot, current_slot
+from zbc.runtime.core.state import Worker
 from zbc.runtime.features.groups.strands import current_pair
 from zbc.runtime.features.words import words
 from zbc.runtime.transports.transport import Pending, Transport
 from zbc.topology import INNER
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
 
 
 @dataclass(slots=True)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from zbc.runtime.core.feature import Answer, Context, Feature
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Worker
 
 
 class Ties(Feature):

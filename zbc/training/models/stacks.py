@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.core.split import GroupedLinear
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Worker
 
 
 class Stack(NamedTuple):

@@ -8,16 +8,14 @@ affects the choice of experts for a token, not their weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from zbc.ir import Kind, Op
 from zbc.runtime.core.feature import Context, Feature
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Handler, PhaseRun, Worker
+from zbc.runtime.core.state import Handler, PhaseRun, Worker
 
 
 @runtime_checkable

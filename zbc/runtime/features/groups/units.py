@@ -15,21 +15,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zbc.ir import Kind, Op
 from zbc.runtime.core.clock import Busy, Clock
 from zbc.runtime.core.feature import Context, Feature
+from zbc.runtime.core.state import Handler, PhaseRun, Script, Worker
 from zbc.runtime.features.freezing import Resting
 from zbc.runtime.features.groups.strands import Pair
 from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.unflushed.cycle import Cycle
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Handler, PhaseRun, Script, Worker
 
 
 class Together:

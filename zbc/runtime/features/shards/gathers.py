@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,11 +13,9 @@ from zbc.ops import WORDS, At, owners_among, rows_with
 from zbc.runtime.core.feature import Context, Feature, Pause
 from zbc.runtime.core.optimizer import inside
 from zbc.runtime.core.route import Edges, Route
+from zbc.runtime.core.state import Handler, PhaseRun, Worker
 from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.features.shards.windows import WindowCopier
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Handler, PhaseRun, Worker
 
 
 class Gathers(Feature):

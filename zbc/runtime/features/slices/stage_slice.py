@@ -9,18 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.stage import Stage, StageLayer
+from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tape import Alone, Tape
 from zbc.runtime.core.tensors import Part
 from zbc.runtime.features.slices.slicing import Inside, Pasts, within
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
 
 Place = tuple[Any, ...]  # the seed or "evaluation", the step, the number of the microbatch
 

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,13 +27,11 @@ from zbc.runtime.core.ending import Ending, close, refuse_left
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import set_rate
 from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.state import Handler, PhaseRun, Script, Worker
 from zbc.runtime.core.validate import peak_bytes
 from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.features.unflushed.versions import OneVersion, TwoVersions, Unflushed
 from zbc.runtime.transports.transport import Pending
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.state import Handler, PhaseRun, Script, Worker
 
 
 @dataclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from zbc.runtime.core.optimizer import Held, OptimizerOver, StageOptimizer
 from zbc.runtime.core.private import users
 from zbc.runtime.core.route import Edges, Keeps, Left, Route
 from zbc.runtime.core.slot import Slot
+from zbc.runtime.core.stage import Finish, Stage
+from zbc.runtime.core.state import PhaseRun, Worker
 from zbc.runtime.core.tensors import Part, TensorSpec
 from zbc.runtime.core.validate import chunks
 from zbc.runtime.features import optimizer_of
@@ -36,10 +38,6 @@ from zbc.runtime.features.tensor_parallel import Group, bounds
 from zbc.runtime.features.words.vocabulary import Embedding, Output, Told
 from zbc.runtime.features.words.words import Own, combine
 from zbc.runtime.transports.transport import Pending, Transport
-
-if TYPE_CHECKING:
-    from zbc.runtime.core.stage import Finish, Stage
-    from zbc.runtime.core.state import PhaseRun, Worker
 
 Unit = tuple[int, int]  # microbatch, slice
 
