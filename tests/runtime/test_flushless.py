@@ -236,7 +236,7 @@ def test_a_step_that_forgets_to_copy_is_noticed(monkeypatch):
 
 def test_an_op_on_weights_that_are_not_here_is_refused():
     with refused("E703"):
-        TwoVersions(InPlace(_options(), {})).turn_to(2)
+        TwoVersions(InPlace(_options(), {})).before(None, 2)
 
 
 def _options():

@@ -79,7 +79,7 @@ def optimizer_of(
     """The optimizer of the `parameters` of `owner` (a stage, its experts, or a rank's words), and of their `casts`:
     sharded over replicas, with averages of the weights, or with versions of them. `tied`: names of weights that stages
     share; `late`: the delay of its gradients in steps of the stage, in asynchronous training."""
-    from zbc.runtime.features.moving import with_mean
+    from zbc.runtime.features.moving import Mean
     from zbc.runtime.features.shards.sharded import Sharded
     from zbc.runtime.features.unflushed.versions import versioned
 
@@ -99,5 +99,5 @@ def optimizer_of(
         found: StageOptimizer = Sharded(*of, **how, cycles=manifest.flushless)
     else:
         found = build_optimizer(*of, **how)
-    found = with_mean(options, found)
+    found = found if options.ema is None else Mean(found, options.ema)
     return versioned(options, found, casts, late) if manifest.flushless else found

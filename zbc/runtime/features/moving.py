@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from zbc.job import spec
 from zbc.runtime.core.feature import Context, Feature, Pause
 from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
 from zbc.runtime.core.state import Worker
@@ -55,11 +54,6 @@ class Mean(OptimizerOver):
                 mean.copy_(before)
         if (masters := inside(self._inner, Masters)) is not None:
             masters.publish()
-
-
-def with_mean(options: spec.Optimizer, inner: StageOptimizer) -> StageOptimizer:
-    """The optimizer with an EMA of its weights, if the job sets one."""
-    return inner if options.ema is None else Mean(inner, options.ema)
 
 
 class Moving(Feature):

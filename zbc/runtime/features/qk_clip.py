@@ -65,7 +65,7 @@ class Clipped:
 
     def __init__(self, tau: float, blocks: Sequence[Attending], ranks: tuple[int, ...]) -> None:
         self._tau, self._blocks, self._ranks = tau, blocks, ranks
-        self._coming: tuple[Pending, Tensor] | None = None
+        self.coming: tuple[Pending, Tensor] | None = None
         self._peaks: Sequence[Tensor] = ()  # of each block
 
     def gather(self, worker: Worker, told: Sequence[Mapping[int, Tensor]]) -> None:
@@ -73,20 +73,14 @@ class Clipped:
         found = [[peaks[one.number] for peaks in told if one.number in peaks] for one in self._blocks]
         zeros = (torch.zeros(one.block.heads, device=worker.device) for one in self._blocks)
         mine = torch.cat([torch.stack([zero, *own]).amax(0) for zero, own in zip(zeros, found, strict=True)])
-        if len(self._ranks) == 1:
-            self._take(mine)
-            return
         parts = mine.new_empty(len(self._ranks), len(mine))
-        self._coming = worker.transport.start_gather(mine, parts, self._ranks), parts
+        self.coming = worker.transport.start_gather(mine, parts, self._ranks), parts
 
     def finish(self, worker: Worker) -> None:
-        if self._coming is not None:
-            (pending, parts), self._coming = self._coming, None
+        if self.coming is not None:
+            (pending, parts), self.coming = self.coming, None
             worker.wait_for("the largest scores", pending)
-            self._take(parts.amax(0))
-
-    def _take(self, peaks: Tensor) -> None:
-        self._peaks = torch.split(peaks, [one.block.heads for one in self._blocks])
+            self._peaks = torch.split(parts.amax(0), [one.block.heads for one in self._blocks])
 
     @torch.no_grad()
     def after(self, *_: Any) -> None:
@@ -100,22 +94,19 @@ class Clip(Feature):
 
     def __init__(self, stages: Mapping[int, Clipped]) -> None:
         self._stages = stages
-        self._begun = set[int]()  # stages whose scores are being gathered
 
     def reduces(self, worker: Worker, op: Op) -> None:
         if op.kind.sums:
             self._begin(worker, op.stage)
 
     def _begin(self, worker: Worker, stage: int) -> None:
-        if stage in self._stages and stage not in self._begun:
-            self._begun.add(stage)
+        if stage in self._stages and self._stages[stage].coming is None:
             told = worker.features.of(Added).peaks
             self._stages[stage].gather(worker, [told.pop(key) for key in list(told) if key.stage == stage])
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         for stage in self._stages.keys() & {*stages}:
             self._begin(worker, stage)
-            self._begun.remove(stage)
             self._stages[stage].finish(worker)
 
 

@@ -75,14 +75,6 @@ class Group(NamedTuple):
         """The first row of this rank's shard of `count` rows, and the row after its last."""
         return bounds(count, self.place, self.size)
 
-    def start(self, tensor: Tensor) -> Pending:
-        """Starts the all-reduce of a tensor in place."""
-        return self.transport.start_sum(tensor, self.ranks)
-
-    def hidden(self) -> float | None:
-        """The share of the time of collectives since the last call in which this rank did other work."""
-        return None if self.meter is None else self.meter.read()
-
     def settle(self, pending: Pending, slot: Slot | None = None) -> None:
         """Waits for a collective that was just started, overlapped with other work: first the deferred weight gradients
         of `slot`, if they belong to the same op, then the other op of the overlap group, if any."""
@@ -123,41 +115,26 @@ class Group(NamedTuple):
         if self.sequence:
             return x
         rows = x.flatten(0, -2)
-        return meets(rows, self, _mine, partial(_rows, len(rows)))
+        return meets(rows, self, partial(_part, 0), partial(_parts, 0, len(rows)))
 
     def shared(self, mine: Tensor, like: Tensor) -> Tensor:
         """All-gathers the rows that are made from shares of `like`, in its shape."""
         if self.sequence:
             return mine.view_as(like)
-        rows = partial(_rows, like.shape[:-1].numel())
-        return meets(mine, self, rows, _mine).view_as(like)
+        rows = partial(_parts, 0, like.shape[:-1].numel())
+        return meets(mine, self, rows, partial(_part, 0)).view_as(like)
 
     def whole(self, x: Tensor) -> Tensor:
         """All-gathers tokens for a computation that all ranks repeat, and whose gradients are equal on all."""
         return meets(x, self, _all, lambda group, x, slot: x.chunk(group.size, 1)[group.place].contiguous())
 
-    def tokens(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """Starts the all-gather of sharded tokens (batch, tokens, ...); `joined` makes the result, after the wait."""
-        parts = x.new_empty((self.size, x.numel()))
-        return parts, self.transport.start_gather(x.reshape(-1), parts, self.ranks)
-
-    def joined(self, parts: Tensor, x: Tensor) -> Tensor:
-        """The tokens that `tokens` has gathered, from tensors like `x`."""
-        return torch.cat(list(parts.view(self.size, *x.shape)), 1)
-
-    def scatter(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """Starts the reduce-scatter of (batch, tokens, ...) along tokens."""
-        parts = torch.stack(x.chunk(self.size, 1))
-        mine = torch.empty_like(parts[0])
-        return mine, self.transport.start_scatter(parts.view(self.size, -1), mine.view(-1), self.ranks)
-
     def join(self, x: Tensor, count: int) -> Tensor:
         """All-gathers the last dimension, `count` features sharded by `bounds`."""
-        return meets(x, self, partial(_columns, count), _own_columns)
+        return meets(x, self, partial(_parts, -1, count), partial(_part, -1))
 
     def split(self, x: Tensor) -> Tensor:
         """This rank's share, by `bounds`, of the last dimension of `x`, which is the same on all."""
-        return meets(x, self, _own_columns, partial(_columns, x.shape[-1]))
+        return meets(x, self, partial(_part, -1), partial(_parts, -1, x.shape[-1]))
 
 
 @dataclass
@@ -196,7 +173,7 @@ class Shared:
     def hidden(self) -> float | None:
         """The share of the time of collectives inside of ops, since the last call, that other work has hidden."""
         inside = self.group or self.swaps or self.tokens  # with one meter
-        return None if inside is None else inside.hidden()
+        return None if inside is None or inside.meter is None else inside.meter.read()
 
 
 class SharedLayers(Feature):
@@ -235,7 +212,7 @@ class SharedLayers(Feature):
             return
         worker.progress.waiting = True
         flat = torch.cat([p.grad.reshape(-1) for p in terms if p.grad is not None])
-        self.group.start(flat).wait()
+        self.group.transport.all_reduce(flat, self.group.ranks)
         parts = torch.split_with_sizes(flat, [p.numel() for p in terms])
         for parameter, part in zip(terms, parts, strict=True):
             parameter.grad = part.view_as(parameter)
@@ -310,48 +287,38 @@ def _same(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
 
 def _sum(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
     y = x.clone(memory_format=torch.contiguous_format)
-    group.settle(group.start(y), slot)
+    group.settle(group.transport.start_sum(y, group.ranks), slot)
     return y
 
 
 def _all(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
     """All-gathers tokens."""
-    parts, pending = group.tokens(x)
-    group.settle(pending, slot)
-    return group.joined(parts, x)
+    return torch.cat(list(group.collect(x, slot)), 1)
 
 
 def _own(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
     """Reduce-scatters tokens."""
-    mine, pending = group.scatter(x)
-    group.settle(pending, slot)
+    parts = torch.stack(x.chunk(group.size, 1))
+    mine = torch.empty_like(parts[0])
+    group.settle(group.transport.start_scatter(parts.view(group.size, -1), mine.view(-1), group.ranks), slot)
     return mine
 
 
-def _mine(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
-    low, high = group.bounds(len(x))
-    return x[low:high].clone()
+def _part(dim: int, group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    low, high = group.bounds(x.shape[dim])
+    return x.narrow(dim, low, high - low).clone()
 
 
-def _rows(count: int, group: Group, x: Tensor, slot: Slot | None) -> Tensor:
-    """All-gathers `count` rows, of which each rank has its share."""
+def _parts(dim: int, count: int, group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    """All-gathers a dimension, of which each rank has its share of `count`."""
     sizes = [high - low for low, high in (bounds(count, place, group.size) for place in range(group.size))]
-    if min(sizes) == max(sizes):  # without a copy
+    if dim == 0 and min(sizes) == max(sizes):  # without a copy
         return group.collect(x, slot).flatten(0, 1)
-    parts = group.collect(functional.pad(x, (0, 0, 0, max(sizes) - len(x))), slot)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-
-def _columns(count: int, group: Group, x: Tensor, slot: Slot | None) -> Tensor:
-    """All-gathers the last dimension, of which each rank has its share of `count`."""
-    sizes = [stop - start for start, stop in (bounds(count, i, group.size) for i in range(group.size))]
-    wide = functional.pad(x, (0, max(sizes) - x.shape[-1]))
-    return torch.cat([part[..., :size] for part, size in zip(group.collect(wide, slot), sizes, strict=True)], -1)
-
-
-def _own_columns(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
-    start, stop = group.bounds(x.shape[-1])
-    return x[..., start:stop].clone()
+    after = (x.dim() - 1 if dim == 0 else 0) * [0, 0]
+    wide = functional.pad(x, [*after, 0, max(sizes) - x.shape[dim]])
+    return torch.cat(
+        [part.narrow(dim, 0, size) for part, size in zip(group.collect(wide, slot), sizes, strict=True)], dim
+    )
 
 
 def _swap(out: Sequence[int], into: Sequence[int], group: Group, x: Tensor, slot: Slot | None) -> Tensor:

@@ -20,7 +20,7 @@ from zbc.runtime.core.state import Worker
 from zbc.runtime.features.moving import MEAN, Mean
 from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.features.tensor_parallel import Cut, SharedLayers
-from zbc.runtime.features.unflushed.versions import FED, OLDER, Feedback, OneVersion, TwoVersions
+from zbc.runtime.features.unflushed.versions import FED, OLDER, Feedback, Unflushed
 from zbc.text import few
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
@@ -170,13 +170,12 @@ def _restore_weights(worker: Worker, optimizer: StageOptimizer, reader: Reader) 
 
 def _state_keys(reader: Reader, optimizer: StageOptimizer) -> Mapping[str, list[str]]:
     """The keys of optimizer state in the checkpoint, by parameter, without optional ones that this optimizer lacks."""
-    kept = {OLDER: isinstance(optimizer, TwoVersions | OneVersion), FED: inside(optimizer, Feedback) is not None}
-    kept[MEAN] = inside(optimizer, Mean) is not None
+    kinds: dict[str, type] = {OLDER: Unflushed, FED: Feedback, MEAN: Mean}
     keys: dict[str, list[str]] = {}
     for name in reader.tensors:
         if name.startswith(OPTIM):
             parameter, _, key = name.removeprefix(OPTIM).rpartition(".")
-            if kept.get(key, True):
+            if key not in kinds or inside(optimizer, kinds[key]) is not None:
                 keys.setdefault(parameter, []).append(key)
     return keys
 

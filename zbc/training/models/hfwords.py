@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zbc.runtime.core.private import real_tensors
 from zbc.runtime.features.words.words import Shaped
 from zbc.training.models.shared_words import Ends
+from zbc.training.probing.probe import graph
 
 UNLIKE = "its logits are not products of a linear layer without a bias, maybe scaled, or capped at 35 or less"
 _LITTLE, _MUCH, _CAP = 2.0**-13, 2.0**13, 35  # of logits: where caps are not seen, where they are all; exp(-2 _CAP) > 0
@@ -19,14 +20,7 @@ _LITTLE, _MUCH, _CAP = 2.0**-13, 2.0**13, 35  # of logits: where caps are not se
 
 def read(y: Tensor) -> set[int]:
     """The ids of the leaves that a tensor is computed from."""
-    found, seen, left = set[int](), set[Any](), [y.grad_fn]
-    while left:
-        node: Any = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found |= {id(node.variable)} if hasattr(node, "variable") else set()
-            left += [before for before, _ in node.next_functions]
-    return found
+    return {id(node.variable) for node in graph([y]) if hasattr(node, "variable")}
 
 
 @lru_cache(8)

@@ -129,7 +129,7 @@ def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tupl
     changed = tuple(key for key, old in buffers.items() if after.get(key) is not old or ops.wrote(old))
     carries = differing(before, attributes(module))
     # Perhaps it adds gradients: by hooks of parameters, or by autograd functions of a user in its backward.
-    nodes = (type(node) for node in _graph(taken_apart(y)[0]) if isinstance(node, BackwardCFunction))
+    nodes = (type(node) for node in graph(taken_apart(y)[0]) if isinstance(node, BackwardCFunction))
     adds = differentiates.seen or differentiates.hooks or any(p._backward_hooks for p in module.parameters())
     adds = adds or any(not vars(kind)["_forward_cls"].__module__.startswith("zbc.") for kind in nodes)
     traits = Traits(ops.draws, ops.wrote(given), changed, differentiates.seen, carries, adds=adds)
@@ -159,10 +159,10 @@ def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None
 
 def reaches(y: Tensor, x: Tensor) -> bool:
     """Whether a backward from `y` reaches the leaf `x`."""
-    return y is x or any(getattr(node, "variable", None) is x for node in _graph([y]))
+    return y is x or any(getattr(node, "variable", None) is x for node in graph([y]))
 
 
-def _graph(tensors: Sequence[Tensor]) -> Iterator[Any]:
+def graph(tensors: Sequence[Tensor]) -> Iterator[Any]:
     """The nodes of a backward from these tensors."""
     seen, left = set[Any]([None]), list[Any](tensor.grad_fn for tensor in tensors)
     while left:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from zbc.ir import Kind, Op
+from zbc.ir import Op
 from zbc.runtime.core.clock import Busy, Clock
 from zbc.runtime.core.feature import Context, Feature
-from zbc.runtime.core.state import Handler, PhaseRun, Script, Worker
+from zbc.runtime.core.state import Entry, PhaseRun, Script, Worker
 from zbc.runtime.features.freezing import Resting
 from zbc.runtime.features.groups.strands import Pair
 from zbc.runtime.features.offload.offload import Offloads
@@ -73,13 +73,15 @@ class Units:
     def run(self, first: Entry, second: Entry) -> None:
         """Runs both ops of a group, in turns."""
         worker, progress = self.worker, self.worker.progress
-        self._ops = (progress.index, first.text), (progress.index + 1, second.text)
+        ops = first[1], second[1]
+        self._ops = (progress.index, first[2]), (progress.index + 1, second[2])
         clock = worker.clock
         # Of experts a B begins with an all-to-all, and an F with attention, which hides it.
-        worker.clock = Together(clock, self._pair, second_leads=self._swaps and not second.op.kind.is_forward)
+        worker.clock = Together(clock, self._pair, second_leads=self._swaps and not ops[1].kind.is_forward)
         try:
-            one, other = (partial(entry.handler, worker, entry.op) for entry in (first, second))
-            self._pair.run(one, other, (first.name, second.name))
+            one, other = (partial(handler, worker, op) for handler, op, _ in (first, second))
+            # Ops of one kind and stage have the same number of all-reduces.
+            self._pair.run(one, other, (ops[0][:2], ops[1][:2]))
         finally:
             worker.clock, progress.thread = clock, None
 
@@ -91,20 +93,6 @@ class Units:
         if self.stamp is not None:
             self.turns[0].append(progress.index)
             self.turns[1].append(self.stamp())
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The script's entry of an op of a group."""
-
-    handler: Handler
-    op: Op
-    text: str
-
-    @property
-    def name(self) -> tuple[Kind, int]:
-        """A name; ops of the same name have the same number of all-reduces."""
-        return self.op.kind, self.op.stage
 
 
 class Braids(Feature):
@@ -119,8 +107,8 @@ class Braids(Feature):
         """Interleaves the groups of a phase if possible."""
         marks = [at for at, (_, op, _) in enumerate(run.script) if op.kind.is_mark]
         for at in marks if worker.meets else ():
-            first, second = (Entry(*run.script[at + i]) for i in (1, 2))
-            why = _reason(worker, run, first.op, second.op)
+            first, second = run.script[at + 1 : at + 3]
+            why = _reason(worker, run, first[1], second[1])
             if why is None:
                 if self.units is None:
                     self.units = Units(worker)
@@ -137,15 +125,15 @@ class Braids(Feature):
 
         def both(worker: Worker, op: Op) -> None:
             if self.one_by_one:
-                first.handler(worker, op)
+                first[0](worker, op)
             else:
                 units.run(first, second)
 
         def rest(worker: Worker, op: Op) -> None:
             if self.one_by_one:
-                second.handler(worker, op)
+                second[0](worker, op)
 
-        return [(both, first.op, first.text), (rest, second.op, second.text)]
+        return [(both, *first[1:]), (rest, *second[1:])]
 
     def ends(self) -> None:
         if self.units is not None:

@@ -30,7 +30,7 @@ from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.state import Handler, PhaseRun, Script, Worker
 from zbc.runtime.core.validate import peak_bytes
 from zbc.runtime.features.shards.gathers import Gathers
-from zbc.runtime.features.unflushed.versions import OneVersion, TwoVersions, Unflushed
+from zbc.runtime.features.unflushed.versions import Unflushed
 from zbc.runtime.transports.transport import Pending
 
 
@@ -139,7 +139,7 @@ class Cycle(Ending):
 def versions_of(worker: Worker, owner: int) -> Unflushed:
     """The optimizer of a stage, or of its experts, for steps without a flush. Raises E703 if it is another one."""
     optimizer = worker.optimizers[owner]
-    if not isinstance(optimizer, TwoVersions | OneVersion):
+    if not isinstance(optimizer, Unflushed):
         text = "run: the plan has steps without a flush, and its optimizer is for steps with one"
         raise ZbcError("E703", text, hint="plan again")
     return optimizer

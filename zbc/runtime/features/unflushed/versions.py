@@ -15,7 +15,7 @@ weights extrapolated to its backward, as if all steps until then were like the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,27 +34,83 @@ OLDER = "older"  # key of a parameter's older weights in the optimizer's state, 
 FED = "fed"  # likewise of its last update
 
 
-class TwoVersions(OptimizerOver):
-    """A `StageOptimizer` with two versions of its weights. Between runs of steps the newest are the parameters' data.
+class Unflushed(OptimizerOver):
+    """A `StageOptimizer` that steps while graphs of later forwards wait for their backward. Between runs of steps the
+    newest weights are the parameters' data; `_older` are earlier ones, if any are kept. `casts`: of its weights."""
 
-    `casts` of weights are cached for each version.
-    """
+    newer = True  # whether the parameters' data are the newest version
 
     def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = ()) -> None:
         super().__init__(inner)
-        also_kept(inner, OLDER)
-        trained = {name: p for name, p in inner.parameters.items() if p.requires_grad}
-        self._names, self._trained = list(trained), list(trained.values())
-        self._newer = [p.data for p in self._trained]
-        self._older = [p.data.clone() for p in self._trained]
         self._casts = tuple(casts)
-        self._lows: list[tuple[int, Tensor, Tensor] | None] = [None] * len(self._casts)  # casts of the other version
-        self.newer = True  # whether the parameters' data are the newer version
-        self._partial = False  # whether only this rank's shards of the older version are valid
+        trained = {name: p for name, p in inner.parameters.items() if p.requires_grad}
+        self._names, self._trained, self._older = list(trained), list(trained.values()), list[Tensor]()
         self.steps = 0  # taken so far, skipped ones too
 
     def begin(self, step: int, transport: Transport) -> None:
-        """Starts a run of steps after `step` steps; after a checkpoint was read, gathers the older version (blocks)."""
+        """Starts a run of steps after `step` steps."""
+
+    def before(self, op: Op, batch: int) -> None:
+        """Called before an op of a batch."""
+
+    def after(self, op: Op) -> None:
+        """Called after the op."""
+
+    def newest(self) -> None:
+        """Sets the parameters to the newest version."""
+
+    def skip(self) -> None:
+        """A step that changes nothing."""
+
+    def loaded(self) -> None:
+        """The newest weights were overwritten, and with the optimizer's state the older ones, if it has any."""
+        for older, parameter in zip(self._older, self._trained, strict=False):
+            older.copy_(parameter.data)
+        for stepped, part in self._parts():
+            if OLDER in (state := self._state_of(stepped)):
+                part.copy_(state[OLDER])
+        self._keep()
+        self._inner.loaded()
+        self._forget()
+
+    def _forget(self) -> None:
+        for cast in self._casts:
+            cast.forget()
+
+    def _keep(self) -> None:
+        """Stores older weights in the optimizer's state, for checkpoints. Not before Adam has made its own state, for
+        which it would take this one: until then older weights are the current ones."""
+        for stepped, part in self._parts():
+            state = self._state_of(stepped)
+            if state or isinstance(self.optimizer, torch.optim.SGD):
+                state[OLDER] = part
+
+    def _parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each tensor that this rank updates, and the same elements of the older weights."""
+        wholes = dict(zip(self._names, self._older, strict=False))
+        for held in self._inner.held():
+            if (whole := wholes.get(held.name)) is not None:
+                size = held.tensor.numel()
+                part = whole if size == whole.numel() else whole.view(-1)[held.start : held.start + size]
+                yield held.tensor, part.view(held.tensor.shape)
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = {} if self.optimizer is None else self.optimizer.state[parameter]
+        return state
+
+
+class TwoVersions(Unflushed):
+    """Two versions of the weights, each with casts of its own."""
+
+    def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = ()) -> None:
+        super().__init__(inner, casts)
+        also_kept(inner, OLDER)
+        self._newer, self._older = [p.data for p in self._trained], [p.data.clone() for p in self._trained]
+        self._lows: list[tuple[int, Tensor, Tensor] | None] = [None] * len(self._casts)  # casts of the other version
+        self._partial = False  # whether only this rank's shards of the older version are valid
+
+    def begin(self, step: int, transport: Transport) -> None:
+        """After a checkpoint was read, gathers the older version (blocks)."""
         self.steps = step
         dealt = inside(self._inner, Sharded) if self._partial else None
         if dealt is not None:
@@ -67,13 +123,6 @@ class TwoVersions(OptimizerOver):
         self._partial = False
 
     def before(self, op: Op, batch: int) -> None:
-        """Sets the parameters to the version that an op of a batch runs on."""
-        self.turn_to(batch)
-
-    def after(self, op: Op) -> None:
-        """Called after the op."""
-
-    def turn_to(self, batch: int) -> None:
         """Sets the parameters to the version that a batch runs on. Raises E703 if there is no such version."""
         ahead = batch - self.steps
         if ahead not in (0, 1):
@@ -82,7 +131,6 @@ class TwoVersions(OptimizerOver):
         self._show(newer=ahead == 1)
 
     def newest(self) -> None:
-        """Sets the parameters to the newest version."""
         self._show(newer=True)
 
     def step(self, scale: float | None) -> None:
@@ -92,19 +140,12 @@ class TwoVersions(OptimizerOver):
         self._keep()
 
     def skip(self) -> None:
-        """A step that changes nothing."""
         self._turn()
         self._keep()
 
     def loaded(self) -> None:
-        """The newest weights were overwritten, and with the optimizer's state the older ones, if it has any."""
-        for older, newer in zip(self._older, self._newer, strict=True):
-            older.copy_(newer)
-        read_older(self._inner, dict(zip(self._names, self._older, strict=True)))
+        super().loaded()
         self._partial = self.apart
-        self._keep()
-        self._inner.loaded()
-        self._forget()
 
     def _turn(self) -> None:
         if self._trained:
@@ -126,37 +167,24 @@ class TwoVersions(OptimizerOver):
         self.newer = newer
 
     def _forget(self) -> None:
-        for cast in self._casts:
-            cast.forget()
+        super()._forget()
         self._lows = [None] * len(self._casts)
 
-    def _keep(self) -> None:
-        keep_older(self._inner, dict(zip(self._names, self._older, strict=True)))
 
+class OneVersion(Unflushed):
+    """Steps while microbatches are between their forward and their backward.
 
-class OneVersion(OptimizerOver):
-    """A `StageOptimizer` that steps while microbatches are between their forward and their backward.
-
-    `lookahead`: the number of steps by which forwards extrapolate weights, 0 for none.
+    `lookahead`: the number of steps by which forwards extrapolate weights, 0 for none; the older weights are then those
+    before the last step.
     """
 
-    newer = True
-
     def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = (), lookahead: int = 0) -> None:
-        super().__init__(inner)
-        self._casts = tuple(casts)
-        trained = {name: p for name, p in inner.parameters.items() if p.requires_grad}
-        self._names, self._trained = list(trained), list(trained.values())
+        super().__init__(inner, casts)
         self._lookahead = lookahead
         looks = self._trained if lookahead else []
-        self._before = [p.data.clone() for p in looks]  # weights before the last step
-        self._aside = [torch.empty_like(p.data) for p in looks]
+        self._older, self._aside = [p.data.clone() for p in looks], [torch.empty_like(p.data) for p in looks]
         self._read: dict[Key, int] = {}  # steps made before a microbatch's forward
-        self.steps = 0
         self.stalest = 0  # largest delay of a gradient so far, in steps
-
-    def begin(self, step: int, transport: Transport) -> None:
-        """Starts a run of steps."""
 
     def before(self, op: Op, batch: int) -> None:
         """For a backward, updates the largest delay; for a forward, extrapolates the weights."""
@@ -165,82 +193,28 @@ class OneVersion(OptimizerOver):
             self.stalest = max(self.stalest, self.steps - read)
             return
         self._read[op.key] = self.steps
-        if self._lookahead and self._trained:
+        if self._older:
             own = [p.data for p in self._trained]
             copy_all(self._aside, own)
-            go_on(own, self._before, self._lookahead)
+            go_on(own, self._older, self._lookahead)
             self._forget()
 
     def after(self, op: Op) -> None:
         """Restores the weights after a forward with a lookahead."""
-        if op.kind.is_forward and self._lookahead and self._trained:
+        if op.kind.is_forward and self._older:
             copy_all([p.data for p in self._trained], self._aside)
             self._forget()
 
-    def _forget(self) -> None:
-        for cast in self._casts:
-            cast.forget()
-
-    def newest(self) -> None:
-        """Does nothing: the only version is the newest."""
-
     def step(self, scale: float | None) -> None:
-        if self._before:
-            copy_all(self._before, [p.data for p in self._trained])
+        self.skip()
         with unversioned(tuple(self._trained)):
             self._inner.step(scale)
-        self.steps += 1
         self._keep()
 
     def skip(self) -> None:
-        """A step that changes nothing."""
-        if self._before:
-            copy_all(self._before, [p.data for p in self._trained])
+        if self._older:
+            copy_all(self._older, [p.data for p in self._trained])
         self.steps += 1
-
-    def loaded(self) -> None:
-        """The weights were overwritten, and with the optimizer's state those before the last step."""
-        for parameter, before in zip(self._trained, self._before, strict=bool(self._before)):
-            before.copy_(parameter.data)
-        read_older(self._inner, dict(zip(self._names, self._before, strict=False)))
-        self._keep()
-        self._inner.loaded()
-
-    def _keep(self) -> None:
-        keep_older(self._inner, dict(zip(self._names, self._before, strict=False)))
-
-
-def keep_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
-    """Stores older weights, by name, in the optimizer's state, for checkpoints. Not before Adam has made its own state,
-    for which it would take this one: until then older weights are the current ones."""
-    for stepped, before in _parts(inner, older):
-        state = _state_of(inner, stepped)
-        if state or isinstance(inner.optimizer, torch.optim.SGD):
-            state[OLDER] = before
-
-
-def read_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
-    """Overwrites older weights, or this rank's shards of them, with those that a checkpoint put into the state."""
-    for stepped, before in _parts(inner, older):
-        if OLDER in (state := _state_of(inner, stepped)):
-            before.copy_(state[OLDER])
-
-
-def _parts(inner: StageOptimizer, older: Mapping[str, Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each tensor that this rank updates, and the same elements of the older weights."""
-    for held in inner.held():
-        if (whole := older.get(held.name)) is not None:
-            size = held.tensor.numel()
-            part = whole if size == whole.numel() else whole.view(-1)[held.start : held.start + size]
-            yield held.tensor, part.view(held.tensor.shape)
-
-
-def _state_of(inner: StageOptimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    state: dict[str, Any] = {} if inner.optimizer is None else inner.optimizer.state[parameter]
-    return state
-
-
-Unflushed = TwoVersions | OneVersion
 
 
 def versioned(options: spec.Optimizer, inner: StageOptimizer, casts: Iterable[SplitLinear], late: int) -> Unflushed:
