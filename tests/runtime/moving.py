@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zbc.compiler.check import check_all
 from zbc.ir import Kind, Op, Program
-from zbc.runtime.features.offload.copying import HostMemory, Slab, copy_back, copy_out
+from zbc.runtime.features.offload.copying import Copier, Slab, copy_back, copy_out
 
 
 def moved(program: Program) -> Program:
@@ -53,7 +53,7 @@ class Done:
         return self not in [one for one, _ in self.copier.jobs]
 
 
-class Poisoning(HostMemory):
+class Poisoning(Copier):
     """Fills released and newly allocated memory with 0xFF. Copies run at once, or, if `late`, when waited for."""
 
     def __init__(self, *, late: bool) -> None:

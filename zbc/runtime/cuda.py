@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 from zbc.errors import ZbcError
 from zbc.runtime.core.clock import Busy
 from zbc.runtime.core.progress import Progress
-from zbc.runtime.features.offload.copying import Piece, Slab, Ticket, bytes_of
+from zbc.runtime.features.offload.copying import Copier, Piece, Slab, Ticket, bytes_of
 from zbc.runtime.transports.hub import Hub, Round
 from zbc.runtime.transports.transport import Letter, Offer
 
@@ -165,11 +165,9 @@ class _Recorded(NamedTuple):
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
-class StreamCopier:
+class StreamCopier(Copier):
     """Copies on a GPU. The host never waits for the device, and no memory changes its stream: offloaded memory is freed
     after the compute stream's wait for the copy, memory to reload into is allocated on that stream."""
-
-    spans: list[list[Any]] | None = None
 
     def __init__(self, device: torch.device, *, duplex: bool) -> None:
         self.device, self._out, self._slabs = device, _stream(device), list[Pinned]()
@@ -187,9 +185,6 @@ class StreamCopier:
 
     def take(self, size: int) -> UntypedStorage:
         return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
-
-    def release(self, storage: UntypedStorage) -> None:
-        pass
 
     def out(self, slab: Slab, pieces: Sequence[Piece]) -> _Recorded:
         """Offloads after the F that made the pieces, and after the last copy that reads this slab."""

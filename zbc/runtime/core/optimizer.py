@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,55 +40,58 @@ class Held(NamedTuple):
     shared: bool = True  # other ranks with a replica of the stage hold the same
 
 
-class StageOptimizer(Protocol):
-    """One stage's weights and their optimizer.
+class StageOptimizer:
+    """One stage's weights and their optimizer: here around an `inner` one, of which subclasses change some methods.
 
     `parameters`: the working weights, which forward reads and whose `.grad` backward fills, by global name.
     `optimizer`: the torch optimizer that holds the state; None if nothing of the stage trains here.
     `apart`: other ranks with a replica of the stage update other shards; `mirrored`: others have the same shard.
     """
 
-    @property
-    def apart(self) -> bool: ...
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+    apart = mirrored = False
 
-    @property
-    def mirrored(self) -> bool: ...
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    def __init__(self, inner: StageOptimizer) -> None:
+        self._inner, self.apart, self.mirrored = inner, inner.apart, inner.mirrored
+        self.parameters, self.optimizer = inner.parameters, inner.optimizer
+        self.also = list[str]()  # keys of wrappers in the optimizer's state of a parameter
 
     def squares(self) -> dict[str, Tensor]:
         """Sums of squares of each gradient this rank reports, one float64 number per chunk, by global name."""
+        return self._inner.squares()
 
     def step(self, scale: float | None) -> None:
         """Multiplies the gradients by `scale` (None: unchanged) and updates the working weights with them."""
+        self._inner.step(scale)
 
     def commit(self, scale: float | None) -> None:
         """As `step`, for masters and the optimizer's state only: the working weights stay as they are."""
+        self._inner.commit(scale)
 
     def drop(self) -> None:
         """Ends the step: drops the gradients, and the casts of weights that may have changed."""
+        self._inner.drop()
 
     def stepped(self, transport: Transport, *, skipped: bool) -> None:
         """Publishes the updated weights to other ranks, after a step."""
+        self._inner.stepped(transport, skipped=skipped)
 
     def held(self) -> list[Held]:
         """This rank's entries of a checkpoint. Together the ranks with a replica of the stage hold all of it."""
+        return self._inner.held()
 
     def incomplete(self) -> list[Held]:
         """Working weights that are sharded over other ranks, too."""
+        return self._inner.incomplete()
 
     def loaded(self) -> None:
         """The tensors of `held`, and the full `incomplete` weights, have been overwritten from outside."""
+        self._inner.loaded()
 
 
-class InPlace:
+class InPlace(StageOptimizer):
     """The default `StageOptimizer`: torch's optimizer updates the working weights themselves, also `lowered` ones."""
-
-    apart = mirrored = False
 
     def __init__(
         self,
@@ -225,46 +228,13 @@ class Masters(InPlace):
             cast.forget()
 
 
-class OptimizerOver:
-    """A `StageOptimizer` that wraps another one: subclasses override some methods."""
-
-    def __init__(self, inner: StageOptimizer) -> None:
-        self._inner, self.apart, self.mirrored = inner, inner.apart, inner.mirrored
-        self.parameters, self.optimizer = inner.parameters, inner.optimizer
-        self.also = list[str]()  # keys of wrappers in the optimizer's state of a parameter
-
-    def squares(self) -> dict[str, Tensor]:
-        return self._inner.squares()
-
-    def step(self, scale: float | None) -> None:
-        self._inner.step(scale)
-
-    def commit(self, scale: float | None) -> None:
-        self._inner.commit(scale)
-
-    def drop(self) -> None:
-        self._inner.drop()
-
-    def stepped(self, transport: Transport, *, skipped: bool) -> None:
-        self._inner.stepped(transport, skipped=skipped)
-
-    def held(self) -> list[Held]:
-        return self._inner.held()
-
-    def incomplete(self) -> list[Held]:
-        return self._inner.incomplete()
-
-    def loaded(self) -> None:
-        self._inner.loaded()
-
-
 Found = TypeVar("Found")
 
 
 def inside(optimizer: StageOptimizer, kind: type[Found]) -> Found | None:
     """The optimizer of that type: `optimizer` itself or one that it wraps; None if there is none."""
     while not isinstance(optimizer, kind):
-        if not isinstance(optimizer, OptimizerOver):
+        if isinstance(optimizer, InPlace):
             return None
         optimizer = optimizer._inner
     return optimizer
@@ -272,7 +242,7 @@ def inside(optimizer: StageOptimizer, kind: type[Found]) -> Found | None:
 
 def also_kept(optimizer: StageOptimizer, key: str) -> None:
     """Registers for checkpoints that a wrapper keeps a tensor of each parameter's shape under `key` in the state."""
-    while isinstance(optimizer, OptimizerOver):
+    while not isinstance(optimizer, InPlace):
         optimizer.also.append(key)
         optimizer = optimizer._inner
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 
 from zbc.runtime.core.feature import Context, Feature, Pause
-from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
+from zbc.runtime.core.optimizer import Masters, StageOptimizer, also_kept, inside
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.shards.gathers import Gathers
 
 MEAN = "ema"  # key of a parameter's average in the optimizer's state, for checkpoints
 
 
-class Mean(OptimizerOver):
+class Mean(StageOptimizer):
     """A `StageOptimizer` that keeps the EMA of the weights it updates, with the factor `decay` per step."""
 
     def __init__(self, inner: StageOptimizer, decay: float) -> None:

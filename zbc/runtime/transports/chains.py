@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +20,6 @@ First = Callable[[], dist.Work]
 Second = Callable[[Tensor], dist.Work]
 
 
-class Chain(Protocol):
-    """A started chain, as a `dist.Work`."""
-
-    def wait(self) -> object: ...
-    def is_completed(self) -> bool: ...
-
-
-class Chains(Protocol):
-    """Runs chains."""
-
-    def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
-        """Starts `first` now; when it has completed, calls `make`, and `second` with its result."""
-
-    def close(self) -> None: ...
-
-
 class ThreadChains:
     """Runs chains in a thread; `first` starts in the rank's own, to keep its order among other collectives."""
 
@@ -43,6 +27,7 @@ class ThreadChains:
         self._background = Background("zbc-chains")
 
     def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
+        """Starts `first` now; when it has completed, calls `make`, and `second` with its result."""
         work = first()
 
         def rest() -> None:
@@ -98,3 +83,7 @@ class _Streamed:
 
     def is_completed(self) -> bool:
         return bool(self._over.query())  # type: ignore[no-untyped-call]
+
+
+Chains = ThreadChains | StreamChains
+Chain = Threaded | _Streamed

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,19 +19,6 @@ _CLOSELY = 500  # sends per second: above this rate it is not woken for each
 _Send = tuple[dist.Work, Tensor, Callable[[BaseException], ZbcError]]  # the last makes the error of its failure
 
 
-class Sends(Protocol):
-    """Started sends until they are delivered."""
-
-    def add(self, work: dist.Work, tensor: Tensor, lost: Callable[[BaseException], ZbcError]) -> None:
-        """Keeps a started send; `lost` makes the error of its failure."""
-
-    def drain(self) -> None:
-        """Blocks until all are delivered. Raises the error that `lost` makes for the first failure."""
-
-    def close(self) -> None:
-        """Releases all sends."""
-
-
 class EventSends:
     """For NCCL, whose work objects can be polled: the sends to one rank, which complete in order.
 
@@ -44,12 +30,14 @@ class EventSends:
         self._under_way: deque[_Send] = deque()
 
     def add(self, work: dist.Work, tensor: Tensor, lost: Callable[[BaseException], ZbcError]) -> None:
+        """Keeps a started send until it is delivered; `lost` makes the error of its failure."""
         under_way = self._under_way
         while under_way and under_way[0][0].is_completed():
             _check(under_way.popleft())
         under_way.append((work, tensor, lost))
 
     def drain(self) -> None:
+        """Waits until all are delivered. Raises the error that `lost` makes for the first failure."""
         while self._under_way:
             send = self._under_way.popleft()
             try:
@@ -60,6 +48,7 @@ class EventSends:
                 _check(send)
 
     def close(self) -> None:
+        """Releases all sends."""
         self._under_way.clear()
 
 
@@ -169,3 +158,6 @@ class ThreadSends:
         if close or passed >= _LOOK_S:
             self._close, self._counted, self._since = close, ended, now
         return self._close
+
+
+Sends = EventSends | ThreadSends

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
@@ -31,22 +31,12 @@ _CODES = {"uint16": "H", "uint32": "I"}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can write and UTF-8 cannot
 
 
-class Tokenizer(Protocol):
-    """Text to tokens. `end` is the token after a document, None for none; `name` identifies the tokenizer."""
-
-    name: str
-    vocab: int
-    end: int | None
-
-    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]: ...
-
-
 class Bytes:
     """Each byte is a token; NUL, which is not in any text, ends a document."""
 
-    name: str = "bytes"
+    name: str = "bytes"  # identifies the tokenizer
     vocab: int = 256
-    end: int | None = 0
+    end: int | None = 0  # the token after a document; None for none
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [text.encode() for text in texts]
@@ -81,6 +71,9 @@ class Json:
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [encoding.ids for encoding in self._library.encode_batch(list(texts), add_special_tokens=False)]
+
+
+Tokenizer = Bytes | Json
 
 
 def tokenize(

@@ -7,20 +7,11 @@ import math
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zbc.errors import ZbcError
 
 _WANDB = "wandb_run"  # key in run.json of the run's id at W&B
-
-
-class Sink(Protocol):
-    """A destination of the metrics of steps."""
-
-    def write(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Writes the metrics of a step (from 1); lists have one value per rank."""
-
-    def close(self) -> None: ...
 
 
 def check(log: Mapping[str, Any]) -> None:
@@ -39,7 +30,9 @@ def names(log: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
     return {_WANDB: kept if isinstance(kept, str) and kept else uuid.uuid4().hex} if wanted else {}
 
 
-def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int | None = None) -> list[Sink]:
+def open_sinks(
+    log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int | None = None
+) -> list[TensorBoard | WeightsAndBiases]:
     """The sinks of `[log]`, writing below the run directory `folder`; `about` is the content of `run.json`.
 
     `first`: the number of steps after which the run resumes; metrics of later steps are dropped.
@@ -59,6 +52,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=None if first is None else first + 1)
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Writes the metrics of a step (from 1); lists have one value per rank."""
         for name, value in scalars(numbers):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,32 +22,22 @@ from zbc.training.launch.board import Board
 _TRIES = 5
 
 
-class Stamps(Protocol):
-    """Timestamps of one step."""
+class Stamps:
+    """Timestamps of one step; here of devices whose ops complete before the call returns."""
 
     def open(self) -> None:
         """A step begins; stamps of the previous one become invalid."""
 
     def stamp(self) -> Any:
         """A timestamp of now; cheap."""
+        return time.perf_counter_ns()
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
         """ns of stamps of this step, on the clock of `time.perf_counter_ns`."""
-
-
-class HostStamps:
-    """For devices whose ops complete before the call returns."""
-
-    stamp = staticmethod(time.perf_counter_ns)
-
-    def open(self) -> None:
-        return None
-
-    def read(self, stamps: Sequence[Any]) -> list[int]:
         return list(stamps)
 
 
-class CudaStamps:
+class CudaStamps(Stamps):
     """For cuda, where a call only enqueues work.
 
     Events measure differences, not absolute times: at the beginning of a step one is recorded while the stream is
@@ -92,7 +82,7 @@ class CudaStamps:
 
 def stamps_for(device: torch.device) -> Stamps:
     """The timestamps of a device: events on CUDA, otherwise the host's time."""
-    return CudaStamps(device) if device.type == "cuda" else HostStamps()
+    return CudaStamps(device) if device.type == "cuda" else Stamps()
 
 
 # ---- clocks of several machines -------------------------------------------------------------------------------

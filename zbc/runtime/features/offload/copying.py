@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -47,47 +48,35 @@ class Piece(NamedTuple):
 _Copy = Callable[[Slab, Sequence[Piece]], None]
 
 
-class Copier(Protocol):
+class Copier:
     """Copies for one rank. If `spans` is a list, it appends the start and end of each copy, in the order in which they
-    are started: ns, or on a GPU events, which are completed once compute has waited for the copy."""
-
-    spans: list[list[Any]] | None
-
-    def slab(self, size: int) -> Tensor:
-        """`size` bytes of host memory."""
-
-    def take(self, size: int) -> UntypedStorage:
-        """Memory on the device to reload into."""
-
-    def out(self, slab: Slab, pieces: Sequence[Piece]) -> Ticket: ...
-    def release(self, storage: UntypedStorage) -> None:
-        """Frees the device memory of an offloaded storage; called after the wait for its offload."""
-
-    def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> Ticket:
-        """Reloads the pieces, after `gone`, the offload of the same parcel."""
-
-    def close(self) -> None: ...
-
-
-class HostMemory:
-    """The base of copiers on a CPU: device and host are the same memory."""
+    are started: ns, or on a GPU events, which are completed once compute has waited for the copy. On a CPU device and
+    host are the same memory."""
 
     spans: list[list[Any]] | None = None
 
     def slab(self, size: int) -> Tensor:
+        """`size` bytes of host memory."""
         return torch.empty(size, dtype=torch.uint8)
 
     def take(self, size: int) -> UntypedStorage:
+        """Memory on the device to reload into."""
         return torch.empty(size, dtype=torch.uint8).untyped_storage()
 
+    @abstractmethod
+    def out(self, slab: Slab, pieces: Sequence[Piece]) -> Ticket: ...
     def release(self, storage: UntypedStorage) -> None:
-        pass
+        """Frees the device memory of an offloaded storage; called after the wait for its offload."""
+
+    @abstractmethod
+    def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> Ticket:
+        """Reloads the pieces, after `gone`, the offload of the same parcel."""
 
     def close(self) -> None:
-        pass
+        """Ends its threads, frees its slabs."""
 
 
-class ThreadCopier(HostMemory):
+class ThreadCopier(Copier):
     """Copies in the order they are started, in a thread of its own, or in one for each direction: RELEASE and the
     backward wait for what the other direction would have to wait for."""
 

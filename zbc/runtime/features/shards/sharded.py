@@ -37,7 +37,7 @@ from zbc.plan import dealing
 from zbc.runtime.core import rounded
 from zbc.runtime.core.bucket import GradientSum, flags, gradient_type
 from zbc.runtime.core.muon import Whole, is_matrix
-from zbc.runtime.core.optimizer import NO_WHOLES, Held, OptimizerOver, build_optimizer, kept_by
+from zbc.runtime.core.optimizer import NO_WHOLES, Held, StageOptimizer, build_optimizer, kept_by
 from zbc.runtime.core.private import add_all, copy_all
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tensors import constant, lower_precision
@@ -56,7 +56,7 @@ class Sum(NamedTuple):
     every: bool  # whether this rank had all gradients
 
 
-class Sharded(OptimizerOver, GradientSum):
+class Sharded(StageOptimizer, GradientSum):
     """The optimizer of a stage with replicas on `ranks`, as a `StageOptimizer` and a `GradientSum`.
 
     If several ranks of a pipeline hold the stage, weights may be sharded over one of them in all replicas; gradients

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Key, Op
 from zbc.job import spec
-from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
+from zbc.runtime.core.optimizer import Masters, StageOptimizer, also_kept, inside
 from zbc.runtime.core.private import copy_all, go_on, unversioned
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.features.shards.sharded import Sharded
@@ -34,7 +34,7 @@ OLDER = "older"  # key of a parameter's older weights in the optimizer's state, 
 FED = "fed"  # likewise of its last update
 
 
-class Unflushed(OptimizerOver):
+class Unflushed(StageOptimizer):
     """A `StageOptimizer` that steps while graphs of later forwards wait for their backward. Between runs of steps the
     newest weights are the parameters' data; `_older` are earlier ones, if any are kept. `casts`: of its weights."""
 
@@ -224,7 +224,7 @@ def versioned(options: spec.Optimizer, inner: StageOptimizer, casts: Iterable[Sp
     return TwoVersions(Feedback(inner, options.feedback) if options.feedback else inner, casts)
 
 
-class Feedback(OptimizerOver):
+class Feedback(StageOptimizer):
     """A `StageOptimizer` whose steps correct a `share` of the last step's error (after arXiv 2606.30634).
 
     Each step applies the update of the previous one, u(t - 1) in place of u(t). The error is known a step later:

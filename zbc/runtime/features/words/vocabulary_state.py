@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from zbc.ops import WORDS, At
 from zbc.plan.dealing import CHUNK
 from zbc.plan.directory import Manifest
 from zbc.runtime.core.feature import Context, Feature, Site
-from zbc.runtime.core.optimizer import Held, OptimizerOver, StageOptimizer
+from zbc.runtime.core.optimizer import Held, StageOptimizer
 from zbc.runtime.core.private import users
 from zbc.runtime.core.route import Edges, Keeps, Left, Route
 from zbc.runtime.core.slot import Slot
@@ -53,17 +53,9 @@ class Met(NamedTuple):
         return str(Op(self.kind, 0, self.mb, 0, self.slice))
 
 
-class Coming(Protocol):
-    """A collective in flight, and its result."""
-
-    pending: Pending
-
-    def result(self) -> Tensor: ...
-
-
 @dataclass
 class Bringing:
-    """A `Coming` whose result is `tensor`, converted to `spec`, which has the same number of elements."""
+    """A collective in flight, whose result is `tensor`, converted to `spec` with the same number of elements."""
 
     pending: Pending
     tensor: Tensor
@@ -76,7 +68,7 @@ class Bringing:
 @dataclass
 class Meeting:
     """A MEET: the softmax statistics of all ranks, (ranks, 3, N), and with 1 sum the reduce of the gradient after it,
-    whose result is kept if this rank needs it (`here`). Also a `Coming`."""
+    whose result is kept if this rank needs it (`here`)."""
 
     told: Told
     parts: Tensor
@@ -128,7 +120,7 @@ class Vocabulary(Feature):
     told: dict[Unit, Told] = field(default_factory=dict)
     met: dict[Unit, Meeting] = field(default_factory=dict)
     parts: dict[Unit, Tensor] = field(default_factory=dict)
-    coming: dict[Met, Coming] = field(default_factory=dict)
+    coming: dict[Met, Bringing | Meeting] = field(default_factory=dict)
     sent: list[tuple[Pending, Tensor]] = field(default_factory=list)  # for others; held until delivered
 
     def slice_of(self, op: Op) -> Part | None:
@@ -244,7 +236,7 @@ LOOKED = Looked()
 # ---- its weights ---------------------------------------------------------------------------------------------
 
 
-class OfRows(OptimizerOver):
+class OfRows(StageOptimizer):
     """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` of the larger ones."""
 
     def __init__(self, inner: StageOptimizer, first: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
