@@ -29,7 +29,7 @@ from zbc.runtime.core.grouped import Groups, of_expert
 from zbc.runtime.core.slot import Slot, using
 from zbc.training.building.context import Settings
 from zbc.training.models import adapters, compiled
-from zbc.training.models.adapters import LoraLinear, LoraStack
+from zbc.training.models.adapters import WithAdapters
 from zbc.training.models.stacks import stacks_of, unstacked
 
 # torch hides this warning while it compiles, which fails if several threads do.
@@ -442,7 +442,7 @@ def test_merged_weights_compute_what_adapters_beside_them_do(folders, kind, targ
     whole = kind == "llama-grouped"
     assert [merged[f"{name}.weight"].equal(begun[f"{name}.weight"]) for name in ENDS] == [not whole, True, not whole]
     layer = next(one for w in workers for s in w.stages.values() for one in s.layers if one.name == "layers.1")
-    several = [(n, m) for n, m in layer.module.named_modules() if isinstance(m, LoraLinear | LoraStack)]
+    several = [(n, m) for n, m in layer.module.named_modules() if isinstance(m, WithAdapters)]
     assert len(several) == (4 if whole else 2)
     for name, module in several:
         x, path = torch.randn(6, module.in_features), f"layers.1.{name}.weight"
@@ -471,6 +471,6 @@ def test_what_adapters_do_not_go_with_is_refused(adapter, text, dp):
 def test_alpha_counts_over_rank_and_dropout_in_training_alone():
     assert [Adapter(rank=8, alpha=alpha).scale for alpha in (16.0, None)] == [2.0, 1.0]
     assert Adapter(rank=16, alpha="rslora 8").scale == 2.0
-    one, x = adapters.Lora(8, 8, 4, torch.zeros(1), 0.5), torch.ones(2, 8)
+    one, x = adapters.Lora(nn.Linear(8, 8), 8, 4, 0.5), torch.ones(2, 8)
     nn.init.ones_(one.up.weight)
     assert not one(x, 1.0).equal(one(x, 1.0)) and one.eval()(x, 1.0).equal(one(x, 1.0))

@@ -20,7 +20,7 @@ from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import AUTOCAST
 from zbc.runtime.seeding import Watch, draws
 from zbc.training.building.context import Site, group_of
-from zbc.training.models.adapters import LoraLinear, LoraStack
+from zbc.training.models.adapters import WithAdapters
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes
 
@@ -68,7 +68,7 @@ def _build(site: Site, index: int, share: Share, *, splits: bool) -> Stage:
         patches += found
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
     inside = (inner for layer in layers for inner in layer.module.modules())
-    casts += [inner.frozen for inner in inside if isinstance(inner, LoraLinear | LoraStack)]
+    casts += [inner.frozen for inner in inside if isinstance(inner, WithAdapters)]
     return Stage(
         index,
         tuple(layers),

@@ -39,26 +39,45 @@ STACKED = "stacked"  # the name of an adapter of a stack
 
 
 class Lora(nn.Module):
-    """`up(scale * down(drop(x)))`."""
+    """`up(scale * down(drop(x)))`, for a part of a linear layer's outputs; or for the rows of each in a stack."""
 
-    def __init__(self, inputs: int, outputs: int, rank: int, like: Tensor, dropout: float = 0.0) -> None:
+    def __init__(self, of: nn.Linear | GroupedLinear, outputs: int, rank: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout  # by this name forwards are known to draw random numbers
-        made = partial(nn.Linear, bias=False, device=like.device, dtype=like.dtype)
-        self.down, self.up = made(inputs, rank), made(rank, outputs)  # with the same draws as peft
+        made: Any = partial(nn.Linear, device=of.weight.device, dtype=of.weight.dtype)  # with the same draws as peft
+        if isinstance(of, GroupedLinear):
+            made = partial(GroupedLinear, len(of.weight), like=of.weight)
+        self.down, self.up = made(of.in_features, rank, bias=False), made(rank, outputs, bias=False)
+        for matrix in self.down.weight.unbind() if isinstance(of, GroupedLinear) else ():
+            nn.init.kaiming_uniform_(matrix, a=5**0.5)  # as nn.Linear
         nn.init.zeros_(self.up.weight)
 
-    def forward(self, x: Tensor, scale: float) -> Tensor:
-        inside = self.down(nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x)
-        return self.up(inside if scale == 1.0 else inside * scale)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, scale: float, *groups: Groups) -> Tensor:
+        inside = self.down(nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x, *groups)
+        return self.up(inside if scale == 1.0 else inside * scale, *groups)  # type: ignore[no-any-return]
 
 
-class LoraLinear(nn.Linear):
-    """A frozen linear layer, and adapters whose outputs are added to some of its own."""
+class WithAdapters:
+    """A frozen linear layer, or a stack of them, and adapters whose outputs are added to some of its own."""
 
     lora: nn.Module
     scale: float
     spans: tuple[tuple[str, int, int], ...]  # of each adapter its name, and the bounds of its outputs
+
+    def pair(self, key: str) -> Lora:
+        """The adapter of that name."""
+        found: Lora = getattr(self.lora, key)
+        return found
+
+    @cached_property
+    def frozen(self) -> SplitLinear:
+        """The layer without adapters. Its cast is kept: the weight never changes."""
+        return SplitLinear(self)  # type: ignore[arg-type]
+
+
+class LoraLinear(WithAdapters, nn.Linear):
+    """A frozen linear layer with adapters."""
+
     untraced: Callable[[Tensor], Tensor] | None = None  # `frozen` for compiled code that splits its backward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,55 +89,13 @@ class LoraLinear(nn.Linear):
             at = stop
         return y + (added[0] if len(added) == 1 else torch.cat(added, -1))
 
-    def pair(self, key: str) -> Lora:
-        """The adapter of that name."""
-        found: Lora = getattr(self.lora, key)
-        return found
 
-    @cached_property
-    def frozen(self) -> SplitLinear:
-        """The layer without adapters. Its cast is kept: the weight never changes."""
-        return SplitLinear(self)
-
-
-class LoraExperts(nn.Module):
-    """`up(scale * down(x))` of each expert, for the rows of each."""
-
-    def __init__(self, of: GroupedLinear, rank: int) -> None:
-        super().__init__()
-        made = partial(GroupedLinear, len(of.weight), bias=False)
-        self.down, self.up = made(of.in_features, rank), made(rank, of.out_features)
-        for side in (self.down, self.up):
-            side.weight = nn.Parameter(of.weight.new_empty(side.weight.shape))
-        for matrix in self.down.weight.unbind():
-            nn.init.kaiming_uniform_(matrix, a=5**0.5)  # as nn.Linear
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor, groups: Groups, scale: float) -> Tensor:
-        inside = self.down(x, groups)
-        return self.up(inside if scale == 1.0 else inside * scale, groups)  # type: ignore[no-any-return]
-
-
-class LoraStack(GroupedLinear):
-    """Beside the class of a frozen stack of linear layers: adapters of each, whose outputs are added to its own."""
-
-    lora: nn.Module
-    scale: float
+class LoraStack(WithAdapters, GroupedLinear):
+    """Beside the class of a frozen stack of linear layers: adapters of each."""
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        added: Tensor = self.experts(x, groups, self.scale)
+        added: Tensor = self.pair(STACKED)(x, self.scale, groups)
         return self.frozen(x, groups) + added
-
-    @property
-    def experts(self) -> LoraExperts:
-        """The adapters."""
-        found: LoraExperts = getattr(self.lora, STACKED)
-        return found
-
-    @cached_property
-    def frozen(self) -> SplitLinear:
-        """The stack without adapters."""
-        return SplitLinear(self)
 
 
 def _cast(x: Tensor) -> Tensor:
@@ -186,28 +163,24 @@ def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], kept: Sequence
     """Freezes a layer but for its modules `kept`, and adds its adapters, whose weights are drawn now, also if the layer
     got adapters before: when a user returns it twice, or in a trial."""
     linears, stacked = dict(_linears(layer)), dict(_stacks(layer))
-    if not any(isinstance(one, LoraLinear | LoraStack) for one in (*linears.values(), *stacked.values())):
+    if not any(isinstance(one, WithAdapters) for one in (*linears.values(), *stacked.values())):
         layer.requires_grad_(False)
         for parameter in (p for path in kept for p in layer.get_submodule(path).parameters(recurse=False)):
             parameter.requires_grad_(True)
         layer.__dict__[_DIGEST] = _digest(layer)
     for path, some in spans.items():
-        if some and (grouped := stacked.get(path)) is not None:
-            kind = type(grouped)
-            grouped.__class__ = kind if issubclass(kind, LoraStack) else type(kind.__name__, (LoraStack, kind), {})
-            assert isinstance(grouped, LoraStack)
-            grouped.lora, grouped.scale = nn.Module(), adapter.scale
-            grouped.lora.add_module(STACKED, LoraExperts(grouped, adapter.rank))
+        one: Any = stacked.get(path, linears.get(path))
+        if some and path in stacked:
+            kind: Any = type(one)
+            one.__class__ = kind if issubclass(kind, LoraStack) else type(kind.__name__, (LoraStack, kind), {})
+            one.spans, dropout = ((STACKED, 0, one.out_features),), 0.0
         elif some:
-            linear = linears[path]
-            linear.__class__ = LoraLinear  # in place, so that all references get the adapters
-            assert isinstance(linear, LoraLinear)
-            linear.lora, linear.scale = nn.Module(), adapter.scale
-            linear.spans = tuple((part.key, part.start, part.stop) for part in some)
-            for key, start, stop in linear.spans:
-                linear.lora.add_module(
-                    key, Lora(linear.in_features, stop - start, adapter.rank, linear.weight, adapter.dropout)
-                )
+            one.__class__ = LoraLinear  # in place, so that all references get the adapters
+            one.spans, dropout = tuple((part.key, part.start, part.stop) for part in some), adapter.dropout
+        if some:
+            one.lora, one.scale = nn.Module(), adapter.scale
+            for key, start, stop in one.spans:
+                one.lora.add_module(key, Lora(one, stop - start, adapter.rank, dropout))
 
 
 # ---- frozen weights ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from zbc.runtime.core.split import GroupedLinear
 from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.experts import expert_parallel
 from zbc.runtime.features.tensor_parallel import Cut, Group, Shared, look_up
-from zbc.training.models.adapters import STACKED, LoraLinear, LoraStack
+from zbc.training.models.adapters import WithAdapters
 from zbc.training.models.experts import Expert, Experts
 from zbc.training.models.gpt import Block, Embed, GptHead
 from zbc.training.models.losses import by_words
@@ -205,16 +205,13 @@ def columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> dict
 
 def _adapters(linear: nn.Module, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
     """Shards the adapters of a column parallel layer: `down` is whole on each rank, `up` has its outputs only."""
-    if isinstance(linear, LoraStack):
-        yield f"{name}.lora.{STACKED}.up.weight", keep(linear.experts.up, "weight", -2, parts, group)
-        linear.experts.up.out_features = linear.out_features
-    if isinstance(linear, LoraLinear):
+    if isinstance(linear, WithAdapters):
         starts = [*accumulate(parts, initial=0)]
         for key, start, stop in linear.spans:
             up = linear.pair(key).up
             inside = [part for part, at in zip(parts, starts, strict=False) if start <= at < stop]
-            yield f"{name}.lora.{key}.up.weight", keep(up, "weight", 0, inside, group)
-            up.out_features = up.weight.shape[0]
+            yield f"{name}.lora.{key}.up.weight", keep(up, "weight", -2, inside, group)
+            up.out_features = up.weight.shape[-2]
         own = [*accumulate((high - low for low, high in map(group.bounds, parts)), initial=0)]
         linear.spans = tuple((key, own[starts.index(a)], own[starts.index(b)]) for key, a, b in linear.spans)
 
@@ -228,14 +225,11 @@ def rows(layer: nn.Module, name: str, parts: list[int], group: Group) -> dict[st
     if group.place:
         linear.register_parameter("bias", None)
     found = {f"{name}.weight": cut}
-    downs = dict[str, nn.Linear | GroupedLinear]()
-    if isinstance(linear, LoraLinear):
-        downs.update((key, linear.pair(key).down) for key, *_ in linear.spans)
-    elif isinstance(linear, LoraStack):
-        downs[STACKED] = linear.experts.down
-    for key, down in downs.items():
-        found[f"{name}.lora.{key}.down.weight"] = keep(down, "weight", -1, parts, group)
-        down.in_features = down.weight.shape[-1]
+    if isinstance(linear, WithAdapters):
+        for key, *_ in linear.spans:
+            down = linear.pair(key).down
+            found[f"{name}.lora.{key}.down.weight"] = keep(down, "weight", -1, parts, group)
+            down.in_features = down.weight.shape[-1]
     return found
 
 
