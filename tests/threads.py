@@ -151,18 +151,14 @@ def watch(
 ) -> None:
     """Adds calls before and after these ops of a worker's script."""
 
-    def around(handler: Act) -> Act:
-        def run(worker: Worker, op: Op) -> None:
-            if before is not None:
-                before(worker, op)
-            handler(worker, op)
-            if after is not None:
-                after(worker, op)
+    def around(handler: Act, worker: Worker, op: Op) -> None:
+        if before is not None and of(op):
+            before(worker, op)
+        handler(worker, op)
+        if after is not None and of(op):
+            after(worker, op)
 
-        return run
-
-    script = worker.phase_run.script
-    script[:] = [(around(handler) if of(op) else handler, op, text) for handler, op, text in script]
+    worker.phase_run.wrap([*Kind], around)
 
 
 def begun(act: Callable[[Worker], object]) -> Callable[[Worker], Step]:

@@ -26,13 +26,10 @@ class Moving(Feature):
         }
 
     def completes(self, worker, run):
-        def around(step):
-            def run(worker, op):
-                step(worker, op)
-                for name, p in worker.stages[op.stage].parameters.items():
-                    self.kept[op.stage][name].lerp_(p.detach(), 0.25)
-
-            return run
+        def around(step, worker, op):
+            step(worker, op)
+            for name, p in worker.stages[op.stage].parameters.items():
+                self.kept[op.stage][name].lerp_(p.detach(), 0.25)
 
         run.wrap([Kind.STEP], around)
 

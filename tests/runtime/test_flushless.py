@@ -194,8 +194,8 @@ def test_a_version_that_is_switched_for_forwards_only_is_noticed(monkeypatch):
     def break_it(patch):
         plain = cycle._of_this
 
-        def only_forwards(handler):
-            return plain(handler) if handler is cycle_forward else handler
+        def only_forwards(handler, *given):
+            return plain(handler, *given) if handler is cycle_forward else handler(*given)
 
         patch.setattr(cycle, "_of_this", only_forwards)
 

@@ -399,17 +399,12 @@ def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
             made = built(self, *arguments, **options)
             stage = self.kinds.index(slices.BLOCK)
 
-            def ticking(handler):
-                def run(worker, op):
-                    handler(worker, op)
+            def ticking(handler, worker, op):
+                handler(worker, op)
+                if op.stage == stage:
                     now[0] += (cuts[op.slice + 1] - cuts[op.slice] + cuts[op.slice] / 10) / 1e3
 
-                return run
-
-            made.script[:] = [
-                (ticking(handler) if op.kind.computes and op.stage == stage else handler, op, text)
-                for handler, op, text in made.script
-            ]
+            made.phase_run.wrap([kind for kind in Kind if kind.computes], ticking)
             return made
 
         with pytest.MonkeyPatch.context() as patch:

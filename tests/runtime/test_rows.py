@@ -101,7 +101,7 @@ class Watch:
         for optimizer in worker.optimizers.values():
             self.tell(optimizer, "drop", "writes", Ref("clean"))
         for run in worker.phase_runs:
-            run.script[:] = [(self.watched(handler), op, text) for handler, op, text in run.script]
+            run.wrap([*Kind], self.watched)
 
     def tell(self, one, name, what, ref):
         inner = getattr(one, name)
@@ -135,20 +135,17 @@ class Watch:
         other = other if op.stage == one else one
         return Ref(value, At.SOURCES if other in self.worker.placement.sources(op.stage) else At.SINKS)
 
-    def watched(self, handler):
-        def run(worker, op):
-            self.op, self.found = op, defaultdict(set)
-            if Ref("weights") in op.kind.row.reads:
-                stage = worker.features.of(Gathers).stages.get(op.stage)
-                worker.features.of(Gathers).finish(worker, stage)  # its own wait: a GATHER has written the weights
-            before = self.outside()
-            handler(worker, op)
-            for what in (what for what, value in self.outside().items() if value != before[what]):
-                self.note("writes", Ref(what))
-            if worker.step > 0:
-                self.seen.append((op, {what: frozenset(refs) for what, refs in self.found.items()}))
-
-        return run
+    def watched(self, handler, worker, op):
+        self.op, self.found = op, defaultdict(set)
+        if Ref("weights") in op.kind.row.reads:
+            stage = worker.features.of(Gathers).stages.get(op.stage)
+            worker.features.of(Gathers).finish(worker, stage)  # its own wait: a GATHER has written the weights
+        before = self.outside()
+        handler(worker, op)
+        for what in (what for what, value in self.outside().items() if value != before[what]):
+            self.note("writes", Ref(what))
+        if worker.step > 0:
+            self.seen.append((op, {what: frozenset(refs) for what, refs in self.found.items()}))
 
     def outside(self):
         """A comparable snapshot of the values of the op's stage, or of the rank."""

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from zbc.runtime.features.packing import Rows
 
 Handler = Callable[["Worker", Op], None]
+Around = Callable[[Handler, "Worker", Op], None]
 Entry = tuple[Handler, Op, str]  # with the text of the op
 Script = list[Entry]
 
@@ -116,10 +117,10 @@ class PhaseRun:
     first: int = 0  # the number of this replica's first microbatch among those of all replicas of the pipeline
     _shares: dict[tuple[torch.dtype, float], Tensor] = field(default_factory=dict)
 
-    def wrap(self, kinds: Container[Kind], around: Callable[[Handler], Handler]) -> None:
-        """Wraps the handlers of ops of these kinds."""
-        once = functools.cache(around)
-        self.script = [(once(run) if op.kind in kinds else run, op, text) for run, op, text in self.script]
+    def wrap(self, kinds: Container[Kind], around: Around) -> None:
+        """Runs `around(handler, worker, op)` in place of the handlers of ops of these kinds."""
+        once = functools.cache(functools.partial(functools.partial, around))
+        self.script[:] = [(once(run) if op.kind in kinds else run, op, text) for run, op, text in self.script]
 
     @functools.cached_property
     def count(self) -> int:

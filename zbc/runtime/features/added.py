@@ -52,21 +52,18 @@ class Added(Feature):
 
     def completes(self, worker: Worker, run: PhaseRun) -> None:
         if run.trains:
-            run.wrap([kind for kind in Kind if kind.is_forward], self._around)
+            run.wrap([kind for kind in Kind if kind.is_forward], self._collect)
 
-    def _around(self, handler: Handler) -> Handler:
-        def collect(worker: Worker, op: Op) -> None:
-            adding = Adding(lambda: worker.portion(worker.number(op.mb), worker.routes[op].stage.part), worker.scale)
-            outer = _current.swap(adding)
-            try:
-                handler(worker, op)
-            finally:
-                _current.swap(outer)
-            adding.again = True
-            if adding.total is not None or adding.loads or adding.peaks:
-                self.add(worker, op.key, adding)
-
-        return collect
+    def _collect(self, handler: Handler, worker: Worker, op: Op) -> None:
+        adding = Adding(lambda: worker.portion(worker.number(op.mb), worker.routes[op].stage.part), worker.scale)
+        outer = _current.swap(adding)
+        try:
+            handler(worker, op)
+        finally:
+            _current.swap(outer)
+        adding.again = True
+        if adding.total is not None or adding.loads or adding.peaks:
+            self.add(worker, op.key, adding)
 
     def add(self, worker: Worker, key: Key, adding: Adding) -> None:
         """Stores the reports of a forward. If all tensor parallel ranks report the same, the first one does."""

@@ -68,12 +68,9 @@ class Packed(Feature):
         run.wrap([kind for kind in Kind if kind.is_forward or kind.is_backward], _in_rows)
 
 
-def _in_rows(handler: Handler) -> Handler:
-    def run(worker: Worker, op: Op) -> None:
-        with packed(worker.work.rows(worker.step, worker.number(op.mb))):
-            handler(worker, op)
-
-    return run
+def _in_rows(handler: Handler, worker: Worker, op: Op) -> None:
+    with packed(worker.work.rows(worker.step, worker.number(op.mb))):
+        handler(worker, op)
 
 
 def build(context: Context) -> Packed | None:

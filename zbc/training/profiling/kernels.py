@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from zbc.ir import Op
+from zbc.ir import Kind, Op
 from zbc.job.flops import TILE, keys_seen
 from zbc.job.profile import Collective, Kernel
 from zbc.runtime.core.private import DEVICE, TorchDispatchMode, flop_rules, tree_leaves
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Handler, Worker
 from zbc.runtime.transports.transport import Offer
 
 aten = torch.ops.aten
@@ -55,18 +55,12 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watch(self, worker: Worker, names: Callable[[Op], str | None]) -> None:
         """Counts each op of a worker that has a name, by its stage, its slice and that name."""
 
-        def counted(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
-            def run(worker: Worker, op: Op) -> None:
-                name = names(op)
-                if name is None:
-                    handler(worker, op)
-                    return
-                with self.under((op.stage, op.slice, name)):
-                    handler(worker, op)
+        def counted(handler: Handler, worker: Worker, op: Op) -> None:
+            name = names(op)
+            with nullcontext() if name is None else self.under((op.stage, op.slice, name)):
+                handler(worker, op)
 
-            return run
-
-        worker.script[:] = [(counted(handler), op, text) for handler, op, text in worker.script]
+        worker.phase_run.wrap([*Kind], counted)
 
     def kernels(self, name: Any, less: Any = None) -> list[Kernel]:
         """The kernels of `name`, without those of `less`; equal ones are one entry."""

@@ -6,15 +6,14 @@ A built-in family's block runs on its sequences whole and in 2, 4 and 8 even sli
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
 import torch
 
-from zbc.ir import Op
+from zbc.ir import Kind, Op
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Handler, Worker
 from zbc.training.devices import Laps
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.times import quick
@@ -48,17 +47,14 @@ def _measured(rig: Rig, device: torch.device, cuts: list[int]) -> dict[tuple[int
     took: dict[tuple[int, str], list[float]] = defaultdict(list)
     laps = Laps(device)
 
-    def around(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
-        def run(worker: Worker, op: Op) -> None:
-            into = took[op.slice, op.kind.value.lower()] if op.mb else []  # the first microbatch makes the gradients
-            laps.take(partial(handler, worker, op), into)
+    def around(handler: Handler, worker: Worker, op: Op) -> None:
+        if op.stage != stage:
+            handler(worker, op)
+            return
+        into = took[op.slice, op.kind.value.lower()] if op.mb else []  # the first microbatch makes the gradients
+        laps.take(partial(handler, worker, op), into)
 
-        return run
-
-    worker.script[:] = [
-        (around(handler) if op.kind.computes and op.stage == stage else handler, op, text)
-        for handler, op, text in worker.script
-    ]
+    worker.phase_run.wrap([kind for kind in Kind if kind.computes], around)
     run_step(worker, 0)
     laps.read()
     took.clear()

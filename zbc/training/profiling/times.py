@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from zbc.ir import Op
+from zbc.ir import Kind, Op
 from zbc.job.profile import Measured, spread
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import Masters, build_optimizer
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Handler, Worker
 from zbc.training.devices import Laps
 from zbc.training.profiling.rig import FUSED, IDLE, SPLIT, Rig
 
@@ -42,12 +42,12 @@ class Stopwatch:
         self._worker = worker = self.rig.worker(self.device)
         self._took: dict[tuple[int, str], list[float]] = defaultdict(list)  # stage, name -> ms in this step
         self._steps, self._laps = 0, Laps(self.device)
-        script = [(self._timed(handler), op, text) for handler, op, text in worker.script]
-        at = next(index for index, (_, op, _) in enumerate(script) if op.kind.is_barrier)
-        steps = [op for _, op, _ in script if op.kind.steps]
+        worker.phase_run.wrap([kind for kind in Kind if kind.computes or kind.steps], self._timed)
+        at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind.is_barrier)
+        steps = [op for _, op, _ in worker.script if op.kind.steps]
         ends = [(self._norm, op, "NORM") for op in steps]
         ahead = [(self._tentative(op.stage), op, "TENTATIVE") for op in steps]
-        worker.script[:] = [*script[:at], *ends, *ahead, *script[at:]]
+        worker.script[at:at] = [*ends, *ahead]
 
     def round(self) -> None:
         """Runs one step that keeps activations and one that recomputes them; the first rounds warm up."""
@@ -80,19 +80,13 @@ class Stopwatch:
         self._took[-1, CLOSE] = [max(0.0, whole - known - norms)]
         return {key: list(found) for key, found in self._took.items()}
 
-    def _timed(self, handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
-        def run(worker: Worker, op: Op) -> None:
-            if not (op.kind.computes or op.kind.steps):
-                handler(worker, op)
-                return
-            name = op.kind.value.lower()
-            if op.kind.computes and op.mb not in (*SPLIT, *FUSED):
-                name = "first"  # it makes gradients, all others accumulate
-            elif op.kind.is_forward and op.mb in FUSED:
-                name = "f fused"
-            self._measure(op.stage, name, lambda: handler(worker, op))
-
-        return run
+    def _timed(self, handler: Handler, worker: Worker, op: Op) -> None:
+        name = op.kind.value.lower()
+        if op.kind.computes and op.mb not in (*SPLIT, *FUSED):
+            name = "first"  # it makes gradients, all others accumulate
+        elif op.kind.is_forward and op.mb in FUSED:
+            name = "f fused"
+        self._measure(op.stage, name, lambda: handler(worker, op))
 
     def _norm(self, worker: Worker, op: Op) -> None:
         self._measure(op.stage, "norm", worker.optimizers[op.stage].squares)

@@ -25,7 +25,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbc.ir import Message, Op
+from zbc.ir import Kind, Message, Op
 from zbc.ops import Lane
 from zbc.runtime.core.clock import Begins
 from zbc.runtime.core.optimizer import StageOptimizer
@@ -41,7 +41,7 @@ from zbc.runtime.core.private import DEVICE, TorchDispatchMode, shares_memory, t
 from zbc.runtime.core.route import Edges, Here
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.stage import Stage
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Handler, Worker
 from zbc.runtime.features.groups.units import Braids
 from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.shards.gathers import Gathers
@@ -210,7 +210,7 @@ class Scale:
             worker.batches.targets(0, 0)  # makes the order of an epoch's samples, which is not part of a step
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
         worker.features.of(Braids).one_by_one = True  # tensors of two interleaved ops could not be distinguished
-        worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
+        worker.phase_run.wrap([*Kind], self._weighed)
         self._clock, worker.clock = worker.clock, Begins(worker.clock, self._begin)
 
     def close(self) -> None:
@@ -221,43 +221,40 @@ class Scale:
         if self.worker.batches is not None:
             self.worker.batches.open()
 
-    def _weighed(self, handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
-        def run(worker: Worker, op: Op) -> None:
-            ledger = self._ledger
-            if op == worker.script[0][1]:
-                if self._steps < 2:
-                    self.held = RankBytes()
-                self._steps += 1
-                ledger.add(one for _, all_ in self._categories() for one in all_ if one.dim())  # of late updates, too
-                self.readings.clear()
-                self._kept.clear()
-            if worker.features.of(Gathers).freed:
-                ledger.resize()
-            ledger.watched, ledger.reads, ledger.meets = self._taken(op), 0, None
-            ledger.keep(ledger.watched)
-            ledger.peak = before = ledger.kept
-            last = ledger.count
-            ledger.changes.clear()
-            ledger.left.clear()
-            self._begin()
-            with ledger:
-                handler(worker, op)
-            if worker.features.of(Gathers).freed:
-                ledger.resize()
-            if op.kind.row.lane is Lane.OUT:
-                ledger.forget(ledger.numbers(slab.memory for slab in worker.features.of(Offloads).pool.slabs))
-            gone, came = self._left(), self._came(last)
-            rise, reads, meets = ledger.peak - before, ledger.reads, ledger.meets
-            rises = list(accumulate((size for _, size in ledger.changes), initial=0))
-            # Gradients are a category of their own: those that the first backward of a step makes are none of it.
-            extra = max(0, max(rises) - max(ledger.bytes(came), ledger.kept - before))
-            until, after = max(rises[: reads + 1]), max(rises[reads:])
-            alone = None if meets is None else max(rises[: meets + 1])
-            peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
-            self._mark(op, last)
-            self._note(Reading(op, RankBytes(peak=peak), gone, extra, rise, until, after, alone, ledger.bytes(came)))
-
-        return run
+    def _weighed(self, handler: Handler, worker: Worker, op: Op) -> None:
+        ledger = self._ledger
+        if op == worker.script[0][1]:
+            if self._steps < 2:
+                self.held = RankBytes()
+            self._steps += 1
+            ledger.add(one for _, all_ in self._categories() for one in all_ if one.dim())  # of late updates, too
+            self.readings.clear()
+            self._kept.clear()
+        if worker.features.of(Gathers).freed:
+            ledger.resize()
+        ledger.watched, ledger.reads, ledger.meets = self._taken(op), 0, None
+        ledger.keep(ledger.watched)
+        ledger.peak = before = ledger.kept
+        last = ledger.count
+        ledger.changes.clear()
+        ledger.left.clear()
+        self._begin()
+        with ledger:
+            handler(worker, op)
+        if worker.features.of(Gathers).freed:
+            ledger.resize()
+        if op.kind.row.lane is Lane.OUT:
+            ledger.forget(ledger.numbers(slab.memory for slab in worker.features.of(Offloads).pool.slabs))
+        gone, came = self._left(), self._came(last)
+        rise, reads, meets = ledger.peak - before, ledger.reads, ledger.meets
+        rises = list(accumulate((size for _, size in ledger.changes), initial=0))
+        # Gradients are a category of their own: those that the first backward of a step makes are none of it.
+        extra = max(0, max(rises) - max(ledger.bytes(came), ledger.kept - before))
+        until, after = max(rises[: reads + 1]), max(rises[reads:])
+        alone = None if meets is None else max(rises[: meets + 1])
+        peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
+        self._mark(op, last)
+        self._note(Reading(op, RankBytes(peak=peak), gone, extra, rise, until, after, alone, ledger.bytes(came)))
 
     def _begin(self) -> None:
         self.began = time.perf_counter_ns()  # of the current op: not its waits before

@@ -35,16 +35,10 @@ class Routing(Feature):
         self._layers = layers
 
     def completes(self, worker: Worker, run: PhaseRun) -> None:
-        run.wrap([kind for kind in Kind if kind.steps], self._around)
+        run.wrap([kind for kind in Kind if kind.steps], self._balance)
 
-    def _around(self, handler: Handler) -> Handler:
-        def step(worker: Worker, op: Op) -> None:
-            handler(worker, op)
-            self._balance(worker, op)
-
-        return step
-
-    def _balance(self, worker: Worker, op: Op) -> None:
+    def _balance(self, handler: Handler, worker: Worker, op: Op) -> None:
+        handler(worker, op)
         verdict = worker.verdict
         if verdict is None or verdict.skipped:
             return

@@ -127,17 +127,13 @@ def scatter(worker: Worker, op: Op) -> None:
     sharded.scatter(worker.transport)
 
 
-def _with_weights(handler: Handler) -> Handler:
-    """Wraps the handler of an op that reads sharded weights."""
-
-    def run(worker: Worker, op: Op) -> None:
-        gathers = worker.features.of(Gathers)
-        gathers.ready(worker, owners_among(op.owner, gathers.stages))
-        if gathers.leaving:
-            gathers.leaving = [sharded for sharded in gathers.leaving if not sharded.poll()]
-        handler(worker, op)
-
-    return run
+def _with_weights(handler: Handler, worker: Worker, op: Op) -> None:
+    """Runs an op that reads sharded weights."""
+    gathers = worker.features.of(Gathers)
+    gathers.ready(worker, owners_among(op.owner, gathers.stages))
+    if gathers.leaving:
+        gathers.leaving = [sharded for sharded in gathers.leaving if not sharded.poll()]
+    handler(worker, op)
 
 
 GATHERS: dict[Kind, Handler] = {Kind.GATHER: gather, Kind.FREE: free, Kind.SCATTER: scatter}

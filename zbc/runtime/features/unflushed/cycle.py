@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class Cycle(Ending):
             if own is None or own != ahead:
                 handler = self.handlers[op.kind]
                 if op.kind.computes:
-                    handler = _of_next(handler) if ahead and own is None else _of_this(handler)
+                    handler = partial(_of_next if ahead and own is None else _of_this, handler)
                 shown = text if own is None else text.replace(" next", "")
                 script.append((handler, self._key(op, odd=odd), shown))
         return script
@@ -145,36 +146,28 @@ def versions_of(worker: Worker, owner: int) -> Unflushed:
     return optimizer
 
 
-def _of_this(handler: Handler) -> Handler:
-    def run(worker: Worker, op: Op) -> None:
-        versions = [versions_of(worker, owner) for owner in owners_among(op.stage, worker.optimizers)]
-        gathers = worker.features.of(Gathers)
-        if gathers.coming and gathers.arrived(op):  # usually long before the newest weights are read
-            for weights in versions:
-                weights.newest()
-            gathers.ready(worker, owners_among(op.owner, gathers.stages))
+def _of_this(handler: Handler, worker: Worker, op: Op) -> None:
+    versions = [versions_of(worker, owner) for owner in owners_among(op.stage, worker.optimizers)]
+    gathers = worker.features.of(Gathers)
+    if gathers.coming and gathers.arrived(op):  # usually long before the newest weights are read
         for weights in versions:
-            weights.before(op, worker.step)
-        if versions[0].newer:
-            gathers.ready(worker, owners_among(op.owner, gathers.stages))
-        handler(worker, op)
-        for weights in versions:
-            weights.after(op)
+            weights.newest()
+        gathers.ready(worker, owners_among(op.owner, gathers.stages))
+    for weights in versions:
+        weights.before(op, worker.step)
+    if versions[0].newer:
+        gathers.ready(worker, owners_among(op.owner, gathers.stages))
+    handler(worker, op)
+    for weights in versions:
+        weights.after(op)
 
-    return run
 
-
-def _of_next(handler: Handler) -> Handler:
-    run_it = _of_this(handler)
-
-    def run(worker: Worker, op: Op) -> None:
-        worker.step += 1
-        try:
-            run_it(worker, op)
-        finally:
-            worker.step -= 1
-
-    return run
+def _of_next(handler: Handler, worker: Worker, op: Op) -> None:
+    worker.step += 1
+    try:
+        _of_this(handler, worker, op)
+    finally:
+        worker.step -= 1
 
 
 def stage_step(worker: Worker, op: Op) -> None:
@@ -226,7 +219,7 @@ class Flushless(Feature):
             return
         plan, options = run.plan, Optimizer.model_validate(run.plan.manifest.training["optimizer"], strict=False)
         every = options.every if options.sync == "asynchronous" else 0
-        run.wrap([kind for kind in Kind if kind.steps], lambda handler: stage_step)
+        run.wrap([kind for kind in Kind if kind.steps], lambda _, *given: stage_step(*given))
         handlers = {op.kind: handler for handler, op, _ in run.script}
         texts = tuple(text for *_, text in run.script)
         run.ending = Cycle(plan.ops, texts, plan.manifest.microbatches, handlers, options.clip_grad_norm, every)
