@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -464,15 +464,18 @@ def _save(run: _Run) -> None:
     for feature in worker.features:
         feature.pauses(worker, Pause(means=averaged, whole=True))
     what = "averages of the " if averaged else ""
-    parameters, asked, said = _uncut(worker), settings.adapter, ""
+    parameters, asked = _uncut(worker), settings.adapter
     place, count = writers.index(run.rank) if run.rank in writers else 0, len(writers)
+
+    def written(what: str, where: Path, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Returns what all ranks have written, on rank 0."""
+        run.board.leave(what, hffolder.write_shard(where, place, count, tensors) if tensors else "")
+        run.board.meet(f"saved {what}", run.limit)
+        return run.board.collect(what) if run.rank == 0 else []
+
     if beside is not None:
-        found = adapters.tensors_of(asked, model, parameters)
-        said = hffolder.write_shard(beside, place, count, found) if found else ""
-        run.board.leave("adapters", said)
-        run.board.meet("saved adapters", run.limit)
+        shards = written("adapters", beside, adapters.tensors_of(asked, model, parameters))
         if run.rank == 0:
-            shards = run.board.collect("adapters")
             dropped = adapterfolder.complete(beside, asked, model, shards, settings.pretrained)
             run.show(f"wrote the {what}adapters to {beside}")
             if dropped:
@@ -481,14 +484,10 @@ def _save(run: _Run) -> None:
     if folder is None:
         return
     if asked.rank:
-        parameters, said = adapters.merged(asked, model, parameters), ""
-    if parameters:
-        tensors = pretrained.tensors_of(model, parameters, source)
-        said = hffolder.write_shard(folder, place, count, tensors)
-    run.board.leave("shards", said)
-    run.board.meet("saved", run.limit)
+        parameters = adapters.merged(asked, model, parameters)
+    tensors = pretrained.tensors_of(model, parameters, source) if parameters else {}
+    shards = written("shards", folder, tensors)
     if run.rank == 0:
-        shards = run.board.collect("shards")
         for line in hffolder.write_index(folder, model, shards, source):
             run.show(line)
         if settings.pretrained is not None and source is None:

@@ -76,16 +76,21 @@ def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     Ranks that go through their own pairs round by round never wait for each other in a cycle. A chain of any length
     takes four rounds: pairs of an even rank and the next one first, then the others.
     """
-    groups: list[list[tuple[int, int]]] = []
-    busy: list[set[int]] = []
-    for pair in sorted(set(pairs), key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)):
-        at = next((number for number, taken in enumerate(busy) if taken.isdisjoint(pair)), len(busy))
+    return in_turns(sorted(set(pairs), key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)), int)
+
+
+def in_turns(pairs: Iterable[tuple[int, int]], of: Callable[[int], Any]) -> list[list[tuple[int, int]]]:
+    """The pairs in turns, each in the first one with no other pair `of` the same."""
+    turns, busy = list[list[tuple[int, int]]](), list[set[Any]]()
+    for pair in pairs:
+        its = {*map(of, pair)}
+        at = next((number for number, taken in enumerate(busy) if taken.isdisjoint(its)), len(busy))
         if at == len(busy):
-            groups.append([])
+            turns.append([])
             busy.append(set())
-        groups[at].append(pair)
-        busy[at].update(pair)
-    return groups
+        turns[at].append(pair)
+        busy[at] |= its
+    return turns
 
 
 class Network(Transport):

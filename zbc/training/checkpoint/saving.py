@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -46,36 +46,27 @@ _STEP = 64  # bytes; where a tensor of an arena may begin
 
 
 class Arena:
-    """Memory for copies of tensors, by key. `pinned`: a GPU copies into it asynchronously."""
+    """Memory for copies of tensors. `pinned`: a GPU copies into it asynchronously."""
 
     def __init__(self, *, pinned: bool = False) -> None:
-        self._pinned = pinned
-        self._laid: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
-        self._places: dict[Hashable, Tensor] = {}
+        self._pinned, self._memory = pinned, torch.empty(0, dtype=torch.uint8)
         self._held: Pinned | None = None
 
-    def places(self, tensors: Mapping[str, Tensor]) -> Mapping[Hashable, Tensor]:
-        """A contiguous tensor on the CPU for each; overwrites those of the previous call."""
-        laid: dict[Hashable, tuple[torch.Size, torch.dtype]] = {k: (t.shape, t.dtype) for k, t in tensors.items()}
-        if laid == self._laid:
-            return self._places
+    def places(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A contiguous tensor on the CPU for each, by the same key; overwrites those of the previous call."""
         starts = list(accumulate((math.ceil(t.nbytes / _STEP) * _STEP for t in tensors.values()), initial=0))
-        self.close()
-        if self._pinned:
-            self._held = Pinned(starts[-1])
-        memory = torch.empty(starts[-1], dtype=torch.uint8) if self._held is None else self._held.memory
-        for (key, tensor), start in zip(tensors.items(), starts, strict=False):
-            raw = memory[start : start + tensor.nbytes]
-            self._places[key] = raw.view(tensor.dtype).view(tensor.shape)
-        self._laid = laid
-        return self._places
+        if starts[-1] != len(self._memory):
+            self.close()
+            self._held = Pinned(starts[-1]) if self._pinned else None
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8) if self._held is None else self._held.memory
+        places = zip(tensors.items(), starts, strict=False)
+        return {k: self._memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for (k, t), at in places}
 
     def close(self) -> None:
         """Frees the memory."""
-        self._places.clear()
         if self._held is not None:
             self._held.close()
-        self._held = None
+        self._held, self._memory = None, torch.empty(0, dtype=torch.uint8)
 
 
 def copy_beside(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from zbc.errors import ZbcError
 
@@ -20,15 +23,18 @@ FORMAT, VERSION = "zbc-tokens", 1
 WIDTHS = {"uint16": 2, "uint32": 4}
 
 
-@dataclass(frozen=True)
+_Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class Tokens:
     """The description of a token file. `vocab` is None without a JSON."""
 
-    dtype: str
-    tokens: int
-    vocab: int | None = None
-    end: int | None = None  # the token after each document
-    documents: int | None = None
+    dtype: Annotated[str, Field(pattern="^uint(16|32)$")]
+    tokens: _Count
+    vocab: _Count | None = None
+    end: _Count | None = None  # the token after each document
+    documents: _Count | None = None
     tokenizer: str | None = None  # "bytes", or the sha256 of the tokenizer.json
 
     @property
@@ -70,18 +76,10 @@ def _parse(path: Path, text: bytes) -> Tokens:
         data = json.loads(text)
         if data["format"] != FORMAT or data["version"] != VERSION:
             raise ValueError(f"format {data['format']!r} version {data['version']!r}")
-        known = Tokens(**{key: data.get(key) for key in Tokens.__dataclass_fields__})
+        return Tokens(**{key: data.get(key) for key in Tokens.__dataclass_fields__})
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        details = [f"{type(error).__name__}: {error}"[:200]]
+        details = [f"{type(error).__name__}: {error}".replace("\n", " ")[:200]]
         raise ZbcError("E501", f"data: {path} is damaged", details=details, hint="make the file again") from None
-    counts = [known.tokens, *(n for n in (known.vocab, known.end, known.documents) if n is not None)]
-    if (
-        not isinstance(known.dtype, str)
-        or known.dtype not in WIDTHS
-        or any(type(n) is not int or n < 0 for n in counts)
-    ):
-        raise ZbcError("E501", f"data: {path} is damaged: {text[:100]!r}", hint="make the file again")
-    return known
 
 
 def write_sidecar(path: Path, tokens: Tokens) -> None:

@@ -13,17 +13,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
 from zbc.host.torch_version import OLDEST, release
 from zbc.job.model_section import BUILTIN
-from zbc.plan.directory import Manifest, read_manifest
+from zbc.plan.directory import Manifest, read_manifest, read_ramp
 from zbc.plan.reading import sections_of
 from zbc.training.launch.forking import start_fork_server
 from zbc.training.launch.options import Ended, RunOptions
-from zbc.training.launch.queues import set_queues
 from zbc.training.metrics import sinks
 from zbc.training.metrics.live import Screen
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # A launcher's variables that are numbers, and the ends of their ranges; 0: the number of ranks.
 _NUMBERS = {"WORLD_SIZE": 10**9, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 2**16}
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"  # of the streams of a GPU; the driver reads it when a process first uses one
+_MOST_QUEUES = "32"  # the maximum; without the variable it is 8, less than a rank may have streams
 _MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds after the others
 
 
@@ -56,7 +58,7 @@ def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> Ended:
         _check_plan(options, manifest)
         device = options.device or str(manifest.planning["hardware"]["device"])
         if device == "cuda":
-            set_queues(options.plan, manifest)  # before the first call of the driver
+            _set_queues(options.plan, manifest)  # before the first call of the driver
             _check_cuda(options, manifest)
     except ZbcError as error:
         if started and os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
@@ -93,6 +95,20 @@ def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> Ended:
     if ended.stopped is not None:
         raise KeyboardInterrupt
     return ended
+
+
+def _set_queues(folder: Path, manifest: Manifest) -> None:
+    """Sets a queue for every stream, unless the user set it otherwise. Raises E603 if that is one, and the plan may
+    deadlock with it; see zbc/compiler/check/device.py.
+    """
+    if os.environ.setdefault(_QUEUES, _MOST_QUEUES) != "1":
+        return
+    phases = [manifest, *(its for _, its in read_ramp(folder, manifest))]
+    if not all(phase.predicted.get("survives_one_queue", False) for phase in phases):
+        text = (
+            f"run: {_QUEUES} is 1: all streams of a GPU then share one queue, and ranks of this plan may wait forever"
+        )
+        raise ZbcError("E603", text, hint=f"unset {_QUEUES}, or set it to {_MOST_QUEUES}")
 
 
 def _check_cuda(options: RunOptions, manifest: Manifest) -> None:

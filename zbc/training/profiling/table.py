@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zbc.job.links import LinkTable
-from zbc.runtime.transports.network import bind_loopback
+from zbc.runtime.transports.network import bind_loopback, in_turns
 from zbc.training.devices import settled
 from zbc.training.launch.board import Board, open_store, prefixed
 from zbc.training.launch.reach import bind_towards
@@ -72,15 +72,9 @@ def measure(device: str, rounds: int, bar: Bar) -> LinkTable | None:
 
 def turns(hosts: Sequence[str], stands: Sequence[int]) -> list[list[tuple[int, int]]]:
     """The pairs to measure, in turns of pairs without a common machine; `stands`: by rank, its proxy elsewhere."""
-    found = list[list[tuple[int, int]]]()
-    for a, b in combinations(range(len(hosts)), 2):
-        if hosts[a] == hosts[b] or (stands[a], stands[b]) == (a, b):
-            busy = [{hosts[rank] for pair in turn for rank in pair} for turn in found]
-            free = (i for i, taken in enumerate(busy) if taken.isdisjoint((hosts[a], hosts[b])))
-            if (at := next(free, len(found))) == len(found):
-                found.append([])
-            found[at].append((a, b))
-    return found
+    pairs = combinations(range(len(hosts)), 2)
+    wanted = ((a, b) for a, b in pairs if hosts[a] == hosts[b] or (stands[a], stands[b]) == (a, b))
+    return in_turns(wanted, hosts.__getitem__)
 
 
 def _trip(other: int, first: bool, size: int, where: torch.device, rounds: int) -> float:
