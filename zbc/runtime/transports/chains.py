@@ -41,16 +41,19 @@ class ThreadChains:
 
 
 class Threaded:
-    """Work of a thread, as a `dist.Work`."""
+    """Work of a thread, as a `dist.Work` or a `Pending`; its result may be an event of the device."""
 
     def __init__(self, found: Future[Any]) -> None:
         self._found = found
 
     def wait(self) -> None:
-        self._found.result()
+        if isinstance(event := self._found.result(), torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(event)
 
     def is_completed(self) -> bool:
         return self._found.done()
+
+    ready = is_completed
 
 
 class StreamChains:

@@ -25,13 +25,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from zbc.runtime.features.shards.pieces import ALIGNED
 from zbc.runtime.transports.background import Background
+from zbc.runtime.transports.chains import Threaded
 from zbc.runtime.transports.transport import Transport
 
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls of counters
@@ -80,7 +80,7 @@ class Window:
         """Marks the weights as written for the next step."""
         self._count(_WEIGHTS, self._step)
 
-    def fetch(self, copy: Callable[[list[Tensor]], None]) -> Fetch:
+    def fetch(self, copy: Callable[[list[Tensor]], None]) -> Threaded:
         """Calls `copy` with the weights of all, by owner, once they are written, overlapped with the following ops."""
         step = self._step
 
@@ -149,7 +149,7 @@ class WindowCopier:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._background = Background("zbc-windows")
 
-    def start(self, run: Callable[[], None]) -> Fetch:
+    def start(self, run: Callable[[], None]) -> Threaded:
         stream = self._stream
         before = None if stream is None else torch.cuda.current_stream().record_event()
 
@@ -163,7 +163,7 @@ class WindowCopier:
                 over: torch.cuda.Event = stream.record_event()
                 return over
 
-        return Fetch(self._background.start(work))
+        return Threaded(self._background.start(work))
 
     def after(self, count: Callable[[], None]) -> None:
         """Calls `count` once the work enqueued on the current stream has completed: on a CPU, at once."""
@@ -171,21 +171,6 @@ class WindowCopier:
             count()
         else:
             self.start(count)
-
-
-class Fetch:
-    """A copy started by a `WindowCopier`, as a `Pending`."""
-
-    def __init__(self, found: Future[torch.cuda.Event | None]) -> None:
-        self._found = found
-
-    def wait(self) -> None:
-        event = self._found.result()
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-
-    def ready(self) -> bool:
-        return self._found.done()
 
 
 _turn = threading.Lock()
