@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from zbc.errors import ZbcError
-from zbc.runtime.core.clock import Busy
+from zbc.runtime.core.clock import Busy, Clock
 from zbc.runtime.core.progress import Progress
 from zbc.runtime.features.offload.copying import Copier, Piece, Slab, Ticket, bytes_of
 from zbc.runtime.transports.hub import Hub, Round
@@ -49,7 +49,7 @@ class _Mark:
     ended: bool = False  # whether `end` is on the stream
 
 
-class CudaClock:
+class CudaClock(Clock):
     """For cuda, where a call only enqueues work: measures it by events on the stream.
 
     Waits for events of the compute stream only, never for the whole device: that would wait for posted receives, too.

@@ -1,6 +1,6 @@
 """The end of a step: the verdict of its ranks, when its result is known, and work that may still be pending after it.
 
-`Barrier` is the ordinary end: all ranks learn the verdict before any weight changes. Others are `Ahead` (ahead.py: the
+`Ending` is the ordinary one: all ranks learn the verdict before any weight changes. Others are `Ahead` (ahead.py: the
 verdict arrives in the next step) and `Cycle` (cycle.py: steps follow one another without a flush). No value may be left
 over in a store of the worker then.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
@@ -70,8 +70,8 @@ def _left_on(worker: Worker, edge: Message) -> str:
     return f"the {what} handed over for {reader} {name} was never used"
 
 
-class Ending(Protocol):
-    """How all steps of one plan end."""
+class Ending:
+    """How all steps of one plan end: here all ranks learn the verdict in VALIDATE, and step by it."""
 
     every: int = 0  # microbatches from one step of a stage to its next; 0: all
 
@@ -84,6 +84,12 @@ class Ending(Protocol):
 
     def closes(self, worker: Worker, began: float) -> StepResult | None:
         """All ops since `began` have run. Returns the result of the latest final step, None if returned before."""
+        verdict = worker.verdict
+        if verdict is None:
+            text = "run: the plan has no VALIDATE, so the ranks agree on nothing"
+            raise ZbcError("E703", text, where=_where(worker))
+        close(worker, drain=True)
+        return verdict.of(worker.step, time.monotonic() - began)
 
     def finish(self, worker: Worker) -> StepResult | None:
         """Makes the last step final if it is not yet; returns its result, None if `closes` has returned it."""
@@ -96,18 +102,6 @@ class Ending(Protocol):
     def follows(self, worker: Worker) -> bool:
         """Whether some ops of the next step have run, so that the next step must run, too."""
         return False
-
-
-class Barrier(Ending):
-    """All ranks learn the verdict in VALIDATE, and step by it."""
-
-    def closes(self, worker: Worker, began: float) -> StepResult | None:
-        verdict = worker.verdict
-        if verdict is None:
-            text = "run: the plan has no VALIDATE, so the ranks agree on nothing"
-            raise ZbcError("E703", text, where=_where(worker))
-        close(worker, drain=True)
-        return verdict.of(worker.step, time.monotonic() - began)
 
 
 def close(worker: Worker, *, drain: bool) -> None:

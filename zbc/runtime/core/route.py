@@ -153,11 +153,7 @@ def total(found: list[Tensor]) -> Tensor:
 # ---- sinks ---------------------------------------------------------------------------------------------------
 
 
-class Sink(Protocol):
-    """Takes the output of an op; for a loss, returns the gradient that its backward starts from."""
-
-    def finish(self, worker: Worker, number: int) -> Finish: ...
-    def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> Tensor | None: ...
+# They take the output of an op; for a loss, `give` returns the gradient that its backward starts from.
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +221,9 @@ class Measures(Losses):
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> None:
         worker.losses[op.mb] = tensor if not op.slice else worker.losses.get(op.mb, 0.0) + tensor
+
+
+Sink = Edges | Losses
 
 
 def slice_loss(function: Loss, target: Batch, share: float, output: Any) -> Tensor:

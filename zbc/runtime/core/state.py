@@ -27,7 +27,7 @@ from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.bucket import GradientSum
 from zbc.runtime.core.clock import clock_for
-from zbc.runtime.core.ending import REPEATED, STORES, Barrier, Ending, Store
+from zbc.runtime.core.ending import REPEATED, STORES, Ending, Store
 from zbc.runtime.core.feature import Features
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.progress import Progress, StepResult
@@ -110,7 +110,7 @@ class PhaseRun:
     plan: RankPlan
     layout: VectorLayout
     script: Script
-    ending: Ending = field(default_factory=Barrier)
+    ending: Ending = field(default_factory=Ending)
     routes: dict[Op, Route] = field(default_factory=dict)
     trains: bool = True  # False for an evaluation, which has data of its own
     batches: BatchSource | None = None

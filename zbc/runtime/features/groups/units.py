@@ -30,7 +30,7 @@ from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.unflushed.cycle import Cycle
 
 
-class Together:
+class Together(Clock):
     """The `Clock` of a group: one interval for both ops, from when both have their inputs to when both have ended.
     `second_leads`: the second op computes first."""
 
