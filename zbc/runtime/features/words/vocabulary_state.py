@@ -43,11 +43,18 @@ Unit = tuple[int, int]  # microbatch, slice
 
 
 class Met(NamedTuple):
-    """The key of a collective's result."""
+    """The key of a collective's result, of all ranks, which may be the input of an op."""
 
     kind: Kind
     mb: int
     slice: int
+
+    @property
+    def waits(self) -> bool:
+        return True
+
+    def take(self, worker: Worker, number: int) -> Tensor:
+        return worker.features.of(Vocabulary).arrive(worker, self)
 
     def __str__(self) -> str:
         return str(Op(self.kind, 0, self.mb, 0, self.slice))
@@ -150,7 +157,7 @@ class Vocabulary(Feature):
             route = route._replace(keeps=LOOKED)
         if op.kind.takes is not None and ends[op.kind.takes]:
             kind = Kind.GIVE if op.kind.takes is At.SOURCES else Kind.MEET if self.sums == 1 else Kind.SUM
-            route = route._replace(takes=Meets(kind, op.mb, op.slice))
+            route = route._replace(takes=Met(kind, op.mb, op.slice))
         if op.kind.gives is not None and ends[op.kind.gives]:
             reader = len(placement.pipes[0]) if op.kind.gives is At.SINKS else -1
             route = route._replace(gives=Edges((Message(op.stage, reader, *op.key[1:]),), route.stage))
@@ -202,19 +209,6 @@ class Vocabulary(Feature):
             for mb, part in store
         ]
         return [*left, *(f"what {met} brings was never used" for met in self.coming)]
-
-
-@dataclass(frozen=True, slots=True)
-class Meets:
-    """The result of a collective of all ranks."""
-
-    kind: Kind
-    mb: int
-    slice: int
-    waits: bool = True
-
-    def take(self, worker: Worker, number: int) -> Tensor:
-        return worker.features.of(Vocabulary).arrive(worker, Met(self.kind, self.mb, self.slice))
 
 
 class Looked(Keeps):
