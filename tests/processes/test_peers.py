@@ -12,7 +12,7 @@ from tests.processes.plans import write_plan
 from zbc.plan.directory import read_manifest
 from zbc.runtime.transports.around import Staged
 from zbc.training import devices
-from zbc.training.launch import launch, peers
+from zbc.training.launch import launch, reach
 from zbc.training.launch.options import RunOptions
 
 HERE, OTHER_GPU, OTHER_HOST = ("", ""), ("GPU-0", "GPU-1"), ("here", "there")
@@ -48,14 +48,14 @@ SHARED = [(2, [OTHER_GPU], False), (1, [HERE], True), (1, [OTHER_HOST], False), 
 def test_ranks_that_share_a_gpu_go_over_gloo_by_way_of_the_host(gpus, monkeypatch, count, others, shared):
     gpus(count)
     begun = []
-    monkeypatch.setattr(peers.dist, "init_process_group", lambda backend, **how: begun.append(backend))
-    monkeypatch.setattr(peers, "prefixed", lambda name, store: store)
+    monkeypatch.setattr(reach.dist, "init_process_group", lambda backend, **how: begun.append(backend))
+    monkeypatch.setattr(reach, "prefixed", lambda name, store: store)
     monkeypatch.setattr(
-        peers, "Network", lambda manifest, device, limit: SimpleNamespace(rank=0, manifest=manifest, device=device)
+        reach, "Network", lambda manifest, device, limit: SimpleNamespace(rank=0, manifest=manifest, device=device)
     )
     manifest = SimpleNamespace(topology=SimpleNamespace(name=str))
     device = torch.device("cuda", 0)
-    transport, said = peers.connected(manifest, device, Said(*others), lambda: None, timedelta(seconds=1))
+    transport, said = reach.connected(manifest, device, Said(*others), lambda: None, timedelta(seconds=1))
     assert said is shared and begun == ["gloo" if shared else "nccl"]
     assert isinstance(transport, Staged) is shared
     if not shared:

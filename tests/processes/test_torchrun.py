@@ -27,7 +27,7 @@ from zbc.plan.directory import read_manifest
 from zbc.topology import Topology
 from zbc.trace import recording as trace
 from zbc.training import devices, train
-from zbc.training.launch import launch, peers, torchrun
+from zbc.training.launch import launch, reach, torchrun
 from zbc.training.launch.board import Board, Place, plain_name
 from zbc.training.launch.options import RunOptions
 from zbc.training.watchdog import Watchdog
@@ -344,7 +344,7 @@ def test_ranks_share_a_gpu_only_where_there_are_too_few(monkeypatch, tmp_path, c
     monkeypatch.setattr(devices, "named", lambda device: "GPU")
     manifest = read_manifest(write_plan(tmp_path))
     try:
-        found = peers._shared(manifest, torch.device("cuda", 0), Said(), timedelta(seconds=1))
+        found = reach._shared(manifest, torch.device("cuda", 0), Said(), timedelta(seconds=1))
     except ZbcError as error:
         found = error.code
     assert found == expected

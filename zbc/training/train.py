@@ -57,8 +57,7 @@ from zbc.training.launch.identity import identity
 from zbc.training.launch.launch import check_forward
 from zbc.training.launch.options import Ended, RunOptions
 from zbc.training.launch.outages import watch_siblings
-from zbc.training.launch.peers import SHARED, connected
-from zbc.training.launch.reach import Doorstep, check_reach
+from zbc.training.launch.reach import SHARED, Doorstep, check_reach, connected
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import adapters, pretrained
 from zbc.training.models.stacks import stacks_of, unstacked

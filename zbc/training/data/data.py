@@ -54,11 +54,8 @@ class Windows(Samples):
     def __len__(self) -> int:
         return len(self._inputs)
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
-        return self._inputs[torch.tensor(indices) % len(self)].long()
-
-    def targets(self, indices: Sequence[int]) -> Tensor:
-        return self._targets[torch.tensor(indices) % len(self)].long()
+    def rows(self, indices: Sequence[int], which: int) -> Tensor:
+        return (self._inputs, self._targets)[which][torch.tensor(indices) % len(self)].long()
 
 
 class RandomTokens(Samples):
@@ -70,18 +67,15 @@ class RandomTokens(Samples):
     def __len__(self) -> int:
         return self._count
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
-        return torch.stack([self._sample(i)[:-1] for i in indices])
-
-    def targets(self, indices: Sequence[int]) -> Tensor:
-        return torch.stack([self._sample(i)[1:] for i in indices])
+    def rows(self, indices: Sequence[int], which: int) -> Tensor:
+        return torch.stack([self._sample(i)[which:][: self._seq_len] for i in indices])
 
     def _sample(self, index: int) -> Tensor:
         source = torch.Generator().manual_seed(seed_of(self._seed, "noise", index % self._count))
         return torch.randint(self._vocab, (self._seq_len + 1,), generator=source)
 
 
-class Pairs:
+class Pairs(Samples):
     """A user's map-style dataset of pairs (see pairs.py), all of one shape.
 
     The ranks of the first and the last stage each index it. Generators of torch, Python and numpy are seeded with
@@ -194,7 +188,7 @@ class Pairs:
             raise ZbcError("E505", text, hint=hint) from None
 
 
-class SampleRange:
+class SampleRange(Samples):
     """The samples `start` to `stop` of `samples`."""
 
     def __init__(self, samples: Samples, start: int, stop: int) -> None:
@@ -203,11 +197,8 @@ class SampleRange:
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def inputs(self, indices: Sequence[int]) -> Batch:
-        return self._samples.inputs(self._numbers(indices))
-
-    def targets(self, indices: Sequence[int]) -> Batch:
-        return self._samples.targets(self._numbers(indices))
+    def rows(self, indices: Sequence[int], which: int) -> Batch:
+        return (self._samples.inputs, self._samples.targets)[which](self._numbers(indices))
 
     def expect(self, indices: Sequence[int]) -> None:
         self._samples.expect(self._numbers(indices))

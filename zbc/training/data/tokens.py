@@ -81,11 +81,8 @@ class TokenWindows(Samples):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
-        return torch.stack([self._window(index, 0) for index in indices])
-
-    def targets(self, indices: Sequence[int]) -> Tensor:
-        return torch.stack([self._window(index, 1) for index in indices])
+    def rows(self, indices: Sequence[int], which: int) -> Tensor:
+        return torch.stack([self._window(index, which) for index in indices])
 
     def _window(self, number: int, shift: int) -> Tensor:
         index = number % len(self)

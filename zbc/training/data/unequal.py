@@ -337,11 +337,8 @@ class Padded(Samples):
     def lengths(self) -> list[int]:
         return self._documents.lengths.tolist()
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
-        return filled(self._documents, [[i] for i in indices], self._room, 0)
-
-    def targets(self, indices: Sequence[int]) -> Tensor:
-        return filled(self._documents, [[i] for i in indices], self._room, 1)
+    def rows(self, indices: Sequence[int], which: int) -> Tensor:
+        return filled(self._documents, [[i] for i in indices], self._room, which)
 
     def digest(self) -> int:
         return self._documents.digest()

@@ -1,4 +1,5 @@
-"""The interface on which ranks listen for other machines, and a check that these can reach it.
+"""How ranks reach each other: the interface on which they listen, a check that other machines can reach it, and the
+transport.
 
 gloo listens at the address of this machine's host name unless GLOO_SOCKET_IFNAME is set, and on many machines
 /etc/hosts maps the name to 127.0.0.1: then no other machine can connect. This is checked before the process groups are
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,12 +19,20 @@ from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from zbc.errors import ZbcError
 from zbc.host.interfaces import Interface, interfaces, towards
-from zbc.runtime.transports.network import bind_loopback
+from zbc.plan.directory import Manifest
+from zbc.runtime.transports.around import Staged
+from zbc.runtime.transports.network import Network, bind_loopback
+from zbc.runtime.transports.transport import Transport
 from zbc.text import few
-from zbc.training.launch.board import Board
+from zbc.training import devices
+from zbc.training.launch.board import Board, Connect, prefixed
 
+SHARED = "ranks share a GPU: what they send goes through the host's memory, which is slow"
 _CONNECT_S = 20.0
 _HINT = (
     "open the ports between the machines, or set GLOO_SOCKET_IFNAME on each to the interface that reaches the others"
@@ -103,3 +113,39 @@ def unconnected(who: str, error: BaseException) -> ZbcError:
     """E609 for a group that cannot be made, with torch's message."""
     text = f"run: {who} cannot connect to the others"
     return ZbcError("E609", text, hint=_HINT, details=[str(error).partition("\n")[0]])
+
+
+# ---- the transport ---------------------------------------------------------------------------------------------
+
+
+def connected(
+    manifest: Manifest, device: torch.device, board: Board, connect: Connect, limit: timedelta
+) -> tuple[Transport, bool]:
+    """A rank's transport, and whether ranks share GPUs. Raises E609 if the others cannot be reached, E603 if
+    ranks share a GPU although each could have one.
+
+    NCCL refuses ranks that share a GPU; if any do, all of them use gloo.
+    """
+    shared = device.type == "cuda" and _shared(manifest, device, board, limit)
+    backend = "nccl" if device.type == "cuda" and not shared else "gloo"
+    store = prefixed("groups", connect())
+    try:
+        dist.init_process_group(backend, store=store, rank=board.rank, world_size=board.ranks, timeout=limit)
+    except RuntimeError as error:
+        raise unconnected(manifest.topology.name(board.rank), error) from error
+    if not shared:
+        return Network(manifest, device, limit), False
+    return Staged(Network(manifest, torch.device("cpu"), limit), device), True
+
+
+def _shared(manifest: Manifest, device: torch.device, board: Board, limit: timedelta) -> bool:
+    """Whether two ranks have the same GPU, compared by its unique name."""
+    host = f"{socket.gethostname()} {torch.cuda.device_count()}"
+
+    def decide(said: list[str]) -> str:
+        hosts, gpus = zip(*map(json.loads, said), strict=True)
+        if all(count <= int(host.split()[-1]) for host, count in Counter(hosts).items()):
+            devices.check_apart(gpus, manifest.topology.name)
+        return "shared" if len(set(gpus)) < board.ranks else ""
+
+    return bool(board.meet("device", limit, json.dumps([host, devices.named(device)]), decide))
