@@ -90,7 +90,7 @@ def test_recording_changes_nothing_of_the_training(tmp_path, case):
 
 
 def named(script):
-    return [(getattr(handler, "__qualname__", handler), op) for handler, op, _ in script]
+    return [(getattr(handler, "func", handler).__qualname__, op) for handler, op, _ in script]
 
 
 class Fake:

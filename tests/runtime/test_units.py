@@ -343,7 +343,7 @@ def test_without_shared_layers_the_script_is_that_of_the_plan(tmp_path):
     plan = plan_of(tmp_path, "dualpipe-v", m=6, model_more={"layers": 4}, schedule_more={"overlap": True})
     for worker in run_threads(plan, 1):
         assert worker.features.of(Braids).units is None and not worker.features.of(Braids).in_turn
-        assert all(handler.__name__ not in ("both", "rest") for handler, *_ in worker.script)
+        assert all(getattr(handler, "__name__", "") not in ("both", "rest") for handler, *_ in worker.script)
 
 
 def test_a_group_is_recorded_as_one_op_after_the_other(tmp_path):
