@@ -47,7 +47,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.feasible import least, one_by_one
-from zbc.compiler.search.portfolio import COMPILED_RATE, PLAIN_RATE, Effort
+from zbc.compiler.search.portfolio import COMPILED_RATE, PLAIN_RATE
 from zbc.compiler.search.portfolio import search as searched
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.sim.bounds import bounds
@@ -487,7 +487,7 @@ def optima(record: Record, asked: argparse.Namespace) -> None:
         problem = Problem.make(where, costs, m, limit)
         bound = getattr(bounds(where, costs, m, limit), objective)
         orders = [("one by one", one_by_one(problem))]
-        found = searched(problem, objective, Effort(2 * PLAIN_RATE), engine, orders=orders, target=bound).best
+        found = searched(problem, objective, 2 * PLAIN_RATE, engine, orders=orders, target=bound)
         if found is None:
             sys.exit(f"{name}: no order")
         proof = solve(problem, objective, start=found.order, lower=bound, seconds=seconds, workers=1)
@@ -508,9 +508,7 @@ def prove(seconds: float) -> None:
     rows, missing = [], []
     for name, where, costs, m, limit, objective in cases():
         problem = Problem.make(where, costs, m, limit)
-        found = searched(
-            problem, objective, Effort(20_000_000), engine, orders=[("one by one", one_by_one(problem))]
-        ).best
+        found = searched(problem, objective, 20_000_000, engine, orders=[("one by one", one_by_one(problem))])
         if found is None:
             sys.exit(f"{name}: no order")
         began = time.perf_counter()

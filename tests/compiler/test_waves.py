@@ -219,7 +219,7 @@ def test_a_mirrored_placement_holds_every_stage_twice():
 @pytest.mark.parametrize(("name", "p", "m", "v"), [("bitpipe-zb", 3, 5, 2), ("bitpipe-zb", 2, 5, 2)])
 def test_annealing_keeps_every_op_and_the_limit_and_gains(monkeypatch, name, p, m, v):
     """An odd number of microbatches gives the pipes different shares."""
-    monkeypatch.setattr("zbc.compiler.search.shifting.available", lambda: False)  # compiled, it does the same
+    monkeypatch.setattr("zbc.compiler.schedules.searched.available", lambda: False)  # compiled, it does the same
     costs = Costs.uniform(SCHEDULES[name].placement(p, v), 18.5, 18.1, 9.3, 0.6, 0.4)
     gained = 0
     for limit in (0.8 * p, float(p)):

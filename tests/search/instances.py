@@ -7,7 +7,7 @@ from random import Random
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.candidates import Bench
-from zbc.compiler.search.feasible import least, one_by_one
+from zbc.compiler.search.feasible import least_of, one_by_one
 from zbc.compiler.search.portfolio import COMPILED_RATE
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.sim.bounds import Bounds, bounds
@@ -68,7 +68,7 @@ def limits(rng: Random, where: Placement, given: Costs, m: int) -> tuple[float, 
     """None, the least feasible limit, or up to the memory of 1F1B, the same for all ranks or one per rank."""
     if rng.random() < 0.15:
         return None
-    needs = least(Problem.make(where, given, m, None))
+    needs = least_of(where, given)
     most = rng.choice((1.0, 1.3, 2.0, float(where.ranks)))
     if rng.random() < 0.5:
         return (max(needs) * rng.uniform(1.0, most),) * where.ranks
@@ -110,7 +110,7 @@ class Recorder(Bench):
         return super()._keep(candidate, among, most)
 
 
-def planned(given: Instance, objective: str, visits: int, seed: int = 0) -> Program:
+def planned(given: Instance, objective: str, visits: int) -> Program:
     """The searched schedule of the instance's placement, with an effort that is the same on every machine."""
     p, v = given.placement.ranks, given.problem.v
     name = "zb-auto" if v == 1 else "v-auto" if given.placement == Placement.vshape(p) else "looped-zb"
@@ -125,6 +125,5 @@ def planned(given: Instance, objective: str, visits: int, seed: int = 0) -> Prog
         memory_limit=given.limits,
         objective=objective,
         budget=visits / COMPILED_RATE,
-        seed=seed,
     )
     return schedule.make(request)

@@ -12,7 +12,7 @@ from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import cyclic
 from zbc.compiler.search.patterns import fitting
 from zbc.compiler.search.policies import policies
-from zbc.compiler.search.portfolio import Effort, search
+from zbc.compiler.search.portfolio import search
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 
@@ -74,7 +74,7 @@ def test_many_microbatches_take_no_longer_than_the_published_block(kind, p, m, p
 def test_both_engines_repeat_the_same(seed, plain, compiled):
     problem = replace(instance(seed, ranks=3, chunks=2, microbatches=4).problem, m=40)
     assert cyclic.reduced(problem) is not None
-    results = [search(problem, "makespan", Effort(400_000), engine).best for engine in (plain, compiled)]
+    results = [search(problem, "makespan", 400_000, engine) for engine in (plain, compiled)]
     assert results[0] == results[1]
 
 

@@ -17,8 +17,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.search.feasible import least, one_by_one
-from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.feasible import least_of, one_by_one
 from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.ir import Placement
@@ -60,17 +59,15 @@ def test_the_least_memory_is_the_least_over_all_orders(v):
         where = Placement.looped(1, v)
         given = costs(rng, where)
         m = rng.randint(1, 4 - v // 2)
-        assert least(Problem.make(where, given, m, None)) == pytest.approx(
-            [least_by_trying(given.units("kept"), given.units("left"), m)]
-        )
+        assert least_of(where, given) == pytest.approx([least_by_trying(given.units("kept"), given.units("left"), m)])
 
 
 def test_one_microbatch_after_another_needs_no_more():
     for seed in range(200):
-        problem = instance(seed, ranks=8).problem
-        program = problem.program(one_by_one(problem), "one by one")
-        used = [rank.units for rank in peaks(program, instance(seed, ranks=8).costs)]
-        assert used == pytest.approx(least(problem), abs=1e-9)
+        given = instance(seed, ranks=8)
+        program = given.problem.program(one_by_one(given.problem), "one by one")
+        used = [rank.units for rank in peaks(program, given.costs)]
+        assert used == pytest.approx(least_of(given.placement, given.costs), abs=1e-9)
 
 
 def needs(name, asked):
@@ -79,7 +76,7 @@ def needs(name, asked):
     where = SCHEDULES[name].placement(asked.p, asked.v)
     if not SCHEDULES[name].splits_backward:  # then nothing is kept for W
         return [sum(given.units("kept")[s] for s in where.stages_of(r)) for r in range(asked.p)]
-    return least(Problem.make(where, given, asked.m, None))
+    return least_of(where, given)
 
 
 def random_request(name, v, rng):

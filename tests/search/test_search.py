@@ -11,28 +11,22 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.engine import Engine
-from zbc.compiler.search.feasible import least
-from zbc.compiler.search.portfolio import Effort
+from zbc.compiler.search.feasible import least_of
+from zbc.compiler.search.portfolio import visits_of
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 
 
-def cost(given, objective, visits, seed=0):
-    timeline = simulate(planned(given, objective, visits, seed), given.costs)
+def cost(given, objective, visits):
+    timeline = simulate(planned(given, objective, visits), given.costs)
     return timeline.makespan if objective == "makespan" else timeline.span
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_seed_gives_the_same_order_again(seed):
+def test_a_search_finds_the_same_order_again(seed):
     given = instance(seed, chunks=2)
-    first, second = (planned(given, "span", 500_000, seed=7) for _ in range(2))
+    first, second = (planned(given, "span", 500_000) for _ in range(2))
     assert first == second
-
-
-def test_other_seeds_search_elsewhere():
-    where = Placement.vshape(4)
-    given = Instance(where, Costs.uniform(where, 18.522, 18.086, 9.337, 0.601, 0.4), 8, (2.0,) * 4)
-    assert len({planned(given, "span", 1_000_000, seed).ranks for seed in range(6)}) > 1
 
 
 SMALL, MANY = {"ranks": 4, "microbatches": 8}, {"ranks": 2, "microbatches": 30}  # of many, fewer are searched first
@@ -54,8 +48,8 @@ def test_more_visits_are_never_worse(objective, seeds, sizes):
 
 def test_seconds_are_counted_in_visits():
     """So that a plan made with a budget can be made again on another machine."""
-    assert Effort.seconds(2.0, Engine(False)).visits * 2 == Effort.seconds(4.0, Engine(False)).visits
-    assert Effort.seconds(1.0, Engine(True)).visits > Effort.seconds(1.0, Engine(False)).visits
+    assert visits_of(2.0, Engine(False)) * 2 == visits_of(4.0, Engine(False))
+    assert visits_of(1.0, Engine(True)) > visits_of(1.0, Engine(False))
 
 
 @pytest.mark.repeats
@@ -65,7 +59,7 @@ def test_more_memory_is_hardly_ever_worse(block):
     worse, ladder = 0, (1, 1.1, 1.3, 1.5, 2, 3, 5)
     for seed in range(8 * block, 8 * block + 8):
         given = instance(seed, ranks=4, chunks=2, microbatches=8)
-        needs = max(least(given.problem))
+        needs = max(least_of(given.placement, given.costs))
         best = float("inf")
         for share in ladder:
             step = cost(replace(given, limits=(needs * share,) * given.placement.ranks), "span", 2_000_000)

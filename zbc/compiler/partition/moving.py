@@ -21,7 +21,7 @@ from zbc.compiler.search.feasible import least_of
 from zbc.ir import Placement
 from zbc.job.spec import Job
 
-WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: limits that orders are made for
+WIDER = (0.8, 1.0, 1.3, 1.6, 2.0, 3.0)  # times the limit: limits that orders are made for
 AWAY = (0.9, 0.54)  # share assumed offloaded of a rank's first stage, and of any other
 ON_THE_WAY = 0.75  # units that copies need in addition
 FINALISTS, NEAR = 3, 1.1  # orders evaluated fully, and the longest of their steps relative to the first

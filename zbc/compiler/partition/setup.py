@@ -21,7 +21,6 @@ from zbc.compiler.partition.userpass import passes_of
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard, several
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
-from zbc.compiler.search.ladder import LARGE
 from zbc.compiler.search.rungs import whole
 from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.context import Context
@@ -35,6 +34,7 @@ STEP = 0.25  # activation units: the least step by which the limit of an order i
 WORTH = 0.002  # of a step: the least saving for keeping the logits of a second unit
 TINY = 1e-9  # of a step
 INF, LEAST = float("inf"), 1e-300
+LARGE = 4000  # ops from which orders for smaller limits are left out
 RUNGS = 8  # limits whose orders are evaluated if searches do not see all costs of a step
 RETRIES = 4  # with less for activations, until tensors in flight fit as well
 

@@ -13,12 +13,21 @@ from zbc.compiler.check.memory import check_host, fullest
 from zbc.compiler.cost import copies, estimate
 from zbc.compiler.partition.limits import smallest, unlimited
 from zbc.compiler.partition.moving import places, planned
-from zbc.compiler.partition.setup import Choice, Ordered, Setup, freezing_refused, held_in, limited, over_of, start_of
+from zbc.compiler.partition.setup import (
+    LARGE,
+    Choice,
+    Ordered,
+    Setup,
+    freezing_refused,
+    held_in,
+    limited,
+    over_of,
+    start_of,
+)
 from zbc.compiler.partition.userpass import PassFailed
 from zbc.compiler.passes.offload import TooTight
 from zbc.compiler.planner.case import Case
 from zbc.compiler.schedules.searched import own_limit
-from zbc.compiler.search.ladder import LARGE
 from zbc.errors import ZbcError
 from zbc.job.sections import Memory
 from zbc.job.spec import Job

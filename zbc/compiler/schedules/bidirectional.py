@@ -10,38 +10,25 @@ found by search for the job's costs and limit; m >= p, and for some p and m it s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.dualpipe import dualpipe, dualpipe_v
 from zbc.compiler.schedules.request import Request, ScheduleCard
+from zbc.compiler.schedules.searched import found
 from zbc.compiler.schedules.waves import bitpipe, chimera, hanayo, two_pipes
-from zbc.compiler.search.feasible import check_feasible
-from zbc.compiler.search.pipes import packed
-from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.search.pipes import paced
 from zbc.ir import Placement, Program
 
 BUDGET = 2.0  # seconds of annealing if no order reaches the bound
 
 
 def _found(name: str, request: Request) -> Program:
-    placement = two_pipes(request.p, request.v)
+    placement, limits = two_pipes(request.p, request.v), request.limits() or [float(request.p)] * request.p
     costs = request.costs or Costs.uniform(placement)
-    limits = request.limits() or [float(request.p)] * request.p
-    check_feasible(name, placement, costs, limits)
-    target = bounds(placement, costs, request.m, limits)
-    return packed(
-        placement,
-        request.m,
-        costs,
-        limits,
-        name,
-        objective=request.objective,
-        split=True,
-        target=target.makespan if request.objective == "makespan" else target.span,
-        seconds=request.budget,
-        seed=request.seed,
-    )
+    orders = paced(placement, request.m, costs, limits, split=True)
+    return found(name, two_pipes, replace(request, memory_limit=tuple(limits)), orders=orders)
 
 
 _PIPES = partial(ScheduleCard, whole=True, placement=two_pipes)

@@ -21,9 +21,8 @@ class Request:
     backwards run those of a microbatch in reverse.
 
     `memory_limit` is in activation units (one rank's share of one microbatch), one for all ranks or one each; None
-    means no limit. `objective` is "makespan", "span" or "period"; `budget` is the seconds a search may take. With
-    `rungs` it also searches smaller limits for `rungs` seconds each, as long as something better than `beat` ms is
-    possible there. `compiled` loads compiled kernels for the fast tier too, which pays if several searches follow one
+    means no limit. `objective` is "makespan", "span" or "period"; `budget` is the seconds a search may take.
+    `compiled` loads compiled kernels for the fast tier too, which pays if several searches follow one
     another.
     """
 
@@ -37,9 +36,6 @@ class Request:
     memory_limit: float | tuple[float, ...] | None = None
     objective: str = "makespan"
     budget: float = 0.0  # the fast tier alone
-    seed: int = 0
-    rungs: float | None = None
-    beat: float = float("inf")
     compiled: bool = False
     slices: int = 1
 

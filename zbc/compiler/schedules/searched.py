@@ -28,8 +28,8 @@ from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
 from zbc.compiler.search.cyclic import FEW_OPS
 from zbc.compiler.search.engine import Engine, available, compiles_first
 from zbc.compiler.search.feasible import check_feasible, least_of, one_by_one
-from zbc.compiler.search.ladder import Question, climb
-from zbc.compiler.search.portfolio import Effort
+from zbc.compiler.search.pipes import with_sums
+from zbc.compiler.search.portfolio import search, visits_of
 from zbc.compiler.search.problem import KINDS, Problem
 from zbc.compiler.sim.bounds import bounds
 from zbc.errors import ZbcError
@@ -110,25 +110,38 @@ _PLAIN = _Plain()
 LOADING = 1.5  # CPU seconds
 
 
-def found(name: str, place: Callable[[int, int], Placement], request: Request, *, split: bool = True) -> Program:
-    """The schedule of that name: the fastest order found; `place`: of p ranks with v stages each. Raises E303."""
+def found(
+    name: str,
+    place: Callable[[int, int], Placement],
+    request: Request,
+    *,
+    split: bool = True,
+    orders: Iterable[Program] = (),
+) -> Program:
+    """The schedule of that name: the fastest order found; `place`: of p ranks with v stages each, `orders`: further
+    ones to begin with. Raises E303."""
     placement, request = place(request.p, request.v), _at_most(name, request) if name in _OWN_LIMIT else request
     costs = request.costs or even_slices(placement, request.slices)
     costs = costs if split else costs.joined()
     problem = Problem.make(placement, costs, request.m, request.limits())
     check_feasible(name, placement, costs, request.limits())
     engine = Engine(available() and (request.budget > 0 or request.compiled or problem.size > FEW_OPS or _PLAIN.done()))
-    question = Question(
+    judge = None
+    if problem.pipes > 1 and any(costs.column("reduce")):  # an order that leaves time for sums is better
+
+        def judge(order: Sequence[int]) -> float:
+            return with_sums(problem.program(order, name), costs, request.objective)
+
+    began = time.process_time()
+    best = search(
         problem,
         request.objective,
-        Effort.seconds(request.budget, engine, request.seed),
+        visits_of(request.budget, engine),
         engine,
-        orders=lambda kind: _by_hand(kind, placement, request),
-        bound=lambda limits: bounds(placement, costs, request.m, limits).of(request.objective),
+        orders=_by_hand(problem, placement, request, orders),
+        target=bounds(placement, costs, request.m, problem.limit).of(request.objective),
+        judge=judge,
     )
-    rungs = None if request.rungs is None else Effort.seconds(request.rungs, engine).visits
-    began = time.process_time()
-    best = climb(question, rungs=rungs, beat=request.beat)
     _PLAIN.spent += 0.0 if engine.compiled else time.process_time() - began
     if best is None:  # one_by_one always fits
         raise ZbcError("E303", f"schedule: {name} found no order")
@@ -145,10 +158,12 @@ def fused(program: Program) -> Program:
     return replace(program, ranks=tuple(ranks))
 
 
-def _by_hand(problem: Problem, placement: Placement, request: Request) -> Iterator[tuple[str, Sequence[int]]]:
+def _by_hand(
+    problem: Problem, placement: Placement, request: Request, orders: Iterable[Program]
+) -> Iterator[tuple[str, Sequence[int]]]:
     """Orders for this placement that need no search."""
     plain = Request(request.p, problem.m // problem.slices, problem.v, slices=problem.slices)
-    programs: Iterable[Program] = ()
+    programs = orders
     if placement == Placement.linear(request.p):
         programs = between_h1_and_h2(plain)
     elif placement == Placement.vshape(request.p):
@@ -162,15 +177,17 @@ def _by_hand(problem: Problem, placement: Placement, request: Request) -> Iterat
 
 def numbers(problem: Problem, program: Program) -> list[int]:
     """A program as a rank-major order; a BW counts as B and W."""
-    rows = problem.rows()
-    base = {kind: rows.bases(kind) for kind in KINDS}
+    rows, k, pipes, depth = problem.rows(), problem.slices, problem.pipes, problem.placement.stages
+    base = {kind: problem.bases(rows, kind) for kind in KINDS}
     base_of = {kind: [base[kind]] for kind in KINDS} | {Kind.BW: [base[Kind.B], base[Kind.W]]}
-    k = problem.slices
-    if k == 1:
-        return [base[op.stage] + op.mb for ops in program.ranks for op in ops for base in base_of[op.kind]]
 
-    def place(op: Op) -> int:
-        unit = op.mb * k + op.slice
-        return unit if op.kind is Kind.F else turned(unit, k)
+    def unit(op: Op) -> int:
+        made = op.mb // pipes * k + op.slice
+        return made if op.kind is Kind.F else turned(made, k)
 
-    return [base[op.stage] + place(op) for ops in program.ranks for op in ops for base in base_of[op.kind]]
+    return [
+        bases[op.pipe * depth + op.stage] + unit(op)
+        for ops in program.ranks
+        for op in ops
+        for bases in base_of[op.kind]
+    ]

@@ -20,12 +20,13 @@ orders of slots as its priority, and the best result within the memory of the sc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.search import slots
-from zbc.compiler.search.pipes import packed
+from zbc.compiler.search.pipes import paced, with_sums
 from zbc.ir import Op, Placement, Program
 
 
@@ -62,7 +63,9 @@ def _waves(name: str, request: Request, placement: Placement, early: int) -> Pro
     costs = request.costs or Costs.uniform(placement)
     limits = [max(float(p), rank.units) for rank in peaks(plain, costs)]
     orders = [program] if p % 2 == 0 or pipes == 1 else [plain]
-    return packed(placement, m, costs, limits, name, objective=request.objective, orders=orders)
+    tried = [*paced(placement, m, costs, limits, split=False, orders=orders)]
+    best = min(tried, key=lambda order: with_sums(order, costs, request.objective))
+    return replace(best, history=(name,))
 
 
 def _join(ops: Sequence[Op], unit: int, early: int) -> list[Op]:

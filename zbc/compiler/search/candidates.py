@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -27,8 +27,10 @@ FILL_VISITS = 20
 DECODE_VISITS = 2000  # to prepare it, for any size
 TIME_VISITS = 1
 MADE_VISITS, BLOCK_VISITS = 8, 2  # for orders made op by op
+JUDGE_VISITS = 3000  # for a whole plan that is timed
 STEPS = 8  # until a sequence of steps has a period, as in `simulate.steady_state`
 
+Judge = Callable[[Sequence[int]], float]
 Recipe = Genes | AnyBlock | Played | tuple[float, ...]  # the last are knobs of a policy
 
 
@@ -41,10 +43,10 @@ class Candidate:
     order: tuple[int, ...]
     origin: str
     recipe: Recipe | None = None  # makes it again for another number of microbatches
-    period: float = 0.0  # of consecutive steps; only if that is the objective
+    judged: float | None = None  # ms by the objective, if it is more than the span or makespan of these ops
 
     def cost(self, objective: str) -> float:
-        return {"makespan": self.makespan, "span": self.span, "period": self.period}[objective]
+        return self.judged if self.judged is not None else self.makespan if objective == "makespan" else self.span
 
     def rank(self, objective: str) -> tuple[float, float]:
         """Sort key: the objective, then the other step time."""
@@ -55,14 +57,13 @@ class Bench:
     """Evaluates candidates of one problem and keeps the best of each origin.
 
     `spent` counts op visits; it depends only on the tried candidates, never on the clock. Once it reaches `most`, the
-    search has to stop; an annealing stops in the middle.
+    search has to stop; an annealing stops in the middle. `judge` tells ms of an order where more than its ops count.
     """
 
     KEEP, ROOTS = 8, 48
 
-    def __init__(self, problem: Problem, engine: Engine, objective: str) -> None:
-        self.problem, self.engine, self.objective = problem, engine, objective
-        self.decoder = Decoder(problem)
+    def __init__(self, problem: Problem, engine: Engine, objective: str, judge: Judge | None = None) -> None:
+        self.problem, self.engine, self.objective, self.judge = problem, engine, objective, judge
         self.found: list[Candidate] = []  # best first
         self.roots: list[Candidate] = []  # the best candidates that are not annealed, best first
         self.spent, self.most = 0, NO_END
@@ -71,14 +72,25 @@ class Bench:
         n, rows = engine.numbers, problem.rows()
         self.first, self._changes = rows.first, rows.change()
         self._rows, self._table = rows, engine.columns(rows.table())
-        self._seats = engine.columns(problem.seats(rows))
-        self._limit, self._room = n(problem.limit), n(problem.room())
-        p, seats = problem.p, sum(map(len, problem.stages))
-        self._blank = engine.columns(([0.0] * problem.size, [0.0] * p, [0] * seats, [0] * p))
-        self._first_b, self._reserves = n(problem.first_b()), n(problem.reserves())
+        self._limit = n(problem.limit)
         self._order, self._position = n([0] * problem.size), n([0] * problem.size)
-        self._end, self._zero = n([0.0] * problem.size), n([0.0] * p)
-        self._plain = (n([0.0] * problem.n_stages), n([0.0] * problem.n_stages), n([problem.m] * problem.n_stages))
+        self._end, self._zero = n([0.0] * problem.size), n([0.0] * problem.p)
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        return Decoder(self.problem)
+
+    @cached_property
+    def _lists(self) -> tuple[Any, ...]:
+        """The list scheduler's arguments that are the same for every recipe, before its knobs."""
+        n, problem = self.engine.numbers, self.problem
+        facts = (n(made) for made in (problem.room(), problem.first_b(), problem.reserves()))
+        return self._table, self.engine.columns(problem.seats(self._rows)), self._limit, *facts
+
+    @cached_property
+    def _blank(self) -> Any:
+        p, seats = self.problem.p, sum(map(len, self.problem.stages))
+        return self.engine.columns(([0.0] * self.problem.size, [0.0] * p, [0] * seats, [0] * p))
 
     @cached_property
     def _fences(self) -> Any:
@@ -109,22 +121,18 @@ class Bench:
             self.spent += BLOCK_VISITS * self.problem.size
             order = expanded(self.problem, recipe)
             return self._timed(self.engine.numbers(order), origin, recipe) if self.fits(order) else None
+        n, stages = self.engine.numbers, self.problem.n_stages
         if not isinstance(recipe, Genes):
-            return self._listed(list(recipe), self._plain, origin, recipe)
+            keys = (n([0.0] * stages), n([0.0] * stages), n([self.problem.m] * stages))
+            return self._listed(list(recipe), keys, origin, recipe)
         key_f, key_b = self.decoder.keys(recipe)
-        n = self.engine.numbers
         keys = (n(key_f), n(key_b), n(self.decoder.caps(recipe, key_f, key_b)))
         return self._listed(self.decoder.knobs(recipe), keys, origin, recipe)
 
     def _listed(self, knobs: list[float], keys: Any, origin: str, recipe: Recipe) -> Candidate | None:
         self.spent += LIST_VISITS * self.problem.size + DECODE_VISITS
         listed = self.engine.list_schedule(
-            self._table,
-            self._seats,
-            self._limit,
-            self._room,
-            self._first_b,
-            self._reserves,
+            *self._lists,
             self.engine.numbers(knobs),
             *keys,
             self.problem.slices,
@@ -172,12 +180,15 @@ class Bench:
         runs, span, makespan = engine.measure(self._table, order, self._position, self._zero, self._end)
         if not runs:
             return None
-        period = 0.0
-        if self.objective == "period":
+        judged, made = None, engine.whole(order)
+        if self.judge is not None:
+            judged = self.judge(made)
+            self.spent += JUDGE_VISITS * self.problem.size
+        elif self.objective == "period":
             begin = self._zero.copy()
-            period = float(engine.period(self._table, order, self._position, begin, self._end, STEPS))
+            judged = float(engine.period(self._table, order, self._position, begin, self._end, STEPS))
             self.spent += STEPS * TIME_VISITS * self.problem.size
-        return Candidate(float(span), float(makespan), tuple(engine.whole(order)), origin, recipe, period)
+        return Candidate(float(span), float(makespan), tuple(made), origin, recipe, judged)
 
     def anneal(self, start: Candidate, moves: int, hot: float, seed: int, target: float) -> Candidate | None:
         """Anneals `start`, at temperatures from `hot` mean op times down to a tenth of it."""
@@ -203,9 +214,8 @@ class Bench:
         cut_off = self.over
         self.spent += TIME_VISITS * problem.size
         found = self._time(best, f"{start.origin}, annealed", None)
-        if cut_off and self.objective == "period":
-            # The span is annealed. An order half way may have a better period than the result of a larger effort.
-            return None
+        if cut_off and found is not None and found.judged is not None:
+            return None  # the span is annealed: an order half way may be judged better than a larger effort's result
         return self._keep(found, self.found, self.KEEP) if found else None
 
     def fits(self, order: Sequence[int]) -> bool:

@@ -32,6 +32,8 @@ def reduced(problem: Problem) -> Problem | None:
     mean cost.
     """
     p = problem.p
+    if problem.pipes > 1:
+        return None
     counts = [min(4 * p, max(2 * p, FEW_OPS // (3 * problem.n_stages)))]
     if problem.v == 1 and max(problem.limit) < p * max(problem.keep_b) - ROOM:
         counts.append(2 * p)

@@ -17,7 +17,8 @@ from zbc.text import at_least
 
 
 def least_of(placement: Placement, costs: Costs) -> list[float]:
-    """`least` for any placement: with several pipes, of one microbatch in the pipe that needs more."""
+    """Activation units of each rank without which no order exists; with several pipes, of one microbatch in the pipe
+    that needs more."""
     kept, left = costs.units("kept"), costs.units("left")
     found = [0.0] * placement.ranks
     if costs.slices > 1:
@@ -39,14 +40,6 @@ def check_feasible(name: str, placement: Placement, costs: Costs, limits: Sequen
         text += f", its limit is {limits[rank]:.6g}"
         share = max(needs) / placement.ranks
         raise ZbcError("E303", text, hint=f'the smallest memory_limit for {name} here is "{at_least(share, 6)}x"')
-
-
-def least(problem: Problem) -> list[float]:
-    """Per rank, the smallest limit with which any order exists, in the problem's units."""
-    if problem.slices > 1:
-        changes = {kind: [change for _, change in mine] for kind, mine in zip(KINDS, problem.exact, strict=True)}
-        return [_peak(_in_turn(mine, changes)) for mine in problem.stages]
-    return [_alone(mine, problem.keep_b, problem.keep_w) for mine in problem.stages]
 
 
 def _of_slices(placement: Placement, costs: Costs) -> list[float]:
@@ -82,11 +75,14 @@ def _alone(stages: Sequence[int], kept: Sequence[float], left: Sequence[float]) 
 def one_by_one(problem: Problem) -> list[int]:
     """The rank-major order that finishes each microbatch before the next: the least memory, the longest time."""
     rows = problem.rows()
-    f, b, w = (rows.bases(kind) for kind in KINDS)
+    f, b, w = (problem.bases(rows, kind) for kind in KINDS)
     order = list[int]()
-    k = problem.slices
+    k, pipes = problem.slices, problem.pipes
     for stages in problem.stages:
-        one = [f[s] + j for s in stages for j in range(k)]
-        one += [base + j for s in reversed(stages) for j in range(k) for base in (b[s], w[s])]
-        order += [op + i for i in range(0, problem.m, k) for op in one]
+        ones = list[list[int]]()  # the first microbatch of each pipe
+        for pipe in range(pipes):
+            mine = [at for at in stages if at // problem.placement.stages == pipe]
+            ones.append([f[at] + j for at in mine for j in range(k)])
+            ones[-1] += [base + j for at in reversed(mine) for j in range(k) for base in (b[at], w[at])]
+        order += [op + i // pipes for i in range(0, problem.m, k) for op in ones[i % pipes]]
     return order

@@ -10,13 +10,10 @@ every gap by itself. The vector does not depend on p, m or the times, so good on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from zbc.compiler.search.problem import Problem
 
-T = TypeVar("T")
-SINGLE = 0.2  # share of mutations that touch a single step
 NEVER = 1e9  # release slack, in op times: start as early as possible
 
 
@@ -35,58 +32,6 @@ class Genes(NamedTuple):
     reserve_later: float
     period: float  # times the work of the busiest rank per microbatch
     release: float
-    single: tuple[float, ...] = ()  # extra time of each single step, on top of its leg's; empty: none
-
-
-def _pick(rng: Random, options: Sequence[T]) -> T:
-    return options[int(rng.random() * len(options))]
-
-
-def _knobs(rng: Random) -> dict[str, float]:
-    return {
-        "cap": _pick(rng, (-1, -1, 0, 1, 2)),
-        "w_gap": _pick(rng, (0.0, 0.25, 0.5, 0.75, 1.0, 1.0)),
-        "w_slack": _pick(rng, (0.0, 1.0)),
-        "first_b": _pick(rng, (99.0, 99.0, 0.0, 0.5, 1.0)),
-        "look": _pick(rng, (0.0, 0.0, 0.25, 0.5, 1.0)),
-        "w_memory": _pick(rng, (0.0, 1.0)),
-        "reserve": _pick(rng, (0.0, 0.5, 0.75, 1.0, 1.0, 1.0, 1.25)),
-        "reserve_later": _pick(rng, (0.0, 0.0, 0.0, 0.5, 1.0)),
-        "period": _pick(rng, (1.0, 1.0, 1.0, 1.05, 0.95)),
-        "release": _pick(rng, (NEVER, NEVER, 0.0, 1.0, 3.0, 6.0)),
-    }
-
-
-def random_genes(rng: Random, v: int) -> Genes:
-    """A random vector for v chunks per rank."""
-    if rng.random() < 0.3:
-        legs, turns = (0.0,) * (2 * v), (0.0,) * (2 * v - 1)
-    else:
-        legs = tuple(
-            _pick(rng, (0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 2.0)) * _pick(rng, (0.5, 1.0, 1.0)) for _ in range(2 * v)
-        )
-        turns = tuple(_pick(rng, (0.0, 0.0, 0.5, 1.0, 2.0, 3.0)) for _ in range(2 * v - 1))
-    return Genes(legs, turns, **_knobs(rng))  # type: ignore[arg-type]
-
-
-def mutate(rng: Random, genes: Genes, steps: int) -> Genes:
-    """A neighbour: the time of a leg, a turn or one of the `steps` single steps changed, or a new knob."""
-    draw = rng.random()
-    if draw < SINGLE:
-        single = list(genes.single) or [0.0] * steps
-        j = int(rng.random() * steps)
-        single[j] = single[j] + rng.random() + rng.random() - 1.0 if rng.random() < 0.7 else 0.0
-        return genes._replace(single=tuple(single))
-    if draw < 0.7:
-        times = [*genes.legs, *genes.turns]
-        j = int(rng.random() * len(times))
-        step = rng.random() + rng.random() + rng.random() - 1.5
-        times[j] = max(0.0, times[j] + step) if rng.random() < 0.8 else 0.0
-        split = len(genes.legs)
-        return genes._replace(legs=tuple(times[:split]), turns=tuple(times[split:]))
-    knobs = _knobs(rng)
-    name = _pick(rng, list(knobs))
-    return genes._replace(**{name: knobs[name]})  # type: ignore[arg-type]
 
 
 class Decoder:
@@ -116,8 +61,6 @@ class Decoder:
         for i, step in enumerate(self._steps, start=1):
             leg, place = divmod(i, p)
             extra = genes.legs[leg] if place else genes.turns[leg - 1]
-            if genes.single:
-                extra = max(0.0, extra + genes.single[i - 1])
             starts.append(starts[-1] + step + self.unit * extra)
         turn = (self.problem.slices - 1) * self.period * genes.period  # its last slice comes back first
         return starts[:n], [start + turn for start in starts[n:][::-1]] if turn else starts[n:][::-1]

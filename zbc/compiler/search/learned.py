@@ -133,7 +133,7 @@ def learned(v: int) -> list[Genes]:
 def _genes(row: Row) -> Genes:
     legs, turns, knobs = row
     cap, *rest = knobs
-    return Genes(legs, turns, int(cap), *rest)  # type: ignore[arg-type]
+    return Genes(legs, turns, int(cap), *rest)
 
 
 def _stretch(genes: Genes, v: int) -> Genes:

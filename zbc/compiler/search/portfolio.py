@@ -2,26 +2,21 @@
 
 1. The fast tier: orders made elsewhere (named schedules that fit), fixed policies, and gene vectors learned offline.
 2. Building blocks of the V placement.
-3. Rounds, until the budget is spent or the lower bound is reached: a chain of mutations of the best genes, then
-   annealings of many orders, longer ones of fewer, each round longer than the one before.
+3. Rounds, until the budget is spent or the lower bound is reached: annealings of many orders, longer ones of fewer,
+   each round longer than the one before.
 With more than 4p microbatches all that runs on 4p of them; its best recipes are decoded in full, and half of the work
 goes into annealing those. The budget never changes the steps, only their number, so that more is never worse.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, repeat
-from random import Random
-from typing import NamedTuple
 
 from zbc.compiler.blocks import AnyBlock
 from zbc.compiler.search import cyclic, patterns
-from zbc.compiler.search.candidates import Bench, Candidate, Recipe
+from zbc.compiler.search.candidates import Bench, Candidate, Judge, Recipe
 from zbc.compiler.search.engine import Engine
-from zbc.compiler.search.keys import Genes, mutate, random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.played import Played
 from zbc.compiler.search.policies import policies
@@ -33,80 +28,62 @@ FINALISTS = 4  # recipes found with fewer microbatches and decoded in full
 REPEATED = 2  # orders found with fewer microbatches and repeated
 FIRST_BLOCKS, FIRST_PLAYED = 3, 24
 LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 4_000_000, 8_000_000
-FIRST_CHAIN, FIRST_MOVES, GROWTH = 60, 4.0, 2.0
+FIRST_MOVES, GROWTH = 4.0, 2.0
 WIDTHS = (4, 4, 8)  # of the first brackets; the last one for all others
-WARM = 0.02  # of chains, in periods
 HEATS = (0.03, 0.03, 0.03, 0.03, 0.15)  # of annealing, in mean op times, in turn
 # With few ops an order is a dead end sooner, and the work suffices to leave many: hotter, and more brackets.
 SMALL, SMALL_HEATS, SMALL_GROWTH = 150, (0.1, 0.5, 2.0), 1.4
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How long to search: op visits, and the seed of its random numbers."""
-
-    visits: int
-    seed: int = 0
-
-    @classmethod
-    def seconds(cls, seconds: float, engine: Engine, seed: int = 0) -> Effort:
-        return cls(int(seconds * (COMPILED_RATE if engine.compiled else PLAIN_RATE)), seed)
-
-
-class SearchResult(NamedTuple):
-    """The best order, or None if nothing fits, and the recipes that did best in the fast tier."""
-
-    best: Candidate | None
-    liked: list[Recipe]
+def visits_of(seconds: float, engine: Engine) -> int:
+    """Op visits that count as `seconds`."""
+    return int(seconds * (COMPILED_RATE if engine.compiled else PLAIN_RATE))
 
 
 def search(
     problem: Problem,
     objective: str,
-    effort: Effort,
+    visits: int,
     engine: Engine,
     *,
     orders: Iterable[tuple[str, Sequence[int]]] = (),
     target: float = 0.0,
-) -> SearchResult:
-    """The best order found for `problem`. `target` is a lower bound at which to stop.
+    judge: Judge | None = None,
+) -> Candidate | None:
+    """The best order found for `problem`, or None if nothing fits. `target` is a lower bound at which to stop.
 
-    The steps of a smaller effort are a prefix of those of a larger one.
+    The steps of fewer `visits` of ops are a prefix of those of more.
     """
-    full = Bench(problem, engine, objective)
+    full = Bench(problem, engine, objective, judge)
     for origin, order in orders:
         full.order(order, origin)
+        if problem.pipes > 1 and full.reached(target):  # each of these takes a run of a list scheduler
+            break
     few = cyclic.reduced(problem)
     if few is None:
-        _fast_tier(full, target)
-        liked = _recipes(full)
-        full.most = effort.visits
-        for _ in chain(_patterns(full, target), _rounds(full, effort.seed, target)):
+        if problem.pipes == 1:
+            _fast_tier(full, target)
+        full.most = visits
+        for _ in chain(_patterns(full, target), _rounds(full, target)):
             pass
     else:
         small = Bench(few, engine, objective)
         _fast_tier(small, 0.0)
-        liked = _recipes(small)
-        _in_turn(small, full, effort, target)
-    return SearchResult(full.best, liked)
+        _in_turn(small, full, visits, target)
+    return full.best
 
 
-def _recipes(bench: Bench) -> list[Recipe]:
-    """The recipes that do best in the fast tier, best first."""
-    return [c.recipe for c in bench.roots if c.recipe is not None]
-
-
-def _in_turn(small: Bench, full: Bench, effort: Effort, target: float) -> None:
+def _in_turn(small: Bench, full: Bench, visits: int, target: float) -> None:
     """Searches with few microbatches and with all of them, each with half of the work spent so far."""
     rounds = {
-        small: chain(_patterns(small, 0.0), _rounds(small, effort.seed, 0.0)),
-        full: _rounds(full, effort.seed, target, carried=small.problem.size),
+        small: chain(_patterns(small, 0.0), _rounds(small, 0.0)),
+        full: _rounds(full, target, carried=small.problem.size),
     }
     carried: set[Recipe | Candidate] = set()
     _carry(small, full, 2 if full.problem.size < 2 * cyclic.FEW_OPS else 1, carried)
     going = True
     while going:
-        small.most, full.most = effort.visits - full.spent, effort.visits - small.spent
+        small.most, full.most = visits - full.spent, visits - small.spent
         if full.reached(target):
             return
         bench = small if small.spent <= full.spent else full
@@ -166,23 +143,21 @@ def _patterns(bench: Bench, target: float) -> Iterator[bool]:
         yield True
 
 
-def _rounds(bench: Bench, seed: int, target: float, *, carried: int = 0) -> Iterator[bool]:
+def _rounds(bench: Bench, target: float, *, carried: int = 0) -> Iterator[bool]:
     """Brackets of growing length, a step at a time, while the budget lasts.
 
-    A bracket makes new roots by a chain, anneals the best candidates (WIDTHS), the better half of these twice as long,
-    and so on down to one. Half of its candidates are results of earlier brackets, half have not been annealed yet. If
-    roots are `carried` from a problem of that many ops, there are no chains, and it begins with as few moves as there.
+    A bracket anneals the best candidates (WIDTHS), the better half of these twice as long, and so on down to one. Half
+    of its candidates are results of earlier brackets, half have not been annealed yet. If roots are `carried` from a
+    problem of that many ops, it begins with as few moves as there.
     """
-    objective, rng = bench.objective, Random(seed)
+    objective = bench.objective
     heats, growth = (SMALL_HEATS, SMALL_GROWTH) if bench.problem.size <= SMALL else (HEATS, GROWTH)
     heads: list[Candidate] = []
     used: set[tuple[float, float]] = set()
-    length, moves, turn = float(FIRST_CHAIN), FIRST_MOVES * (carried or bench.problem.size), 0
+    moves, turn, seed = FIRST_MOVES * (carried or bench.problem.size), 0, 0
     for most in chain(WIDTHS, repeat(WIDTHS[-1])):
         if bench.over or not bench.roots:
             return
-        if not carried:
-            yield from _chain(bench, int(length), rng, target, fresh=turn % 3 == 2)
         heads = heads[: most // 2]
         fresh = [c for c in bench.roots if c.rank(objective) not in used][: most - len(heads)]
         used |= {c.rank(objective) for c in fresh}
@@ -197,39 +172,4 @@ def _rounds(bench: Bench, seed: int, target: float, *, carried: int = 0) -> Iter
                 heads[place] = bench.anneal(head, int(each), heats[turn % len(heats)], seed, target) or head
                 yield True
             width, each, turn = width // 2, each * 2, turn + 1
-        length, moves = length * growth, moves * growth
-
-
-def _chain(bench: Bench, length: int, rng: Random, target: float, *, fresh: bool) -> Iterator[bool]:
-    """Mutates genes, accepting a worse vector now and then; starts from the best known, or from a random one."""
-    v = bench.problem.v
-    known = [c for c in bench.roots if isinstance(c.recipe, Genes)]
-    current: Candidate | None = None
-    genes = known[0].recipe if known and not fresh else random_genes(rng, v)
-    for step in range(length):
-        if bench.over or bench.reached(target):
-            return
-        if step:
-            genes = (
-                random_genes(rng, v)
-                if current is None or rng.random() < 0.02
-                else mutate(rng, _some(current.recipe), 2 * bench.problem.n_stages - 1)
-            )
-        candidate = bench.decode(_some(genes), "building block search")
-        yield True
-        if candidate is None:
-            continue
-        heat = WARM * bench.decoder.period * (1 - step / length)
-        if current is None or _accept(candidate, current, bench.objective, heat, rng):
-            current = candidate
-
-
-def _accept(candidate: Candidate, current: Candidate, objective: str, heat: float, rng: Random) -> bool:
-    worse = candidate.cost(objective) - current.cost(objective)
-    return worse <= 0 or (heat > 0 and rng.random() < math.exp(-worse / heat))
-
-
-def _some(recipe: Recipe | None) -> Genes:
-    if not isinstance(recipe, Genes):
-        raise TypeError("a chain runs on genes")
-    return recipe
+        moves *= growth

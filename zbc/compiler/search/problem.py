@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
+from typing import Any
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.listing import Seats
 from zbc.compiler.search.table import Lag, Rows, SearchRow
-from zbc.ir import Kind, Placement, Program, nth
+from zbc.ir import Kind, Op, Placement, Program, nth
 from zbc.ops import round_trip
 
 UNLIMITED = 1e15
@@ -20,8 +21,9 @@ Exact = tuple[tuple[float, ...], tuple[float, ...]]  # ms and change of the unit
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """m units through the stages of one pipe; times in ms, memory in activation units.
+    """m units through the stages of one pipe, or dealt to several in turn; times in ms, memory in activation units.
 
+    With several pipes the stages of each are numbered after those of the pipe before: a list by stage has them all.
     A unit is a microbatch, or one of its `slices`: then f, b, w and the kept units are means over them, and `exact`
     has, for F, B and W of each stage, ms and change of the units held of each slice in the order in which the stage
     runs them. With `unequal` microbatches it has these of each microbatch, the kept units are those of the largest, and
@@ -48,23 +50,28 @@ class Problem:
     @classmethod
     def make(cls, placement: Placement, costs: Costs, m: int, limit: float | Sequence[float] | None) -> Problem:
         """m microbatches; `limit` in activation units, one for all ranks or one each; None for none."""
-        p, k, parts = placement.ranks, costs.slices, costs.parts
-        exact = tuple([_exact(costs, kind, s) for s in range(placement.stages)] for kind in KINDS) if parts > 1 else ()
-        lags = (0.0, *map(_floats, costs.links[0].values())) if costs.unequal else ()
-        whole, m, costs = costs, m * k, costs.unit(fmean)
-        held = whole if whole.unequal else costs  # the largest microbatch's
+        p, k, pipes = placement.ranks, costs.slices, len(placement.pipes)
+        whole, of_one = costs, costs.unit(fmean)
+        where = [(pipe, s) for pipe in range(pipes) for s in range(placement.stages)]
+        exact = tuple([_exact(costs, kind, *at, pipes) for at in where] for kind in KINDS) if costs.parts > 1 else ()
+        links = [(0.0, *of.values()) for of in costs.links]
+        lags = tuple(_floats(lag, pipe, pipes) for pipe, of in enumerate(links) for lag in of) if costs.unequal else ()
+        held = whole if whole.unequal else of_one  # the largest microbatch's
+        f, b, w = ([float(of_one.duration(Op(kind, s, 0, pipe))) for pipe, s in where] for kind in KINDS)
+        rank, depth = [r for homes in placement.pipes for r in homes], placement.stages
+        in_turn = sorted(range(len(rank)), key=lambda at: (at % depth, at))  # the stages of a rank in path order
         each = limit if isinstance(limit, Sequence) else [UNLIMITED if limit is None else limit] * p
         return cls(
             placement=placement,
-            m=m,
-            rank=list(placement.pipes[0]),
-            stages=[placement.stages_of(r) for r in range(p)],
-            f=list(map(float, costs.column("f"))),  # compiled kernels distinguish them from ints
-            b=list(map(float, costs.column("b"))),
-            w=list(map(float, costs.column("w"))),
-            lag=[0.0, *map(float, costs.lags(0).values())],
-            keep_b=list(map(float, held.units("kept"))),
-            keep_w=list(map(float, held.units("left"))),
+            m=m * k,
+            rank=rank,
+            stages=[tuple(at for at in in_turn if rank[at] == r) for r in range(p)],
+            f=f,  # compiled kernels distinguish floats from ints
+            b=b,
+            w=w,
+            lag=[float(lag) for pipe in range(pipes) for lag in (0.0, *of_one.lags(pipe).values())],
+            keep_b=[*map(float, held.units("kept"))] * pipes,
+            keep_w=[*map(float, held.units("left"))] * pipes,
             limit=list(map(float, each)),
             slices=k,
             exact=exact,
@@ -83,45 +90,44 @@ class Problem:
     @property
     def v(self) -> int:
         """Legs of the path from the first stage to the last: the stages per rank if all have equally many."""
-        return -(-self.n_stages // self.p)
+        return -(-self.placement.stages // self.p)
+
+    @property
+    def pipes(self) -> int:
+        return len(self.placement.pipes)
+
+    def units(self, at: int) -> int:
+        """Number of units of a stage."""
+        return len(range(at // self.placement.stages, self.m, self.pipes))
 
     @property
     def size(self) -> int:
         """Number of ops."""
-        return len(KINDS) * self.n_stages * self.m
+        return len(KINDS) * self.placement.stages * self.m
 
     def rows(self) -> Rows:
         """The ops, numbered."""
-        if self.exact:
-            lags = self.lags or self.lag
-            exact = [
-                SearchRow(kind, s, 0, self.rank[s], self.m, ms, change)
-                for kind, mine in zip(KINDS, self.exact, strict=True)
-                for s, (ms, change) in enumerate(mine)
-            ]
-            return Rows(self.placement, exact, lambda a, b, pipe: lags[max(a, b)], self.slices)
+        lags, depth = self.lags or self.lag, self.placement.stages
         growth = [w - b for b, w in zip(self.keep_b, self.keep_w, strict=True)]
-        columns = ((self.f, self.keep_b), (self.b, growth), (self.w, [-x for x in self.keep_w]))
+        alike = (self.f, self.keep_b), (self.b, growth), (self.w, [-x for x in self.keep_w])
+        each: Sequence[Sequence[tuple[Any, Any]]] = self.exact or [[*zip(*one, strict=True)] for one in alike]
         rows = [
-            SearchRow(kind, s, 0, rank, self.m, ms[s], change[s])
-            for kind, (ms, change) in zip(KINDS, columns, strict=True)
-            for s, rank in enumerate(self.rank)
+            SearchRow(kind, at % depth, at // depth, self.rank[at], self.units(at), ms, change)
+            for kind, mine in zip(KINDS, each, strict=True)
+            for at, (ms, change) in enumerate(mine)
         ]
-        return Rows(self.placement, rows, lambda a, b, pipe: self.lag[max(a, b)])
+        return Rows(self.placement, rows, lambda a, b, pipe: lags[pipe * depth + max(a, b)], self.slices)
 
     def seats(self, rows: Rows) -> Seats:
-        """The stages of all ranks for the list scheduler."""
+        """The stages of all ranks for the list scheduler, which knows one pipe."""
         stages = [s for mine in self.stages for s in mine]
-        kinds = {kind.row.family: kind for kind in KINDS}
-        base = {family: [rows.op(kind, s, 0) for s in stages] for family, kind in kinds.items()}
-        return Seats(
-            [0, *accumulate(map(len, self.stages))],
-            stages,
-            [self.m] * len(stages),
-            base["forward"],
-            base["input"],
-            base["weight"],
-        )
+        forward, inputs, weight = ([rows.op(kind, s, 0) for s in stages] for kind in KINDS)
+        ends = [0, *accumulate(map(len, self.stages))]
+        return Seats(ends, stages, [self.m] * len(stages), forward, inputs, weight)
+
+    def bases(self, rows: Rows, kind: Kind) -> list[int]:
+        """By stage the number of the first op of a kind."""
+        return [first for pipe in range(self.pipes) for first in rows.bases(kind, pipe)]
 
     def room(self) -> list[float]:
         """Units each rank may hold with an F: its limit less the most that a B leaves beyond the units it frees."""
@@ -165,15 +171,19 @@ class Problem:
     def program(self, order: Sequence[int], name: str) -> Program:
         """The program of a rank-major order of op numbers."""
         rows = self.rows()
-        ops = [nth(row.kind, row.stage, unit, self.slices) for row in rows.rows for unit in range(row.units)]
+        ops = [
+            nth(row.kind, row.stage, row.pipe + self.pipes * unit, self.slices)._replace(pipe=row.pipe)
+            for row in rows.rows
+            for unit in range(row.units)
+        ]
         ranks = tuple(tuple(map(ops.__getitem__, order[low:high])) for low, high in pairwise(rows.first))
         return Program(self.placement, self.m // self.slices, ranks, history=(name,), slices=self.slices)
 
 
-def _exact(costs: Costs, kind: Kind, stage: int) -> Exact:
-    ops = [nth(kind, stage, n, costs.slices) for n in range(costs.parts)]
+def _exact(costs: Costs, kind: Kind, pipe: int, stage: int, pipes: int) -> Exact:
+    ops = [nth(kind, stage, n, costs.slices)._replace(pipe=pipe) for n in range(pipe, costs.parts, pipes)]
     return tuple(map(costs.duration, ops)), tuple(map(costs.held, ops))
 
 
-def _floats(lag: Lag) -> Lag:
-    return tuple(map(float, lag)) if isinstance(lag, tuple) else float(lag)
+def _floats(lag: Lag, pipe: int, pipes: int) -> Lag:
+    return tuple(map(float, lag[pipe::pipes])) if isinstance(lag, tuple) else float(lag)

@@ -187,7 +187,7 @@ class Rows:
 
 
 def _spread(value: Any, units: int) -> list[Any]:
-    return list(value) * (units // len(value)) if isinstance(value, tuple) else [value] * units
+    return list(value) * (units // len(value)) if value and isinstance(value, tuple) else [value] * units
 
 
 def _makers(kinds: set[Kind]) -> dict[Ref, Kind]:
