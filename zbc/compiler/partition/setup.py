@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, islice, pairwise, takewhile
+from itertools import pairwise
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ WORTH = 0.002  # of a step: the least saving for keeping the logits of a second 
 TINY = 1e-9  # of a step
 INF, LEAST = float("inf"), 1e-300
 LARGE = 4000  # ops from which orders for smaller limits are left out
-RUNGS = 8  # limits whose orders are evaluated if searches do not see all costs of a step
 RETRIES = 4  # with less for activations, until tensors in flight fit as well
 
 
@@ -187,23 +186,15 @@ class Setup:
         return order
 
     def _best(self, budget: float | None, beat: float, search: dict[str, Any]) -> Ordered:
-        """One order for its limit. If searches do not see all costs of a step, the best of several by the full step:
-        results for this limit and smaller ones, which share the budget, and the hand-made orders; as long as bounds,
-        which do not include overlap, allow a better one."""
+        """One order for its limit. If searches do not see all costs of a step, the best by the full step of that and of
+        the hand-made orders; as long as bounds, which do not include overlap, allow a better one."""
+        best = self.ordered(budget, **search)
         if not self.schedule.searched or not unseen(self.job, self.costs) or len(self.placement.pipes) > 1:
-            return self.ordered(budget, **search)
-        small = 3 * self.placement.stages * self.job.schedule.microbatches <= LARGE
-        rungs = list(islice(self.lowered(), RUNGS if small else 1))
-        seconds = (self.schedule.budget if budget is None else budget) / (len(rungs) + 1)
-        best = self.ordered(seconds, **search)
+            return best
         over, step = self._over(best), best.step_ms(self.job)
-
-        def promising(setup: Setup) -> bool:
-            return bool(over or self.job.costs.overlap) or setup.least_step < min(step, beat) * (1 - TINY)
-
-        lower = (rung for rung in takewhile(promising, rungs) if rung.limit.units != self.limit.units)
-        by_hand = (order for order in self.by_hand() if promising(self))
-        for order in chain((rung.ordered(seconds, **search) for rung in lower), by_hand):
+        for order in self.by_hand():
+            if not (over or self.job.costs.overlap) and self.least_step >= min(step, beat) * (1 - TINY):
+                break
             took = order.step_ms(self.job)
             shorter = took < step * (1 - TINY)
             if (over or shorter) and ((now := self._over(order)) < over or (shorter and now <= over)):

@@ -7,12 +7,11 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain, combinations, product
 from operator import add
-from random import Random
 
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory import holding
-from zbc.compiler.partition.balance import Loads, Points, Weights, even, moved, of_ranks
+from zbc.compiler.partition.balance import Loads, Weights, even, moved, of_ranks
 from zbc.compiler.partition.initial import initial, is_open, times, uniform
 from zbc.compiler.partition.limits import hopeless, shortage, unlimited
 from zbc.compiler.partition.setup import (
@@ -278,11 +277,6 @@ class Case:
             choices += [Choice(choice.points, toggled), *([self.even(toggled)] if self.movable else [])]
         loads = {recompute: self.loads(recompute) for recompute in {near.recompute for near in choices}}
         return sorted(dict.fromkeys(choices), key=lambda near: _weight(loads[near.recompute].of(near.points)))
-
-    def shifted(self, points: Points, rng: Random) -> Points:
-        """A layer of a random stage moved to a random other stage."""
-        givers = [s for s in range(self.stages) if points[s + 1] - points[s] > 1]
-        return moved(points, rng.choice(givers), rng.randrange(self.stages)) or points
 
 
 def _weight(loads: Sequence[float]) -> tuple[float, float]:

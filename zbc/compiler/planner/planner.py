@@ -2,8 +2,8 @@
 
 1. Looks: every variant is planned from each starting partition, a searched order by the fast part of its search;
    variants with the least lower bound first, and none whose bound is not below the best step.
-2. Moves: from the best variants to a better neighbour while there is one, and again from a few moves away; first into
-   the limit, of schedules that would be faster and do not fit.
+2. Moves: from the best variants to a better neighbour while there is one; first into the limit, of schedules that
+   would be faster and do not fit.
 3. The budget goes to the best looking searched orders.
 
 All of it is scored by the step of the complete plan. The looks of a larger budget begin with those of a smaller one; a
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from random import Random
 from types import MappingProxyType
 from typing import Any
 
@@ -42,7 +41,6 @@ SEARCHING, WEAVING, STEPPING = 8, 3, 8  # factors on the ops: of a search, a sha
 RATE, LOOK, LAYER, PIPES = 100_000, 100, 10, 5  # ops in a second of a budget, of a look, of a layer; for two pipes
 MOVED, LEAST_SECONDS = 0.25, 0.25  # share of a budget beside searches, and seconds, for the moves of each variant
 LEAST, LEAST_OPS = 400, 200_000  # looks for the least memory, and ops in all of those at orders made by hand
-PATIENCE, FAR = 6, 0.3  # starts without improvement; share of moves that change recompute if both are open
 
 Score = tuple[float, float]
 
@@ -164,25 +162,9 @@ def _look(best: Best, case: Case) -> None:
             scores[choice] = best.look(case, choice, quick=True)
         else:
             best.too_large(case, choice)
-    _fewest(best, case, scores)
     for choice in sorted(scores, key=lambda choice: case.rank(scores[choice]))[: FULL if case.rough else 0]:
         if not best.look(case, choice)[0]:
             break
-
-
-def _fewest(best: Best, case: Case, scores: Mapping[Choice, Score]) -> None:
-    """Bisects for the fewest recomputing stages, counted from the first, between the counts of the starts."""
-    few, most, counts = 0, len(case.optional), {case.even(frozenset(case.optional[:n])): n for n in case.counts}
-    for choice in case.starts:
-        if (count := counts.get(choice)) is not None:
-            fits = choice in scores and not scores[choice][0]
-            few, most = (few, min(most, count)) if fits else (max(few, count + 1), most)
-    while few < most:
-        middle = (few + most) // 2
-        choice = case.even(frozenset(case.optional[:middle]))
-        slow = best.rules_out(case, case.least(choice))
-        over = INF if slow or case.short(choice) else best.look(case, choice, quick=True)[0]
-        few, most = (middle + 1, most) if over else (few, middle)
 
 
 def _least_memory(best: Best, cases: Sequence[Case]) -> None:
@@ -242,46 +224,26 @@ def _climbed(
     most: int,
     fullest: Mapping[Choice, int] = MappingProxyType({}),
 ) -> Choice:
-    """The best choice found from here: a better neighbour as long as there is one, then again from a few moves away
-    from the best. At most `most` choices are scored. A `fullest` rank has to give something."""
-    scores, rng, idle = {at: score(at)}, Random(0), 0
-    best, least = at, scores[at]
-    while idle < PATIENCE and len(scores) < most:
-        now, better = scores[at], True
-        while better and len(scores) < most:
-            better = False
-            for near in case.neighbours(at, fullest.get(at)):
-                if near not in scores:
-                    scores[near] = score(near)
-                    if len(scores) >= most:
-                        break
-                if _less(scores[near], now):
-                    at, now, better = near, scores[near], True
+    """The best choice found from here: a better neighbour as long as there is one. At most `most` choices are scored.
+    A `fullest` rank has to give something."""
+    scores = {at: score(at)}
+    now, better = scores[at], True
+    while better and len(scores) < most and any(now):
+        better = False
+        for near in case.neighbours(at, fullest.get(at)):
+            if near not in scores:
+                scores[near] = score(near)
+                if len(scores) >= most:
                     break
-        idle = 0 if _less(now, least) else idle + 1
-        best, least = (at, now) if _less(now, least) else (best, least)
-        if not least[0] and not least[1]:
-            break
-        at = _kicked(case, best, rng)
-        if at not in scores:
-            scores[at] = score(at)
-    return best
+            if _less(scores[near], now):
+                at, now, better = near, scores[near], True
+                break
+    return at
 
 
 def _less(one: Score, other: Score) -> bool:
     """Whether a score exceeds the limits less, or equally with a shorter step."""
     return one[0] < other[0] - SAME or (one[0] <= other[0] + SAME and one[1] < other[1] * (1 - SAME))
-
-
-def _kicked(case: Case, choice: Choice, rng: Random) -> Choice:
-    """A choice a few random moves away."""
-    points, recompute = choice.points, choice.recompute
-    for _ in range(2 + int(rng.random() * 3)):
-        if case.optional and (not case.movable or rng.random() < FAR):
-            recompute = recompute ^ {rng.choice(case.optional)}
-        elif case.movable:
-            points = case.shifted(points, rng)
-    return Choice(points, recompute)
 
 
 def _search(best: Best, budget: float | None) -> None:
