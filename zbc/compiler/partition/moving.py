@@ -1,9 +1,8 @@
 """Orders with activation offload: made for more memory than available, and brought down to the limit.
 
-The orders are those of a search under larger limits, and under the limit itself with a share of the stages' activations
-assumed offloaded, also by its fast part alone, since the result of a longer one may be worse with copies; and hand-made
-ones for the same placement, with every group size. Copies only add time, so an order is skipped if it takes as long
-without them as the best one with them.
+The orders are those of a search under the limit and others, also by its fast part alone, since the result of a longer
+one may be worse with copies; and hand-made ones for the same placement, with every group size. Copies only add time,
+so an order is skipped if it takes as long without them as the best one with them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from zbc.ir import Placement
 from zbc.job.spec import Job
 
 WIDER = (0.8, 1.0, 1.3, 1.6, 2.0, 3.0)  # times the limit: limits that orders are made for
-AWAY = (0.9, 0.54)  # share assumed offloaded of a rank's first stage, and of any other
-ON_THE_WAY = 0.75  # units that copies need in addition
 FINALISTS, NEAR = 3, 1.1  # orders evaluated fully, and the longest of their steps relative to the first
 MOST = 100_000  # F, B and W of all orders together, beyond which there are fewer, at least two
 RETRIES = 4  # with less for activations, until tensors in flight fit as well
@@ -62,13 +59,11 @@ def _orders(setup: Setup, units: tuple[float, ...], budget: float, search: dict[
         for group in some:
             yield setup.ordered(0.0, group=group, **search)
         return
-    thin = _thin(setup, units)
-    looked_for = [*([] if thin is None else [thin]), *(setup.under(limit) for limit in _limits(setup, units))]
-    looked_for = _few(setup, looked_for)
+    looked_for = _few(setup, [setup.under(limit) for limit in _limits(setup, units)])
     large = _size(setup) > LARGE  # then loading kernels once pays
     for variant in looked_for:
         for seconds in dict.fromkeys((0.0, budget / len(looked_for))):
-            yield replace(variant.ordered(seconds, **{"compiled": large, **search}), costs=setup.costs)
+            yield variant.ordered(seconds, **{"compiled": large, **search})
     yield from setup.by_hand(lambda groups: _few(setup, groups))
 
 
@@ -86,7 +81,7 @@ def _few(setup: Setup, some: list[T]) -> list[T]:
 
 
 def _limits(setup: Setup, units: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
-    """Yields limits from the given one to none at all, each once."""
+    """Yields limits from below the given one to none at all, each once."""
     placement, costs = setup.placement, setup.limit.costs
     least, most = least_of(placement, costs), everything(placement, costs, setup.job.schedule.microbatches)
     wider = [tuple(times * unit for unit in units) for times in WIDER]
@@ -104,20 +99,6 @@ def places(placement: Placement) -> list[int]:
         for rank in holders:
             seen[rank] += 1
     return numbers
-
-
-def _thin(setup: Setup, units: tuple[float, ...]) -> Setup | None:
-    """The setup with much of the movable activations assumed offloaded; None if even so one microbatch is too much."""
-    placement, costs = setup.placement, setup.limit.costs
-    here = [
-        1 - AWAY[min(place, len(AWAY) - 1)] if setup.job.memory.offloads(stage) else 1.0
-        for stage, place in enumerate(places(placement))
-    ]
-    thin = costs.counted(lambda stage, size: size.units * here[stage], "kept")
-    room = tuple(unit - ON_THE_WAY for unit in units)
-    if any(need > there for need, there in zip(least_of(placement, thin), room, strict=True)):
-        return None
-    return replace(setup, limit=replace(setup.limit, costs=thin, units=room))
 
 
 def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], beat: float) -> Ordered:

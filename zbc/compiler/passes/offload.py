@@ -30,7 +30,6 @@ ROUNDS, BRIEF = 6, 2  # rounds of timing and choosing again
 # The factor on a reload's booked time, and the way of booking; the last one is for small programs.
 WAYS = ((1.0, one_by_one), (1.0, all_at_once), (1.6, one_by_one), (1.6, all_at_once))
 LARGE, HUGE = 10_000, 100_000  # ops from which fewer lists are tried, and from which only one
-LOWER = 8  # number of smaller limits also tried, so that more room is not slower
 
 
 class TooTight(ZbcError):
@@ -69,7 +68,7 @@ class Offload:
     stages: frozenset[int]
     objective: str = "makespan"
     counted: Costs | None = None
-    quick: bool = False  # a quick estimate: one way of booking, a few rounds, no smaller limits
+    quick: bool = False  # a quick estimate: one way of booking, a few rounds
     duplex: bool = False  # ranks copy out and back at once
 
     name: ClassVar[str] = "offload"
@@ -83,27 +82,7 @@ class Offload:
         self._refuse(views)
         if all(max(view.base, default=0.0) <= limit + EPS for view, limit in zip(views, self.limits, strict=True)):
             return program
-        best, tried = None, list[_Trial]()
-        plain = self._timed(context, views, tried)
-        for limits in self._limits(views, program.size):
-            trial = self._best(context, views, limits, tried, brief=self.quick or limits != self.limits)
-            best = trial if best is None or trial.beats(best) else best
-            if best.step <= plain.step + EPS:
-                break
-        assert best is not None
-        return best.program
-
-    def _limits(self, views: Sequence[View], size: int) -> list[tuple[float, ...]]:
-        """Its own limits and smaller ones, which keep to them as well: eighths of the peaks without copies."""
-        limits = [self.limits]
-        for eighths in range(LOWER - 1, 0, -1) if size < LARGE and not self.quick else ():
-            lower = tuple(
-                min(limit, max(view.floor, max(view.base) * eighths / LOWER))
-                for view, limit in zip(views, self.limits, strict=True)
-            )
-            if lower != limits[-1]:
-                limits.append(lower)
-        return limits
+        return self._best(context, views).program
 
     def _refuse(self, views: Sequence[View]) -> None:
         floors = [view.floor for view in views]
@@ -115,16 +94,15 @@ class Offload:
             )
             raise TooTight(text, max(floors) / len(views))
 
-    def _best(
-        self, context: Context, views: Sequence[View], limits: Sequence[float], tried: list[_Trial], *, brief: bool
-    ) -> _Trial:
-        """The best list found that keeps to the limits; `brief`: by one way of booking and in few rounds."""
-        best, plain, shared = None, tried[0], context.costs.shared
+    def _best(self, context: Context, views: Sequence[View]) -> _Trial:
+        """The best list found that keeps to the limits."""
+        tried, limits, shared = list[_Trial](), self.limits, context.costs.shared
+        best, plain = None, self._timed(context, views, tried)
         program = replace(context.program, duplex=self.duplex)
         ranges = [range(a, min(a + shared, len(views))) for a in range(0, len(views), shared)]
-        ways, rounds = (1, BRIEF) if brief else (len(WAYS), ROUNDS)
+        ways, rounds = (1, BRIEF) if self.quick else (len(WAYS), ROUNDS)
         if program.size >= LARGE:
-            ways, rounds = (1, 1) if brief or program.size >= HUGE else (len(WAYS) - 1, BRIEF)
+            ways, rounds = (1, 1) if self.quick or program.size >= HUGE else (len(WAYS) - 1, BRIEF)
         for lead, book in WAYS[:ways]:
             last, seen = plain, float("inf")
             for _ in range(rounds):
