@@ -243,7 +243,6 @@ NEXT = re.compile(
 MAKERS = ("compiler/schedules/", "compiler/search/", "exact/")  # orders of stages in a row
 CUTS = {  # layers of a model are in a row: the boundaries of stages in it are one more than stages
     "compiler/partition/balance.py",
-    "compiler/planner/case.py",
 }
 COUNTED = {  # numbers of stages, and of their boundaries, in words
     "compiler/cost/pricing.py": "stages are numbered from 0 to",

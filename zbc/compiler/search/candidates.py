@@ -183,7 +183,6 @@ class Bench:
         judged, made = None, engine.whole(order)
         if self.judge is not None:
             judged = self.judge(made)
-            self.spent += JUDGE_VISITS * self.problem.size
         elif self.objective == "period":
             begin = self._zero.copy()
             judged = float(engine.period(self._table, order, self._position, begin, self._end, STEPS))
@@ -212,7 +211,7 @@ class Bench:
             self.most - self.spent,
         )
         cut_off = self.over
-        self.spent += TIME_VISITS * problem.size
+        self.spent += (JUDGE_VISITS if self.judge else TIME_VISITS) * problem.size
         found = self._time(best, f"{start.origin}, annealed", None)
         if cut_off and found is not None and found.judged is not None:
             return None  # the span is annealed: an order half way may be judged better than a larger effort's result
