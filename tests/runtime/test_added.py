@@ -11,7 +11,6 @@ from tests.runtime.small_plans import descend, make_plan, make_program, make_wor
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.probing.checkup import check_up
 
@@ -148,11 +147,3 @@ def test_a_layer_that_adds_no_number_ends_the_run(monkeypatch):
     monkeypatch.setattr("tests.runtime.adding.Balanced.value", lambda self, x: self.router(x))
     with pytest.raises((ZbcError, ValueError), match="one floating-point number"):
         run_threads(plan_of(("1f1b", 2, 1, "before-step")), 1)
-
-
-def test_values_are_summed_over_calls():
-    adding = Adding(0.25)
-    with adding_to(adding):
-        x = zbc.add_loss(zbc.add_loss(torch.ones(2), torch.tensor(4.0)), torch.tensor([8.0]))
-        assert zbc.loss_scale() == 0.25
-    assert adding.total == 3.0 and torch.equal(x, torch.ones(2))

@@ -198,12 +198,3 @@ def test_what_is_no_pair_is_refused_with_the_reason(sample, why):
         pair_of(sample)
     error = error_of(Pairs([sample], "mine", 0).inputs, [0])
     assert error.code == "E505" and "sample 0 of mine " in error.message and why in error.message
-
-
-def test_training_on_tokens_of_transformers_is_that_on_their_windows():
-    rows = torch.randint(0, 50, (16, 9), generator=torch.Generator().manual_seed(3))
-    theirs = Pairs([{"input_ids": row.tolist(), "labels": row.tolist()} for row in rows], "theirs", 0)
-    ours = Pairs([(row[:-1], row[1:]) for row in rows], "ours", 0)
-    assert torch.equal(theirs.inputs(range(16)), ours.inputs(range(16)))
-    assert torch.equal(theirs.targets(range(16)), ours.targets(range(16)))
-    assert theirs.digest() == ours.digest() != 0

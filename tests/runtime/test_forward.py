@@ -3,11 +3,11 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn import functional
 
 from tests.composed import beside
 from tests.drawn import planned
 from tests.refusals import error_of
+from tests.runtime import one_by_one
 from tests.runtime.given_steps import Ragged, Sentences
 from tests.runtime.one_by_one import TEXTS, Texts
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
@@ -21,7 +21,6 @@ from tests.tiers import few
 from zbc.training.building.context import Settings
 from zbc.training.data.data import all_samples
 from zbc.training.forward import forward
-from zbc.training.models import model as models
 
 VOCAB = 256
 
@@ -40,20 +39,20 @@ def rows_of(plan, folder, most=None):
     return load_file(out)
 
 
+def each_alone(plan, samples):
+    """Log-probabilities of a plan's model, of one sample after the other; 0 behind it."""
+    layers, rows = one_by_one.built(plan), torch.zeros(len(samples), Settings.of(plan.manifest).model.seq_len)
+    layers[[*layers][-1]].chunk = None
+    with torch.no_grad():
+        for row, (x, target) in zip(rows, samples, strict=True):
+            row[: len(target)] = -one_by_one.losses(layers, x, target)
+    return rows
+
+
 def alone(plan):
-    """Log-probabilities by one process, sample by sample."""
     settings = Settings.of(plan.manifest)
-    layers = [layer.build(settings.train.seed).eval() for layer in models.layers(settings.model, settings.train.seed)]
-    layers[-1].chunk = None
     samples = all_samples(settings.data, settings.model, settings.train.seed)
-    rows = []
-    for i in range(len(samples)):
-        x = samples.inputs([i])
-        with torch.no_grad():
-            for layer in layers:
-                x = layer(x)
-        rows.append(-functional.cross_entropy(x[0], samples.targets([i])[0], reduction="none"))
-    return torch.stack(rows)
+    return each_alone(plan, [(samples.inputs([i])[0], samples.targets([i])[0]) for i in range(len(samples))])
 
 
 KINDS = [("1f1b", 4, {}), ("interleaved-1f1b", 2, {}), ("zb-v", 2, {}), ("chimera", 2, {}), ("gpipe", 1, {})]
@@ -101,20 +100,6 @@ def test_ranks_that_share_tokens_or_words_write_rows_of_whole_sequences(how, tmp
     one, shared = {"pp": 1, "data": data, **same}, {"model_more": TERMS, "data": data, **how}
     whole, found = (rows_of(parted_plan(tmp_path / str(i), **each), tmp_path) for i, each in enumerate((one, shared)))
     torch.testing.assert_close(found["log_probs"], whole["log_probs"], rtol=1e-6, atol=1e-6)
-
-
-def each_alone(plan, samples):
-    """Log-probabilities of a plan's model, of one sample after the other; 0 behind it."""
-    settings, rows = Settings.of(plan.manifest), []
-    layers = [layer.build(settings.train.seed).eval() for layer in models.layers(settings.model, settings.train.seed)]
-    for x, target in samples:
-        with torch.no_grad():
-            for layer in layers:
-                x = layer(x if x.dim() > 1 else x[None])
-        rows.append(torch.zeros(settings.model.seq_len))
-        losses = functional.cross_entropy(x[0], target, reduction="none", ignore_index=-100)
-        rows[-1][: len(target)] = -losses
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("how", few([{}, {"rows": 2, "schedule": "zb-v"}, {"rows": 2, "model": LLAMA}], 1))

@@ -65,13 +65,6 @@ def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(schedule, p):
         check_gradients(make_plan(make_program(schedule, p, m), keep=without_step), tolerance=slack(schedule))
 
 
-@pytest.mark.parametrize(
-    "schedule", few(["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v"], ("interleaved-1f1b", "zb-h1"))
-)
-def test_more_microbatches_than_the_pipeline_is_long_change_nothing(schedule):
-    check_gradients(make_plan(make_program(schedule, 2, 7), keep=without_step, size=1))
-
-
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-v", "chimera-zb")))
 def test_weights_after_three_clipped_adamw_steps_are_those_of_one_process(schedule):
     plan = make_plan(make_program(schedule, 4, 4), optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
@@ -91,6 +84,9 @@ BOTH = [("zb-h1", 4), ("1f1b", 4)]
 CONVNET = {"family": "plans.convnet:layers", "layers": 8}
 MODELS = {  # its plans, of which the first always runs, and its settings
     "rotary positions": ([("zb-v", 4), ("1f1b", 4), ("zb-h1", 4)], {**GPT, "variant": "rotary"}),
+    "llama": ([("zb-h1", 4), ("1f1b", 1), ("zb-v", 4)], LLAMA),
+    "qwen2": ([("zb-v", 2)], {**LLAMA, "variant": "qwen2"}),
+    "qwen3 in a window": ([("zb-v", 2), ("zb-h1", 2)], {**LLAMA, "variant": "qwen3", "window": 5}),
     "convolutions": ([*BOTH, ("zb-v", 4)], CONVNET),
     "convolutions in bfloat16": ([*BOTH, ("zb-v", 4)], {**CONVNET, "dtype": "bfloat16"}),
     "ready-made": (BOTH, user("ready_made")),
@@ -112,7 +108,13 @@ EACH = ("checkpoints its activations", "only biases train", "dropout")
 
 
 def model_of(name):
-    data = {"data": {"kind": "plans.convnet:Quadrants"}} if "conv" in name else {} if "rotary" in name else VECTORS
+    data = (
+        {"data": {"kind": "plans.convnet:Quadrants"}}
+        if "conv" in name
+        else {}
+        if MODELS[name][1]["family"] in ("gpt", "llama")
+        else VECTORS
+    )
     return {"model": MODELS[name][1], **data}
 
 
@@ -121,15 +123,6 @@ def model_of(name):
 )
 def test_each_model_has_the_gradients_of_one_process_bit_by_bit(name, schedule, p):
     check_gradients(make_plan(make_program(schedule, p, 4), **model_of(name), keep=without_step))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "p"),
-    few([*((name, 4) for name in SCHEDULES), ("1f1b", 1), ("zb-v", 2)], ("1f1b", "zb-h1", "dualpipe")),
-)
-def test_the_llama_family(schedule, p):
-    plan = make_plan(make_program(schedule, p, 4), model=LLAMA, keep=without_step, size=1)
-    check_gradients(plan, tolerance=slack(schedule))
 
 
 TRAINED = {
@@ -147,13 +140,6 @@ TRAINED = {
 def test_weights_after_some_steps_are_those_of_one_process(name):
     schedule, p, options = TRAINED[name]
     check_training(make_plan(make_program(schedule, p, 4), **{"optimizer": {"lr": 1e-2}, **options}))
-
-
-@pytest.mark.parametrize("variant", [{"variant": "qwen2"}, {"variant": "qwen3", "window": 5}], ids=str)
-def test_the_variants_of_llama(variant):
-    model = {**LLAMA, **variant}
-    check_gradients(make_plan(make_program("zb-v", 2, 4), model=model, keep=without_step, size=1))
-    check_training(make_plan(make_program("zb-h1", 2, 4), model=model, optimizer={"lr": 1e-2}))
 
 
 @pytest.mark.parametrize(("schedule", "family"), few(dealt(["1f1b", "zb-h1", "zb-v"], [GPT, LLAMA]), ("zb-h1",)))
@@ -181,18 +167,6 @@ def test_dropout_draws_anew_each_step_and_microbatch():
     assert run_threads(steady, 3)[0].results[0].loss == pytest.approx(run_threads(steady, 3)[0].results[2].loss)
 
 
-def test_two_copies_of_each_stage_sum_their_gradients():
-    """A bidirectional pipeline: microbatch 0 goes down, microbatch 1 up; two terms, so any order has the same sum."""
-    down = "F s0 m0, SEND_F s0 m0, RECV_F s1 m1 up, F s1 m1 up, BW s1 m1 up, SEND_B s1 m1 up, RECV_B s0 m0, BW s0 m0"
-    up = "F s0 m1 up, SEND_F s0 m1 up, RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, RECV_B s0 m1 up, BW s0 m1 up"
-    end = "REDUCE s0, REDUCE s1, VALIDATE"
-    placement = Placement.bidirectional((0, 1))
-    workers = check_gradients(plan_of([f"{down}, {end}", f"{up}, {end}"], placement, 2))
-    for s in (0, 1):
-        for name, parameter in workers[0].stages[s].parameters.items():
-            assert torch.equal(parameter.grad, workers[1].stages[s].parameters[name].grad)
-
-
 def test_a_copy_without_a_gradient_gets_the_sum_and_no_gradient_anywhere_stays_none():
     """Only rank 0 ran a microbatch through stage 0; of layer 0 nothing trains."""
     one = "F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, REDUCE s0, REDUCE s1, VALIDATE"
@@ -208,16 +182,6 @@ def test_any_order_of_b_and_w_keeps_microbatches_apart(order):
     """Sums of two terms, so that the order of accumulation has no effect and any other difference shows."""
     body = ", ".join(f"{kind} s0 {mb}" for kind, mb in (item.split() for item in order.split(", ")))
     check_gradients(plan_of([f"F s0 m0, F s0 m1, {body}, VALIDATE"], Placement.linear(1), 2))
-
-
-def test_b_and_w_in_another_order_than_f_on_every_rank():
-    """Three microbatches, B in the order 2, 0, 1 and W in the order 1, 2, 0: sums have another order, so up to 1e-6."""
-    first = "F s0 m0, SEND_F s0 m0, F s0 m1, SEND_F s0 m1, F s0 m2, SEND_F s0 m2"
-    back = "".join(f", RECV_B s0 m{i}, B s0 m{i}" for i in (2, 0, 1)) + "".join(f", W s0 m{i}" for i in (1, 2, 0))
-    last = "".join(f"RECV_F s1 m{i}, F s1 m{i}, " for i in (0, 1, 2))
-    last += "".join(f"B s1 m{i}, SEND_B s1 m{i}, " for i in (2, 0, 1)) + "W s1 m1, W s1 m2, W s1 m0"
-    plan = plan_of([f"{first}{back}, VALIDATE", f"{last}, VALIDATE"], Placement.linear(2), 3)
-    check_gradients(plan, tolerance=1e-6)
 
 
 # ---- fewer microbatches than ranks ---------------------------------------------------------------------------
@@ -241,15 +205,6 @@ def test_four_ranks_train_with_fewer_microbatches_as_one_process_does(schedule, 
     one_pipe = len(plan.manifest.placement[0]) == 1  # two sum their gradients in another order
     hold(workers, expected, tolerance=1e-5)
     assert not one_pipe or losses_of(workers) == expected.losses
-
-
-@pytest.mark.parametrize("schedule", few(["gpipe", "zb-h1", "zb-v", "interleaved-1f1b"], ("zb-h1",)))
-def test_without_a_barrier_one_microbatch_is_enough(schedule):
-    plain, ahead = (
-        run_threads(make_plan(make_program(schedule, 4, 1, sync=how["sync"]), optimizer=how, **options(schedule)), 3)
-        for how in ({**FAST, "sync": sync} for sync in ("before-step", "post-validate"))
-    )
-    assert [(r.loss, r.grad_norm) for r in plain[0].results] == [(r.loss, r.grad_norm) for r in ahead[0].results]
 
 
 @pytest.mark.parametrize("schedule", few([AUTO, *SCHEDULES], lambda name: name != AUTO))

@@ -19,7 +19,6 @@ from zbc.training.data import prefetch
 from zbc.training.data.data import Batches, Pairs, SampleRange
 
 SEEDED = st.lists(st.sampled_from(["torch", "python", "numpy", "seeded"]), max_size=3)
-WAYS = [("1f1b", 2), ("zb-v", 2), ("dualpipe", 2), ("1f1b", 1)]
 HERE = "tests.runtime.drawing_data"
 
 

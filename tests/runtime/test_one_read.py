@@ -14,7 +14,6 @@ from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.runtime.core import execute, optimizer, validate
-from zbc.runtime.core.bucket import Bucket
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import constant
 from zbc.runtime.core.validate import VectorLayout
@@ -145,22 +144,3 @@ def test_the_host_reads_the_verdict_and_nothing_else(case, monkeypatch):
     for rank, steps in found.items():
         for number, what in enumerate(steps):
             assert what == ["verdict"] * (number > 0 if ahead else number < STEPS), (rank, number)
-
-
-@pytest.mark.usefixtures("as_on_a_device")
-@pytest.mark.parametrize("plant", ["reads", "carries", "lists"])
-def test_a_read_or_a_number_carried_over_is_seen(plant, monkeypatch):
-    finish = Bucket.finish
-
-    def planted(bucket):
-        finish(bucket)
-        if plant == "reads":
-            bool(bucket._groups[0][0].grad.sum() > 0)
-        elif plant == "lists":
-            bucket._groups[0][0].grad.tolist()
-        else:
-            torch.tensor([1.0])
-
-    monkeypatch.setattr(Bucket, "finish", planted)
-    _, found = notes(plan_for("replicas"), monkeypatch, steps=2)
-    assert all(set(steps[1]) - {"verdict"} for steps in found.values())

@@ -3,7 +3,6 @@
 import weakref
 
 import pytest
-import torch
 from torch import nn
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, plan_of
@@ -12,13 +11,11 @@ from tests.runtime.test_gradients import (
     PLANNED,
     VECTORS,
     check_gradients,
-    check_training,
     model_of,
     slack,
     user,
     without_step,
 )
-from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind, Placement
@@ -34,12 +31,6 @@ def test_gradients_keep_their_bits_in_every_schedule(schedule, p):
     check_gradients(plan, tolerance=slack(schedule))
 
 
-@pytest.mark.parametrize("schedule", few(["gpipe", "1f1b", "zb-h1", "zb-v"], ("zb-h1",)))
-def test_gradients_keep_the_bits_of_native_autocast(schedule):
-    model = {**GPT, "dtype": "bfloat16"}
-    check_gradients(make_plan(make_program(schedule, 2, 4), model=model, keep=without_step, **ALL))
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_stages_choose_for_themselves_and_some_of_their_layers(schedule):
     how = {"model": {**GPT, "layers": 10}, "activations": {"1": "recompute", "0": "recompute 1"}}
@@ -47,11 +38,6 @@ def test_stages_choose_for_themselves_and_some_of_their_layers(schedule):
     found = {stage.index: (stage.recompute, len(stage.layers)) for w in workers for stage in w.stages.values()}
     assert found[0][0] == 2 < found[0][1] and found[1][0] == found[1][1]
     assert not any(again for s, (again, _) in found.items() if s > 1)
-
-
-def test_training_with_rotary_positions_and_clipping():
-    how = {"model": {**GPT, "variant": "rotary"}, "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5}}
-    check_training(make_plan(make_program("zb-h1", 2, 4), **how, **ALL))
 
 
 @pytest.mark.parametrize(
@@ -116,12 +102,3 @@ def test_f_keeps_inputs_only_and_backward_has_one_layer_alive_at_a_time():
         if op.kind is Kind.F:
             assert len(found) - before == 8 and not [ref for ref in found if ref() is not None]
     assert alive == [0, 0, 0, 0]  # at the start of each second forward the graph of the layer after is freed
-
-
-def test_ranks_as_threads_recompute_at_the_same_time():
-    options = {"model": user("residual", dropout=0.5), "optimizer": {"lr": 1e-2}, **VECTORS}
-    plans = [make_plan(make_program("zb-v", 2, 6), activations=how, **options) for how in ("keep", "recompute")]
-    runs = [run_threads(plan, 3) for plan in plans]
-    assert [r.loss for r in runs[0][0].results] == [r.loss for r in runs[1][0].results]
-    for one, two in zip(*(run[0].stages[0].parameters.values() for run in runs), strict=True):
-        assert torch.equal(one, two)

@@ -4,6 +4,7 @@ import threading
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from tests.threads import side_by_side
 from zbc.errors import ZbcError
+from zbc.runtime.transports import sends as module
 from zbc.runtime.transports.network import Network
 from zbc.runtime.transports.sends import EventSends, ThreadSends
 
@@ -203,3 +205,43 @@ def test_what_a_gloo_send_says_of_its_failure_is_understood():
     sends.add(work, TENSOR, lost("one"))
     with pytest.raises(ZbcError, match=r"E702.*one"):
         sends.add(Event(), TENSOR, lost("two"))
+
+
+# ---- the thread that frees delivered tensors: woken by sends far apart, polling if they are close ----------------
+
+
+@pytest.fixture
+def keeper():
+    with sending() as sends:
+        yield sends
+
+
+def test_a_send_far_from_others_wakes_the_thread_at_once(keeper, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_S", 1000.0)
+    for _ in range(5):
+        work = Work()
+        keeper.add(work, TENSOR, lost("one"))
+        assert work.begun.wait(LIMIT)
+
+
+def test_where_sends_are_close_the_thread_finds_them_by_itself(keeper, monkeypatch):
+    monkeypatch.setattr(keeper, "_closely", lambda: True)
+    first = Work()
+    keeper.add(first, TENSOR, lost("one"))  # may find the thread asleep
+    assert first.begun.wait(LIMIT)
+    monkeypatch.setattr(keeper._wake, "set", lambda: pytest.fail("woken"))
+    for work in [Work() for _ in range(5)]:
+        keeper.add(work, TENSOR, lost("one"))
+        assert work.begun.wait(LIMIT)
+    monkeypatch.undo()
+
+
+def test_sends_are_close_if_many_ended_since_the_last_look(keeper, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    keeper._since = 0.0
+    for passed, ended, close in ((0.01, 6, True), (0.004, 0, True), (0.004, 2, False), (0.01, 5, False)):
+        now[0] += passed
+        keeper._ended += ended
+        assert keeper._closely() is close
+    keeper._begun = keeper._ended

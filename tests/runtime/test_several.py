@@ -6,7 +6,6 @@ import torch
 from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program, parameters
-from tests.runtime.test_evaluate import by_one_process, plan_for, results
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, user, without_step
 from tests.runtime.user_models import both_errors, llama_config
 from tests.threads import run_threads
@@ -18,6 +17,7 @@ from zbc.runtime.core.bundle import Packing, taken_apart
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.route import slice_loss
 from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.transports import hub
 from zbc.training.models import model
 from zbc.training.probing.shapes import derive
 from zbc.training.profiling.rig import IDLE, build_rig
@@ -42,33 +42,27 @@ def test_under_autocast_and_with_dropout_too(changes):
     check_gradients(plan_of(model={**SEVERAL, **changes}, keep=without_step))
 
 
-def test_training_is_that_of_one_process():
-    check_training(plan_of("1f1b", 4, optimizer={"lr": 1e-2, "clip_grad_norm": 0.1}))
-    check_training(plan_of("zb-h1", 2, optimizer={"lr": 1e-2}, activations="recompute"))
-
-
 @pytest.mark.parametrize("p", [2, 4])
 def test_where_nothing_flows_back_nothing_does(p):
     check_gradients(plan_of("1f1b", p, model=user("masks"), keep=without_step))
 
 
-def test_messages_bring_all_of_them_and_gradients_of_those_alone_that_have_one(monkeypatch):
-    """Per sample a state, an encoding (both of 8 numbers of 4 bytes) and 8 bytes of a mask; in addition 8 whole numbers
-    of 8 bytes, and one number of 8."""
-    from zbc.runtime.transports import hub
+TWO = 2 * (2 * 8 * 4)  # bytes of two tensors of 8 numbers per sample
+SENT = [(SEVERAL, {TWO + 16, TWO + 16 + 16 + 64}), (user("structured"), {TWO, TWO + 16})]
 
-    sent = {}
-    real = hub.HubTransport.send
+
+@pytest.mark.parametrize(("model", "sizes"), SENT)
+def test_messages_bring_all_of_them_and_gradients_of_those_alone_that_have_one(model, sizes, monkeypatch):
+    """In addition 8 bytes of a mask and, of several, whole numbers, each at multiples of 16 bytes; but no constants."""
+    sent, real = set(), hub.HubTransport.send
 
     def send(self, message, tensor, peer):
-        sent.setdefault(type(message).__name__, []).append((message, tensor.numel() * tensor.itemsize))
+        sent.add(tensor.numel() * tensor.itemsize)
         return real(self, message, tensor, peer)
 
     monkeypatch.setattr(hub.HubTransport, "send", send)
-    run_threads(plan_of("1f1b", 2, size=2), 1)
-    sizes = {bytes_ for messages in sent.values() for _, bytes_ in messages}
-    flowing = 2 * (2 * 8 * 4) + 16
-    assert sizes == {flowing, flowing + 16 + 64}, "each begins at a multiple of 16 bytes"
+    run_threads(plan_of("1f1b", 2, size=2, model=model), 1)
+    assert sent == sizes
 
 
 def test_a_tuple_is_packed_and_unpacked_without_a_change():
@@ -118,21 +112,6 @@ def test_what_the_next_layer_cannot_be_given_is_refused_by_name(args, said):
 def test_dicts_lists_and_constants_between_layers_have_the_gradients_of_one_process(schedule, activations):
     model = user("structured", layers=8, count=8)
     check_gradients(plan_of(schedule, 4, 4, model=model, keep=without_step, activations=activations))
-
-
-def test_constants_travel_in_no_message(monkeypatch):
-    """Per row: states and what is mixed, 8 numbers of 4 bytes each, and 8 bytes of a mask."""
-    from zbc.runtime.transports import hub
-
-    sent, real = set(), hub.HubTransport.send
-
-    def send(self, message, tensor, peer):
-        sent.add(tensor.numel() * tensor.itemsize)
-        return real(self, message, tensor, peer)
-
-    monkeypatch.setattr(hub.HubTransport, "send", send)
-    run_threads(plan_of("1f1b", 2, size=2, model=user("structured")), 1)
-    assert sent == {2 * (2 * 8 * 4) + 16, 2 * (2 * 8 * 4)}
 
 
 def test_a_number_beside_tensors_that_changes_is_refused_with_its_place():
@@ -204,14 +183,6 @@ def test_microbatches_without_a_target_that_counts_add_nothing_to_a_loss_of_seve
     loss = slice_loss(both_errors, torch.zeros(2), 0.0, outputs)
     loss.backward()
     assert loss.item() == 0.0 and torch.equal(outputs["one"].grad, torch.zeros(2))
-
-
-def test_an_evaluation_has_the_loss_of_one_process():
-    model = {**SEVERAL, "data": {**VECTORS["data"], "validation": 0.3}}
-    plan = plan_for("zb-v", 2, None, section=model, optimizer={"lr": 1e-2})
-    workers = run_threads(plan, 2)
-    loss, samples = by_one_process(plan, workers)
-    assert results(workers) == [(1, pytest.approx(loss, rel=1e-6), samples)]
 
 
 def test_layers_that_were_looked_at_are_as_they_were():

@@ -13,7 +13,6 @@ from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.models import model
 from zbc.training.probing.shapes import derive
 
-HERE = "tests.runtime.user_models"
 LOW = torch.device("cpu"), torch.bfloat16
 
 HIDDEN = TensorSpec((2, 16, 32), torch.float32)

@@ -110,14 +110,6 @@ def test_a_stream_waits_for_all_that_others_made_for_it(streams, schedule, sync)
     assert losses_of(run_threads(plan, 2)) == losses_of(workers)
 
 
-def test_sums_that_wait_for_nobody_are_seen(streams, monkeypatch):
-    """As in an earlier version: summed on the stream of the last rank, without waits for the others' work."""
-    monkeypatch.setattr("zbc.runtime.cuda._after", lambda event, *tensors: None)
-    hub = Watched(2)
-    run_threads(make_plan(make_program("1f1b", 2, 4)), 1, hub=hub)
-    assert {"message", "offer"} <= set(hub.missed)
-
-
 def test_a_side_stream_that_has_not_run_keeps_what_meet_reads(monkeypatch):
     """The host drops the terms of the gradient as MEET starts: the rank's next tensor would take their bytes."""
     side = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None)

@@ -3,19 +3,17 @@
 import pytest
 import torch
 
-from tests.compiler.grid import WAVES
 from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program, reference
 from tests.runtime.test_copies import alike, results
 from tests.runtime.test_gradients import check_gradients, without_step
-from tests.threads import each_parameter, run_threads, watch
+from tests.threads import each_parameter, run_threads
 from tests.tiers import few
 from tests.uneven import FOLD, FORK, THREE, eager
 from zbc.compiler.check import check_all
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ir import Kind, Placement
 
-TWO = [name for name in WAVES if len(SCHEDULES[name].placement(4, 2).pipes) == 2]
 CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.05}
 SMALL = {**GPT, "layers": 6, "hidden": 16}
 
@@ -23,45 +21,15 @@ SMALL = {**GPT, "layers": 6, "hidden": 16}
 @pytest.mark.parametrize(
     ("name", "p"), few([("chimera", 2), ("bitpipe", 4), ("dualpipe", 4), ("bitpipe-zb", 2)], ("chimera",))
 )
-def test_copies_of_a_stage_have_the_same_bits_after_each_of_fifty_clipped_steps(name, p):
+def test_copies_of_a_stage_have_the_same_bits_after_fifty_clipped_steps(name, p):
+    """Copies that once differ never meet again."""
     plan = make_plan(make_program(name, p, 4), model=SMALL, optimizer=CLIPPED, size=1)
-    seen = []
-
-    def note(worker, op):
-        for s, stage in worker.stages.items() if op == worker.script[-1][1] else ():
-            bits = b"".join(p.detach().numpy().tobytes() for p in stage.parameters.values())
-            seen.append((worker.step, s, worker.rank, hash(bits)))
-
-    workers = run_threads(plan, 50, setup=lambda worker: watch(worker, after=note))
+    workers = run_threads(plan, 50)
     alike(workers)
     holders = {s: len(set(plan.program.placement.holders(s))) for s in range(plan.program.placement.stages)}
     assert max(holders.values()) == 2
-    prints = {}
-    for step, stage, rank, values in seen:
-        prints.setdefault((step, stage), {})[rank] = values
-    assert len({step for step, _ in prints}) == 50
-    for place, by_rank in prints.items():
-        assert len(set(by_rank.values())) == 1, place
     found = results(workers)
     assert all(norm > CLIPPED["clip_grad_norm"] for _, norm in found[:5]), "clipping was at work"
-
-
-@pytest.mark.parametrize("p", few([2, 4], (2,)))
-@pytest.mark.parametrize("name", few(TWO))
-def test_loss_and_norm_are_those_of_one_process_over_clipped_steps(name, p):
-    """A parameter that two ranks hold counts once in the norm."""
-    plan = make_plan(make_program(name, p, 5), optimizer={"lr": 1e-3, "clip_grad_norm": 0.5})
-    expected = reference(plan, 4)
-    found = results(run_threads(plan, 4))
-    assert found[0][0] == expected.losses[0]
-    assert [loss for loss, _ in found] == pytest.approx(expected.losses, rel=1e-6)
-    assert [norm for _, norm in found] == pytest.approx(expected.norms, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", few(TWO))
-@pytest.mark.parametrize("m", few([1, 3], (1,)))
-def test_a_pipe_with_fewer_microbatches_or_none_does_not_matter(name, m):
-    check_gradients(make_plan(make_program(name, 4, m), keep=without_step), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("pipes", [FORK, FOLD, THREE])

@@ -14,12 +14,10 @@ from tests.runtime.test_gradients import VECTORS
 from tests.runtime.test_tensor_parallel import WIDE, numbers, plan_of
 from tests.threads import each_parameter, run_threads
 from tests.tiers import few
-from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.runtime.core import slot
-from zbc.runtime.core.current import Current
 from zbc.runtime.features.groups.strands import Pair, current_pair
-from zbc.runtime.features.groups.units import Braids, Units, _reason
+from zbc.runtime.features.groups.units import Braids, _reason
 from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.tensor_parallel import Group, Meter, SharedLayers
 from zbc.training.recording.measure import Scale
@@ -146,58 +144,6 @@ def test_any_op_runs_in_turns_with_a_forward(kind, first, second, model):
     assert same(together, alone)
     assert together[2][0] == together[2][1] and together[2][2] == together[2][3]
     assert (together[2] == alone[2]) is (Kind.W in (first, second)), "W starts no sums"
-
-
-# ---- what would go unnoticed -------------------------------------------------------------------------------------
-
-
-def differs(plan, meant, **how):
-    """Whether a run fails or has wrong results."""
-    try:
-        return not same(found(plan, **how), meant)
-    except ZbcError:
-        return True
-
-
-def nobody_waits(patch):
-    def settle(self, pending, slot=None):
-        pair = current_pair()
-        if pair is None:
-            pending.wait()
-        else:
-            pair.pause()
-
-    patch.setattr(Group, "settle", settle)
-
-
-def sums_in_another_order(patch):
-    run = Units.run
-    patch.setattr(Units, "run", lambda self, a, b: run(self, *((b, a) if self.worker.rank == 1 else (a, b))))
-
-
-@pytest.mark.parametrize("fault", [nobody_waits, sums_in_another_order])
-def test_planted_faults_of_sums_are_seen(fault, tmp_path, monkeypatch):
-    plan = braided(tmp_path)
-    meant = found(plan, one_by_one=True)
-    fault(monkeypatch)
-    assert differs(plan, meant)
-
-
-def of_both():
-    """Current state belongs to each thread, except slots, which both ops of a pair share."""
-    known = {}
-
-    def place(self):
-        return id(self), (current_pair() if self is slot._slots else None) or threading.get_ident()
-
-    return property(lambda self: known.get(place(self)), lambda self, value: known.update({place(self): value}))
-
-
-def test_a_slot_that_both_ops_share_is_seen(tmp_path, monkeypatch):
-    plan = braided(tmp_path)
-    meant = found(plan, one_by_one=True)
-    monkeypatch.setattr(Current, "value", of_both())
-    assert differs(plan, meant) and not differs(plan, meant, one_by_one=True)
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------
