@@ -80,7 +80,7 @@ BUGS = (
         "zbc/training/models/gpt.py",
         "first_row() + self.place * x.shape[1]",
         "first_row()",
-        (RUNTIME + "test_tensor_parallel.py",),
+        (RUNTIME + "test_composed.py",),
     ),
     Bug(
         "NORM of the second copy comes from a rank of the first",
@@ -185,7 +185,7 @@ BUGS = (
         "zbc/runtime/features/shards/sharded.py",
         "(before[0].add_(mine), before[1] or every)",
         "(mine, every)",
-        (RUNTIME + "test_scattered.py",),
+        (RUNTIME + "test_composed.py",),
     ),
     Bug(
         "weights are taken before they are published",
@@ -255,7 +255,7 @@ BUGS = (
         "zbc/runtime/features/shards/sharded.py",
         "self._move(window.slots, add=before is not None)",
         "self._move(window.slots)",
-        (RUNTIME + "test_windows.py",),
+        (RUNTIME + "test_composed.py", RUNTIME + "test_windows.py"),
     ),
     Bug(
         "samples of a row see those before them",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,7 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "world": ({"parallel": {"world": 4, "pp": None}, "schedule": {"batch": 16, "microbatches": None}}, False),
 }
 KINDS = tuple(SCHEDULES)
+ALONE = ("model", "adapter", "optimizer", "train", "data", "checkpoint")  # tables that one rank has as well
 LEFT_OUT = ("freeze",)  # another training each time; see "freeze later"
 FIRST = {"bfloat16 weights": 0.01, "autocast": 0.01}  # what rounds more in a step
 # And what a step does with that: Adam takes signs of what is near 0, a token chooses another of two experts alike.
@@ -149,9 +151,13 @@ def drawn(seed: int, *, least: int = 3, most: int = 6) -> Drawn:
 
 
 def of(traits: tuple[str, ...], kind: str, pp: int = 2) -> Drawn:
-    """A job with these features, and the reference: one rank with only those that change a training."""
+    """A job with these features, and the reference: one rank with only those that change a training.
+
+    A feature may be any key with its value, as `model.router="sigmoid"`.
+    """
     pp = 4 if {"replicas", "graph"} & {*traits} else pp
     changes = [trait for trait in traits if trait in CHANGES or (trait in MORE and MORE[trait][1])]
+    changes += [trait for trait in traits if "=" in trait and trait.partition(".")[0] in ALONE]
     late = bool({"asynchronous", "lookahead"} & {*traits})
     again = {"recompute", "some layers", "selective", "open activations"}
     changes += [trait for trait in traits if late and trait in again]
@@ -190,14 +196,24 @@ def of(traits: tuple[str, ...], kind: str, pp: int = 2) -> Drawn:
     return Drawn(traits, both["schedule"]["kind"], both, plain, first, later)
 
 
+def named(text: str) -> Drawn:
+    """The job of a line, as `zb-v: tp, model.ties=true`; `zb-v 4: tp` has four ranks in its pipeline."""
+    order, _, traits = text.partition(": ")
+    kind, _, ranks = order.partition(" ")
+    return of(tuple(traits.split(", ")), kind, int(ranks or 2))
+
+
 def _values(trait: str) -> Iterator[tuple[str, Any]]:
+    if "=" in trait:
+        key, _, text = trait.partition("=")
+        yield key, tomllib.loads(f"value = {text}")["value"]
     yield from SETTINGS.get(trait, ())
     for table, values in MORE.get(trait, ({}, False))[0].items():
         yield from ((f"{table}.{key}", value) for key, value in values.items())
 
 
 def _tables(traits: Any, pp: int) -> Tables:
-    found = settings(*(trait for trait in traits if trait not in MORE))
+    found = settings(*(trait for trait in traits if trait in SETTINGS))
     found["parallel"]["pp"], found["model"]["layers"] = pp, 2 * pp
     found["model"] |= {"hidden": 64, "seq_len": 64}
     if "bfloat16 weights" in traits:
@@ -220,6 +236,9 @@ def _tables(traits: Any, pp: int) -> Tables:
     if "eval_every" in found["train"]:
         found["train"]["eval_batches"] = 2
         found["data"] |= {"validation": 0.25} if found["data"]["kind"] == "synthetic" else {"validation": 0.5}
+    for key, value in (pair for trait in traits if "=" in trait for pair in _values(trait)):
+        table, _, name = key.partition(".")
+        found.setdefault(table, {})[name] = value
     return {name: {key: value for key, value in table.items() if value is not None} for name, table in found.items()}
 
 
@@ -287,7 +306,7 @@ def _outcome(one: Drawn, *, weigh: bool, emulate: Emulation | None) -> Found:
         if "eval_every" in one.both["train"] and "eval_every" in one.plain["train"]:
             off = max(off, apart(*(_evaluated(each) for each in (workers, expected))))
         if "resume" in one.traits:
-            off = max(off, apart(*_resumed(plan, alone, Path(folder))))
+            off = max(off, apart(*_resumed(plan, alone, Path(folder))), apart(*_resumed(alone, plan, Path(folder))))
         memory = host = None
         for attempt in range(3 if weigh else 0):
             if attempt or "experts" in one.both["model"]:
@@ -343,9 +362,10 @@ def in_turn(experts: Experts, likely: Tensor) -> Tensor:
 
 def _resumed(plan: StoredPlan, other: StoredPlan, folder: Path) -> tuple[list[tuple[float, float]], ...]:
     """The last step of a plan that resumes another one's checkpoint, and that of a run with a checkpoint there."""
-    run_threads(plan, STEPS - 1, folder=folder / "kept")
-    found = run_threads(other, STEPS, resume=disk.folder_of(folder / "kept", STEPS - 1))
-    return results(found), results(run_threads(other, STEPS, folder=folder / "whole"))[-1:]
+    kept = folder / f"kept {plan.manifest.topology.world}"
+    run_threads(plan, STEPS - 1, folder=kept)
+    found = run_threads(other, STEPS, resume=disk.folder_of(kept, STEPS - 1))
+    return results(found), results(run_threads(other, STEPS, folder=kept / "whole"))[-1:]
 
 
 def _held(plan: StoredPlan, made: Compiled, scales: dict[int, Scale]) -> tuple[float, float]:

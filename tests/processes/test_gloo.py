@@ -10,7 +10,7 @@ import torch
 
 from tests.composed import apart
 from tests.processes.gloo_ranks import every, exchanging, one_node, open_network, skewed, train, unpack, without_step
-from tests.runtime import test_exchanges, test_given_steps, test_scaling, test_tensor_parallel, test_ties
+from tests.runtime import test_expert_parallel, test_given_steps, test_scaling, test_tensor_parallel, test_ties
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import VECTORS, slack
 from tests.runtime.test_shared_words import TIED
@@ -102,23 +102,29 @@ def test_weights_that_layers_share_are_summed_over_all_that_hold_them(pool, sche
     agrees(pool, test_ties.plan_of(schedule, 4, keep=without_step), 1e-6)
 
 
+FAST, SLOW = 8.0, 0.01  # Gbit/s inside a node and between nodes
+
+
 @pytest.mark.parametrize("choose", few([every, skewed, one_node], 2))
 def test_rows_of_experts_cross_to_each_node_once_as_priced(pool, tmp_path, monkeypatch, choose):
     """Two nodes of two processes: forwards have the bits of threads, and weights are those after one step of exchange;
     counts are exchanged once per step of a block. With even loads rows are as many over each link as the price says."""
     monkeypatch.setattr(Experts, "_chosen", choose)
-    model = {**test_exchanges.MODEL, "seq_len": 56, "balance_loss": 0.0, "router_z_loss": 0.0}
+    model = {"experts": 8, "top_k": 3, "seq_len": 56, "balance_loss": 0.0, "router_z_loss": 0.0}
     way = {"schedule": {"kind": "1f1b"}, "model": model, "optimizer": {"kind": "sgd", "lr": 0.1}}
-    plans = [test_exchanges.planned(tmp_path / str(n), way, steps=n, pp=1, dp=4, ep=4) for n in (1, 2)]
+    plans = []
+    for steps, between in ((1, FAST), (2, SLOW)):
+        way["hardware"] = {"ranks_per_node": 2, "link_gbps": FAST, "link_us": 0.0, "inter_node_gbps": between}
+        plans.append(test_expert_parallel.plan(tmp_path / str(steps), way, pp=1, dp=4, ep=4))
+    assert [plan.manifest.near for plan in plans] == [0, 2]
     (one, two), workers = (pool.run(exchanging, plan, 2, choose) for plan in plans), run_threads(plans[1], 2)
     assert two == pool.run(exchanging, plans[1], 2, choose), "bit by bit"
     assert {own[0][0] for own, *_ in two} == {workers[0].results[0].loss}
     for (numbers, weights, *_), (others, own, sent, counts) in zip(one, two, strict=True):
         assert apart(numbers, others) <= 1e-6 and {*counts.values()} == {2 * 4}  # steps, blocks
         same(unpack([own]), unpack([weights]), 1e-5)
-        assert choose is not every or priced(plans[1], tmp_path / "2") == pytest.approx(
-            test_exchanges.ms_of(sent), 1e-3
-        )
+        ms = 32 * 4 * 8 / 1e6 * (sent[True] / SLOW + sent[False] / FAST)
+        assert choose is not every or priced(plans[1], tmp_path / "2") == pytest.approx(ms, 1e-3)
 
 
 def priced(plan, folder):

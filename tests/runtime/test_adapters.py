@@ -11,12 +11,10 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.composed import apart, settings, trained
 from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, make_worker, parameters, reference
+from tests.runtime.small_plans import LLAMA, hold, make_plan, make_program, make_worker, parameters, reference
 from tests.runtime.test_checkpoints import at
-from tests.runtime.test_flushless_with import planned
 from tests.runtime.test_gradients import VECTORS
 from tests.runtime.test_pretrained import MODELS, model_in
 from tests.threads import losses_of, run_threads
@@ -28,7 +26,7 @@ from zbc.job.spec import Adapter
 from zbc.runtime.core.grouped import Groups, of_expert
 from zbc.runtime.core.slot import Slot, using
 from zbc.training.building.context import Settings
-from zbc.training.models import adapters, compiled
+from zbc.training.models import adapters
 from zbc.training.models.adapters import WithAdapters
 from zbc.training.models.stacks import stacks_of, unstacked
 
@@ -64,19 +62,7 @@ def folders(tmp_path_factory):
 
 
 class Lora(nn.Module):
-    """LoRA as its paper has it, around any layer."""
-
-    def __init__(self, base, down, up, scale):
-        super().__init__()
-        self.base, self.scale = base, scale
-        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
-
-    def forward(self, x):
-        return self.base(x) + self.scale * (x @ self.down.T) @ self.up.T
-
-
-class StackedLora(nn.Module):
-    """The same on a stack of weights (E, outputs, inputs), or `turned` ones, of tensors as peft has them."""
+    """LoRA as its paper has it, on a weight (outputs, inputs) or a stack of them, maybe `turned`; peft's tensors."""
 
     def __init__(self, down, up, scale, turned):
         super().__init__()
@@ -84,10 +70,10 @@ class StackedLora(nn.Module):
         self.down, self.up = nn.Parameter(down), nn.Parameter(up)
 
     def forward(self, weights):
-        count = len(weights)
+        count = len(weights) if weights.dim() == 3 else 1
         downs = self.down.unflatten(0, (count, -1))
         ups = self.up.unflatten(1, (-1, count)).permute(2, 0, 1)
-        return weights + self.scale * ((ups @ downs).mT if self.turned else ups @ downs)
+        return weights + self.scale * ((ups @ downs).mT if self.turned else ups @ downs).view_as(weights)
 
 
 def in_files(worker):
@@ -114,15 +100,13 @@ def with_lora(folder, tensors, saved=None):
     found = {f"base_model.model.{name}": peer.get_parameter(name).requires_grad_(True) for name in whole}
     for name in sorted(n for n in modules if not n.endswith("weight")):
         down, up = (tensors[f"base_model.model.{name}.lora_{side}.weight"].clone() for side in "AB")
-        path, _, leaf = name.rpartition(".")
+        leaf = name.rpartition(".")[2]
+        module, weight = peer.get_submodule(name.removesuffix(".base_layer")), "weight"
+        turned = isinstance(module, transformers.pytorch_utils.Conv1D)
         if leaf in ("experts", "base_layer"):  # peft's wrapper of gate_up_proj is inside of that of down_proj
-            experts = peer.get_submodule(name.removesuffix(".base_layer"))
-            stack = "down_proj" if leaf == "experts" else "gate_up_proj"
-            layer = StackedLora(down, up, 1.5, experts.is_transposed)
-            parametrize.register_parametrization(experts, stack, layer)
-        else:
-            layer = Lora(peer.get_submodule(name), down, up, 1.5)  # 3 / sqrt(4)
-            setattr(peer.get_submodule(path), leaf, layer)
+            weight, turned = "down_proj" if leaf == "experts" else "gate_up_proj", module.is_transposed
+        layer = Lora(down, up, 1.5, turned)  # 3 / sqrt(4)
+        parametrize.register_parametrization(module, weight, layer)
         found |= {f"base_model.model.{name}.lora_{side}.weight": p for side, p in (("A", layer.down), ("B", layer.up))}
     return peer, found
 
@@ -206,84 +190,6 @@ def test_any_schedule_has_the_bits_of_one_process(schedule, p, m, v, activations
     assert changed == {name for name in before if ".lora." in name or name.removesuffix(".weight") in kept}
 
 
-@pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}], ids=str)
-def test_in_bfloat16_it_is_near_one_process(model):
-    plan = make_plan(make_program("zb-v", 2, 4, 2), model={**LLAMA, **model}, adapter=TARGETS)
-    hold(run_threads(plan, 3), reference(plan, 3), tolerance=5e-3)
-
-
-def tables(*traits, **more):
-    given = {"adapter__rank": 4, "adapter__alpha": 2.0, "parallel__pp": 2, "model__layers": 4, **more}
-    return settings(*traits, **given)
-
-
-CUT = ["tp", "tp_sequence", "slices", "cp", "copies", "post-validate", "sharded optimizer", "sharded gradients"]
-CUT += ["offload", "overlap", "compile", "shared vocabulary"]
-BOTH = [[one] for one in CUT] + [["tp", "sharded optimizer"], ["tp", "slices"]]
-BOTH += [["shared vocabulary", "tp", "sharded optimizer"], ["shared vocabulary", "slices"]]
-
-
-@pytest.mark.parametrize("traits", few(BOTH, [["tp"], ["sharded optimizer"], ["shared vocabulary"]]), ids=" x ".join)
-@pytest.mark.parametrize("family", few(["gpt", "llama"], ["llama"]))
-def test_however_ranks_share_it_it_trains_alike(traits, family):
-    more = {} if "shared vocabulary" in traits else {"adapter__targets": ["*", *WHOLE]}
-    found = trained(tables(*traits, model__family=family, **more))
-    assert apart(found, trained(tables(model__family=family, **more))) <= 2e-5
-
-
-@pytest.mark.repeats
-def test_compiled_layers_beside_adapters_train_alike_where_backwards_are_split(monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", {"backend": "aot_eager"})
-    found = trained(tables("compile", schedule__kind="zb-h1"), steps=1)
-    assert apart(found, trained(tables(schedule__kind="zb-h1"), steps=1)) <= 2e-5
-
-
-@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], 1))
-def test_a_loss_by_chunks_of_a_frozen_head_trains_alike(dtype):
-    whole, chunked = (tables(model__dtype=dtype, **more) for more in ({}, {"model__loss_chunk": 7}))
-    assert apart(trained(chunked), trained(whole)) <= (2e-5 if dtype == "float32" else 1e-2)
-
-
-MIXTURE = {"family": "llama", "experts": 4, "top_k": 2, "ffn_hidden": 64}
-MIXED = ("slices", "sharded optimizer", "autocast", "cp", "ep")
-
-
-IN_EXPERTS = ["q_proj", "experts.*"]
-SHARED = [([], ["*"]), ([], IN_EXPERTS), *(([one], IN_EXPERTS) for one in ("tp", *MIXED, "folded"))]
-
-
-@pytest.mark.parametrize(("traits", "targets"), few(SHARED, 2), ids=str)
-def test_adapters_of_attention_and_of_experts_train_alike(traits, targets):
-    model = {f"model__{key}": value for key, value in MIXTURE.items()} | {"adapter__targets": targets}
-    plain = tables(*(trait for trait in traits if trait == "autocast"), **model, parallel__pp=1)
-    how = {"parallel__ep": 2, "parallel__dp": 2, "schedule__microbatches": 4} if traits == ["ep"] else {}
-    how = {"parallel__ep": 2, "parallel__tp": 2} if traits == ["folded"] else how
-    assert apart(trained(tables(*([] if how else traits), **model, **how)), trained(plain)) <= 2e-5
-
-
-def test_experts_have_adapters_where_a_target_names_them():
-    assert job(adapter={**SMALL, "targets": ["experts.down_proj"]}, model=MIXTURE).adapter.rank == 4
-    with refused("E110", match=r"no linear layer is called experts.up_proj"):
-        job(adapter={**SMALL, "targets": ["experts.up_proj"]}, model=MIXTURE)
-    with refused("E110", match="adapter.dropout"):
-        job(adapter={**SMALL, "targets": ["experts.*"], "dropout": 0.1}, model=MIXTURE)
-    with refused("E110", match=r"(?s)no linear layer is called gate_proj.*q_proj"):
-        job(adapter={**SMALL, "targets": ["gate_proj"]}, model=MIXTURE)
-
-
-def test_of_tied_embeddings_and_replicas_nothing_is_summed_but_adapters(tmp_path):
-    plain = tables("tied embeddings", schedule__microbatches=8)
-    shared = tables("tied embeddings", parallel__dp=2, schedule__microbatches=4)
-    assert apart(trained(shared), trained(plain)) <= 2e-5
-    assert not planned(tmp_path, shared).manifest.tied
-
-
-def test_without_a_flush_gradients_are_those_of_one_process_a_step_late():
-    how = {"sync": "two-versions"}
-    plan = make_plan(make_program("1f1b", 3, 4, **how), model=GPT, adapter=SMALL, optimizer={**how, "lr": 0.01})
-    hold(run_threads(plan, 5), reference(plan, 5, delayed=True))
-
-
 def test_initial_weights_depend_on_no_cut_and_the_base_not_on_adapters():
     def weights(p, adapter):
         plan = make_plan(make_program("1f1b", p, 2), model=LLAMA, adapter=adapter)
@@ -352,16 +258,6 @@ def test_linear_layers_that_are_handed_out_again_get_one_adapter_each():
     wanted = {f"layers.{n}.lora.{n[-1]}.{side}.weight" for n in linears for side in ("down", "up")}
     for _ in range(2):
         assert {name for name, p in parameters([make_worker(plan)]).items() if p.requires_grad} == wanted
-
-
-def test_a_target_that_is_no_linear_layer_is_refused():
-    with refused("E110", match="q_projj"):
-        job(model={"family": "llama"}, adapter={"rank": 4, "targets": ["q_projj"]})
-    with refused("E110", match="(?s)no module is called q_proj.*lm_head"):
-        job(model={"family": "llama"}, adapter={"rank": 4, "targets": ["whole q_proj"]})
-    plan = make_plan(make_program("1f1b", 2, 4), model=USERS, **VECTORS, adapter={"rank": 2, "targets": ["*.1"]})
-    with refused("E110", match=r"\*\.1"):
-        make_worker(plan)
 
 
 # ---- checkpoints and files ---------------------------------------------------------------------------------------
@@ -458,14 +354,30 @@ def test_merged_weights_compute_what_adapters_beside_them_do(folders, kind, targ
         assert not any(merged[one].equal(weight) for one, weight in old)
 
 
-REFUSED = [({"rank": 4}, "adapter.rank", {"dp": 2, "shard": "all"}), ({"alpha": 2.0}, "alpha", {})]
-REFUSED += [({"rank": 4, "dropout": 0.1}, "dropout", {"tp": 2})]
+LLAMA_ONLY, MIXTURE = {"family": "llama"}, {"family": "llama", "experts": 4, "top_k": 2, "ffn_hidden": 64}
+REFUSED = [({"alpha": 2.0}, "alpha", {})]
+REFUSED += [({"rank": 4, "targets": ["experts.*"], "dropout": 0.1}, "adapter.dropout", {"model": MIXTURE})]
+REFUSED += [
+    ({"rank": 4, "targets": [target]}, said, {"model": model})
+    for model, target, said in (
+        (MIXTURE, "experts.up_proj", r"no linear layer is called experts.up_proj"),
+        (MIXTURE, "gate_proj", r"(?s)no linear layer is called gate_proj.*q_proj"),
+        (LLAMA_ONLY, "q_projj", "q_projj"),
+        (LLAMA_ONLY, "whole q_proj", r"(?s)no module is called q_proj.*lm_head"),
+    )
+]
 
 
-@pytest.mark.parametrize(("adapter", "text", "dp"), REFUSED)
-def test_what_adapters_do_not_go_with_is_refused(adapter, text, dp):
+@pytest.mark.parametrize(("adapter", "text", "more"), REFUSED)
+def test_what_adapters_do_not_go_with_is_refused(adapter, text, more):
     with refused("E110", match=text):
-        job(adapter=adapter, parallel=dp)
+        job(adapter=adapter, **more)
+
+
+def test_a_target_that_is_no_linear_layer_of_a_user_is_refused():
+    plan = make_plan(make_program("1f1b", 2, 4), model=USERS, **VECTORS, adapter={"rank": 2, "targets": ["*.1"]})
+    with refused("E110", match=r"\*\.1"):
+        make_worker(plan)
 
 
 def test_alpha_counts_over_rank_and_dropout_in_training_alone():

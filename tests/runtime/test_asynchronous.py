@@ -7,7 +7,6 @@ import torch
 
 from tests.refusals import refused
 from tests.runtime.small_plans import GPT, make_plan, parameters
-from tests.runtime.test_checkpoints import at, same
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
@@ -25,7 +24,6 @@ from zbc.training.models import model
 
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "sync": "asynchronous"}
-SGD = {"kind": "sgd", "lr": 0.05, "momentum": 0.5, "sync": "asynchronous"}
 SHAPES = [("1f1b", 2, 2, 1, 1), ("1f1b", 4, 4, 1, 1), ("1f1b", 3, 4, 1, 2), ("interleaved-1f1b", 2, 4, 2, 1)]
 
 
@@ -141,23 +139,6 @@ def test_the_steps_of_a_stage():
     texts = [str(op) for op in program_of("1f1b", 2, 4, every=2).ranks[1] if op.kind is Kind.STEP]
     assert texts == ["STEP s1", "STEP s1 #1"]
     assert [Op.parse(text) for text in texts] == [Op(Kind.STEP, 1), Op(Kind.STEP, 1, 1)]
-
-
-def test_a_lookahead_is_another_training():
-    plain, ahead = (parameters(run_threads(plan_of("1f1b", 3, 4, lookahead=how), 4)) for how in (False, True))
-    assert any(not plain[name].equal(ahead[name]) for name in plain)
-
-
-@pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("optimizer", [ADAMW, SGD])
-def test_a_run_that_goes_on_has_the_same_bits(tmp_path, lookahead, optimizer):
-    """As a run with the same checkpoint, after which both begin with an empty pipeline."""
-    options = {"lookahead": lookahead, "optimizer": optimizer}
-    plan = plan_of("1f1b", 3, 4, checkpoint={"every": 3, "keep": 9}, **options)
-    run_threads(plan, 6, folder=tmp_path / "a")
-    run_threads(plan, 3, folder=tmp_path / "b")
-    run_threads(plan, 6, folder=tmp_path / "b", resume=at(tmp_path / "b", 3))
-    same(at(tmp_path / "a", 6), at(tmp_path / "b", 6))
 
 
 def test_steps_that_are_not_equally_far_apart_are_found():

@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.drawn import named, planned
+from tests.jobs import tiny_tensors_move
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, make_plan, make_program, ramped
+from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.threads import losses_of, run_threads, watch
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -77,16 +79,6 @@ def at(folder, step):
     return disk.folder_of(folder, step)
 
 
-def in_legs(plans, folder):
-    """Two steps under each of these plans: the losses, and the checkpoint after each."""
-    losses, checkpoints = [], [None]
-    for number, one in enumerate(plans):
-        step = 2 * number + 2
-        losses += train(one, step, folder / str(number), checkpoints[-1])
-        checkpoints.append(at(folder / str(number), step))
-    return losses, checkpoints[1:]
-
-
 def sign(checkpoint, **changes):
     """Changes the index of a checkpoint, and corrects its hash."""
     text = json.dumps(json.loads((checkpoint / "index.json").read_text()) | changes)
@@ -94,53 +86,7 @@ def sign(checkpoint, **changes):
     (checkpoint / ".complete").write_text(json.dumps({"index": hashlib.sha256(text.encode()).hexdigest()}))
 
 
-def test_a_chain_of_plans_is_one_run(tmp_path):
-    """pp 2 -> 4 -> 1, 1f1b -> zb-v -> zb-h1: the same bits; two copies at the end: to 1e-6."""
-    slow = {"optimizer": {**ADAMW, "lr": 1e-3}}
-    whole = train(plan(checkpoint={"every": 2, "keep": 9}, **slow), 8, tmp_path / "whole")
-    ways = [("1f1b", 2), ("zb-v", 4), ("zb-h1", 1), ("1f1b", 2, 4, 2)]
-    legs = (plan(*way[:3], dp=way[3] if len(way) > 3 else 1, **slow) for way in ways)
-    losses, checkpoints = in_legs(legs, tmp_path)
-    for number, checkpoint in enumerate(checkpoints):
-        same(checkpoint, at(tmp_path / "whole", 2 * number + 2), tolerance=1e-6 if number == 3 else None)
-    assert losses[:6] == whole[:6]
-    assert losses[6:] == pytest.approx(whole[6:], rel=1e-6)
-
-
-BFLOAT16 = {**SMALL, "dtype": "bfloat16", "parameters": "bfloat16"}
 TIED = {**SMALL, "ties": True}
-PAIRS = {
-    "two pipes to one": (("chimera", 2), ("1f1b", 4), {}),
-    "one pipe to two of another kind": (("1f1b", 2), ("dualpipe-v", 2), {}),
-    "two pipes to two": (("bitpipe", 4), ("chimera", 4), {}),
-    "no barrier to a barrier": (("zb-h1", 2, {"ahead": True}), ("1f1b", 4), {}),
-    "a barrier to none": (("1f1b", 4), ("zb-v", 2, {"ahead": True}), {}),
-    "bfloat16 with masters": (("1f1b", 2), ("zb-h1", 4), {"model": BFLOAT16}),
-    "a weight that two stages share": (("1f1b", 4), ("zb-v", 2), {"model": TIED}),
-    "momentum": (("1f1b", 2), ("1f1b", 1), {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
-    "nothing kept by the optimizer": (("1f1b", 2), ("1f1b", 4), {"optimizer": {"kind": "sgd", "lr": 0.1}}),
-}
-
-
-@pytest.mark.parametrize("name", few(PAIRS, ("two pipes to one", "momentum")))
-def test_a_run_goes_on_under_another_plan_to_the_same_bits_or_nearly(name, tmp_path):
-    """Plans with another order of sums differ in the last bits; resuming adds no difference."""
-    first, second, changes = PAIRS[name]
-    before, after = (plan(*one[:2], **changes, **(one[2] if len(one) > 2 else {})) for one in (first, second))
-    train(before, 2, tmp_path / "before")
-    found = train(after, 4, tmp_path / "after", at(tmp_path / "before", 2))
-    again = train(before, 4, tmp_path / "again", at(tmp_path / "before", 2))
-    whole = train(before, 4, tmp_path / "whole")
-    assert again == whole[2:]
-    same(at(tmp_path / "again", 4), at(tmp_path / "whole", 4))
-    low = "model" in changes and changes["model"] is BFLOAT16
-    assert found == pytest.approx(whole[2:], rel=1e-3 if low else 1e-6)
-    if not low:
-        same(at(tmp_path / "after", 4), at(tmp_path / "whole", 4), tolerance=1e-5)
-
-
-# Gradients of the biases of keys are zero except for rounding, which Adam steps by if it is not far below eps.
-STEADY = {**ADAMW, "eps": 1e-5}
 
 
 @pytest.fixture
@@ -148,45 +94,6 @@ def small_pieces(monkeypatch):
     """Parameters of more than 100 elements are cut."""
     monkeypatch.setattr(dealing, "CHUNK", 100)
     monkeypatch.setattr(validate, "CHUNK", 100)
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize(
-    "model", [SMALL, {**TIED, "dtype": "bfloat16", "parameters": "bfloat16"}], ids=["fp32", "bf16"]
-)
-def test_zero1_pieces_fit_together_for_any_number_of_copies(model, small_pieces, tmp_path):
-    """2 copies -> 4 without a barrier -> one rank that has all of it -> 2 copies without ZeRO-1 -> 2 with."""
-    sharded = [{"dp": 2, "zero1": True}, {"dp": 4, "zero1": True, "p": 1, "ahead": True}]
-    ways = [*sharded, {"p": 1}, {"dp": 2}, {"dp": 2, "zero1": True, "ahead": True}]
-    same_for_all = {"model": model, "optimizer": STEADY}
-    whole = train(plan(dp=2, **same_for_all, checkpoint={"every": 2, "keep": 9}), 10, tmp_path / "whole")
-    losses, checkpoints = in_legs((plan(**same_for_all, **way) for way in ways), tmp_path)
-    low = model is not SMALL
-    assert losses == pytest.approx(whole, rel=1e-3 if low else 1e-6)
-    same(checkpoints[-1], at(tmp_path / "whole", 10), tolerance=5e-2 if low else 1e-5)
-    parts = json.loads((checkpoints[1] / "index.json").read_text())["tensors"]
-    cut = [about for about in parts.values() if len(about["parts"]) > 1]
-    writers = {part["file"] for about in cut for part in about["parts"]}
-    assert writers == {f"rank-000{rank}.safetensors" for rank in range(4)}
-
-
-OTHERWISE = {
-    "two pipes": {"schedule": "chimera"},
-    "copies without a barrier": {"p": 1, "dp": 4, "zero1": True, "ahead": True},
-    "smaller microbatches": {"schedule": "zb-v", "m": 8, "size": 1},
-}
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_there_and_back_again_nothing_but_rounding_is_left(name, default, small_pieces, tmp_path):
-    """In float32, rounding could hide a slightly wrong state."""
-    here, there = ({"model": TIED, "m": 4, "size": 2, **way} for way in ({"dp": 2, "zero1": True}, OTHERWISE[name]))
-    whole = train(plan(**here, checkpoint={"every": 2, "keep": 9}), 6, tmp_path / "whole")
-    losses, checkpoints = in_legs((plan(**way) for way in (here, there, here)), tmp_path)
-    for number, checkpoint in enumerate(checkpoints):
-        same(checkpoint, at(tmp_path / "whole", 2 * number + 2), tolerance=1e-12)
-    assert losses == pytest.approx(whole, rel=1e-12)
 
 
 def test_zero1_and_copies_without_it_write_the_same_state(small_pieces, tmp_path):
@@ -233,35 +140,43 @@ def test_what_the_files_cannot_hold_is_told_before_the_first_step(tmp_path):
     assert not began
 
 
-def test_other_batches_go_on_where_the_samples_before_ended(tmp_path):
-    """Two steps of 4 samples, then steps of 8: the third step begins at sample 8."""
-    train(plan(m=4), 2, tmp_path / "a")
-    seen = []
+KEPT = """\
+1f1b: feedback, sharded optimizer, optimizer.kind="muon"
+interleaved-1f1b: two versions, slices, sharded optimizer
+1f1b: two versions, ep
+zb-h1: freeze
+1f1b: moving average, tp, sharded optimizer
+1f1b: moving average, two versions, sharded optimizer
+1f1b: tp, sharded optimizer, optimizer.qk_clip=0.01
+zb-h1: ep, expert bias
+1f1b: lookahead
+interleaved-1f1b: asynchronous, optimizer.kind="sgd", optimizer.momentum=0.5
+1f1b: balance, zero1
+zb-h1: dealt by tokens
+zb-v: slices, offload, shared vocabulary, little room
+1f1b: average, parallel.average={every=2,share=0.5}, shared vocabulary
+1f1b: average, parallel.average={every=1,share=0.3}, tied embeddings
+zb-v: model.dtype="float16", model.loss_scale=[65536.0,3]
+zb-h1: graph, zero1
+zb-v: shared vocabulary, dp, tied embeddings
+zb-h1: adapter, dropout
+zb-v: optimizer.state="bfloat16", tp, sharded optimizer
+zb-h1: optimizer.state="bfloat16", bfloat16 weights, model.master=false, post-validate, zero1
+interleaved-1f1b: sharded weights, one-sided""".splitlines()
 
-    def watch(worker):
-        batches = worker.batches
-        if batches is not None and worker.rank == 0:
-            original = batches.inputs
-            batches.inputs = lambda step, mb: seen.append(batches._batches.indices(step, mb)) or original(step, mb)
 
-    run_threads(plan(m=8), 3, folder=tmp_path / "b", resume=at(tmp_path / "a", 2), setup=watch)
-    fresh = []
-    run_threads(plan(m=4), 4, setup=lambda w: fresh.append(w) if w.rank == 0 else None)
-    expected = [fresh[0].batches._batches.indices(step, mb) for step in (2, 3) for mb in range(4)]
-    assert sorted(seen) == sorted(expected)
-
-
-@pytest.mark.parametrize("ahead", few([False, True], (False,)))
-def test_a_batch_that_grows_goes_on_growing(ahead, tmp_path):
-    """Three steps of 2 microbatches, then steps of 4; resumed elsewhere from within the first phase, and the second."""
-
-    def growing(p):
-        return ramped(plan(p=p, m=4, ahead=ahead), (plan(p=p, m=2, ahead=ahead), 3))
-
-    whole = train(growing(2), 6, tmp_path / "whole")
-    for at_step, p in ((2, 4), (4, 1)):
-        assert train(growing(p), 6, tmp_path / str(p), at(tmp_path / "whole", at_step)) == whole[at_step:]
-        same(at(tmp_path / str(p), 6), at(tmp_path / "whole", 6))
+@pytest.mark.parametrize("line", few(KEPT, KEPT[:5]))
+def test_a_run_goes_on_with_the_same_bits(line, tmp_path):
+    """Whatever is kept beside weights, of features in tests/drawn.py."""
+    tables = named(line).both
+    tables["checkpoint"], tables["train"]["steps"] = {"every": 2, "keep": 9}, 4
+    _, one = planned(tables, tmp_path / "plan")
+    with tiny_tensors_move():
+        whole = run_threads(one, 4, folder=tmp_path / "whole")
+        rest = run_threads(one, 4, folder=tmp_path / "rest", resume=at(tmp_path / "whole", 2))
+    told = [[(one.loss, one.grad_norm, one.scale) for one in workers[0].results] for workers in (whole, rest)]
+    assert told[1] == told[0][2:]
+    same(at(tmp_path / "rest", 4), at(tmp_path / "whole", 4))
 
 
 # ---- beside the steps ----------------------------------------------------------------------------------------

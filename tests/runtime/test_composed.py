@@ -1,103 +1,289 @@
-"""Combined features: pairs removed from zbc/excludes.py train as without the feature that must not change it."""
+"""Combined features train as one rank with those that change a training; and plans know what their ranks hold."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.composed import TOLERANCE, apart, beside, toml, trained
+from tests.composed import Tables, apart, beside, settings, toml, trained
+from tests.drawn import in_turn, named, outcome
+from tests.refusals import refused
 from tests.threads import scaled
 from tests.tiers import few
-from zbc import excludes
 from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
+from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.shapes import load_job
+from zbc.interop import torch_csv
+from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
-from zbc.training.models import compiled
+from zbc.training.models.experts import Experts
 
-ONE_PIPE = ["1f1b", "zb-h1", "gpipe", "interleaved-1f1b", "breadth-first", "looped-zb", "zb-v", "v-half", "1f1b-v"]
-ONE_PIPE += ["hanayo", "dualpipe-v", "braid-v"]
-TWO_PIPES = ["chimera", "bitpipe", "dualpipe", "dualpipe-v", "chimera-zb", "bitpipe-zb"]
-SHARDS = ("sharded weights", "one-sided", "sharded gradients", "sharded all")
-WORDS = [("shared vocabulary", shard, kind) for shard in SHARDS for kind in ONE_PIPE]
-COPIES = [(shard, "", kind) for shard in ("sharded gradients", "sharded all", "one-sided") for kind in TWO_PIPES]
-MOVED = [
-    ("offload", shard, kind)
-    for shard in ("sharded weights", "sharded all", "one-sided")
-    for kind in ("1f1b", "zb-v", "interleaved-1f1b", "gis")
+NEAR = 1e-6
+# torch hides this warning while it compiles, which fails if several threads do.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+# By hand, each feature with those that it meets in the code; tests/runtime/test_drawn.py draws others. * always runs.
+TOGETHER = """\
+* zb-v: adapter, tp, slices, sharded optimizer
+zb-h1: adapter, tp_sequence, post-validate, model.ties=true
+dualpipe-v: adapter, overlap, adapter.targets=["*","whole lm_head","whole embed.tokens"]
+chimera: adapter, sharded gradients, llama
+1f1b: adapter, cp, offload, little room
+zb-h1: adapter, compile
+1f1b: adapter, shared vocabulary, tp, sharded optimizer
+zb-h1: adapter, experts, adapter.targets=["q_proj","experts.*"], slices, cp
+1f1b: adapter, ep, adapter.targets=["q_proj","experts.*"]
+zb-v: experts, adapter.targets=["experts.*"], adapter.rank=4, parallel.tp=2, parallel.ep=2
+zb-v: experts, shared vocabulary, model.router="sigmoid"
+chimera: experts, recompute, model.family="gpt"
+gis: ep, recompute+offload, memory limit, resume
+* zb-v: copies of experts, sharded gradients
+interleaved-1f1b: copies of experts, sharded all
+dualpipe: ep, sharded all, parallel.dp=4
+* 1f1b: folded over nodes, tp_sequence
+zb-h1: node limit, recompute, resume
+braid-v: ep, cp, parallel.tp=2, parallel.ep=4, parallel.expert_tp=2
+dualpipe-v: overlap, ep, parallel.ep=4, parallel.dp=4, hardware.ranks_per_node=2, hardware.inter_node_gbps=0.01
+zb-v: ep, tp, cp, shared vocabulary
+replicated-1f1b 3: experts, parallel.ep=2, parallel.dp=2, parallel.replicas=[1,2]
+1f1b: tp, sharded weights, fewer keys, shared vocabulary
+zb-v: tp_sequence, recompute, llama, model.variant="qwen3"
+* interleaved-1f1b: tp_sequence, sharded optimizer, evaluation
+zb-h1: tp_sequence, post-validate, autocast
+zb-v 1: tp, windows, four slices, resume
+zb-h1: tp, slices, selective, fewer keys, resume
+chimera: tp, dp, tied embeddings, evaluation
+zb-v: tp, sharded optimizer, bfloat16 weights
+chimera: tp, sharded optimizer, resume
+breadth-first: tp, sharded weights, clip
+1f1b: tp, sharded gradients, model.loss="tests.runtime.losses:smoothed"
+replicated-1f1b 3: tp, parallel.replicas=[2,1]
+gpipe: tp, parallel.tp=4, tied embeddings, resume
+zb-h1: cp, parallel.cp=4, llama, recompute, resume
+interleaved-1f1b: cp, tied embeddings, post-validate
+chimera: cp, sharded gradients
+* braid-v: cp, dp, selective
+zb-v 1: cp, windows
+zb-h1: cp, tp_sequence, slices
+1f1b: cp, sharded weights, one-sided
+zb-v: cp, sharded optimizer, tied embeddings
+1f1b: cp, two versions
+zb-h1: cp, tp, shared vocabulary, slices, resume
+zb-v: cp, slices, selective, llama
+zb-h1: cp, balance loss, ramp
+chimera: cp, ep, sharded all
+zb-v: cp, expert bias, evaluation
+zb-h1: cp, bfloat16 weights
+* 1f1b: cp, balance
+1f1b: cp, balance, shared vocabulary, llama
+* zb-v: balance, shared vocabulary, zero1
+1f1b: slices, offload, schedule.memory_limit="0.5x"
+* zb-v: slices, offload, shared vocabulary, little room
+interleaved-1f1b: shared vocabulary, offload, tp, little room
+replicated-1f1b 4: replicas, slices, tp
+v-auto: slices, offload, tp_sequence, shared vocabulary, little room
+zb-v: offload, compile
+1f1b: two versions, compile
+gis: two versions, slices, tp, sharded optimizer
+* interleaved-1f1b: two versions, tp_sequence, ramp
+1f1b: two versions, ep, tp, sharded optimizer, parallel.tp=4
+1f1b: feedback, tp, slices, sharded optimizer
+* 1f1b: average, ramp
+zb-v: optimizer.state="bfloat16", sharded optimizer, tp
+1f1b: optimizer.state="bfloat16", sharded all
+1f1b: moving average, tp, slices, sharded weights
+zb-v: moving average, shared vocabulary, sharded optimizer
+1f1b: groups by name, tp, sharded all
+* zb-v: shared vocabulary, sharded all, slices, tied embeddings, clip
+zb-v: shared vocabulary, two sums, sharded weights, llama
+zb-v: loss by chunks, tp, windows
+zb-h1: loss by chunks, tp
+zb-h1 4: model.z_loss=0.02, model.label_smoothing=0.1, shared vocabulary, two sums
+1f1b: graph, sharded all
+zb-h1: graph, compile
+1f1b: fused gradients, slices, tp_sequence
+zb-v: fused gradients, offload, shared vocabulary, sharded gradients
+1f1b: two versions, adapter
+1f1b: dp, adapter, tied embeddings
+zb-h1: adapter, autocast
+1f1b: cp, tp, llama, model.variant="qwen3", resume
+zb-h1: optimizer.state="bfloat16", shared vocabulary, zero1
+breadth-first: sharded weights, recompute, resume
+bitpipe: sharded weights, resume
+zb-v: one-sided, bfloat16 weights
+zb-v: one-sided, tied embeddings, recompute, evaluation, resume
+interleaved-1f1b: sharded gradients, bfloat16 weights
+1f1b: average, tied embeddings, shared vocabulary
+1f1b: average, cp, resume
+zb-v: average, adapter
+* 1f1b: ep, partition.layers_per_stage=[0,4], resume
+zb-h1: graph, dp, offload
+zb-h1: dropout, dp
+zb-v: slices, evaluation, recompute
+1f1b: slices, autocast
+zb-v: shared vocabulary, evaluation, tp
+zb-h1: shared vocabulary, zero1, bfloat16 weights
+1f1b: shared vocabulary, two sums, tp, resume
+zb-v 4: shared vocabulary, zero1, tied embeddings, resume
+interleaved-1f1b: offload, post-validate, clip, little room
+zb-h1: ramp, dropout, evaluation
+* zb-h1: ramp, zero1, tied embeddings
+zb-v: ramp, post-validate, clip
+1f1b: balance, tp
+* zb-v: shared vocabulary, sharded gradients
+braid-v 4: shared vocabulary, one-sided
+hanayo 4: shared vocabulary, sharded all
+1f1b-v: shared vocabulary, sharded weights, recompute
+* bitpipe-zb: sharded all
+chimera-zb: one-sided
+dualpipe 4: sharded gradients, resume
+* gis 4: offload, sharded weights
+zb-v: offload, one-sided, memory limit
+interleaved-1f1b 4: offload, sharded all
+* chimera: momentum, resume
+zb-h1: post-validate, momentum, resume
+zb-v: ep, zero1, post-validate, clip
+1f1b: average, ep, parallel.dp=4
+* zb-h1: ramp, dp, evaluation
+zb-h1: graph, zero1, momentum
+zb-h1: balance, post-validate, clip
+breadth-first: balance, sharded weights, recompute
+zb-v: regather, slices
+zb-h1: optimizer.qk_clip=0.01, tp, slices, recompute
+zb-v: optimizer.qk_clip=0.01, cp, zero1
+1f1b: optimizer.qk_clip=0.01, sharded all, llama
+braid-v: optimizer.qk_clip=0.01, tp_sequence
+1f1b: optimizer.qk_clip=0.01, ep, post-validate, clip""".splitlines()
+
+
+@pytest.mark.parametrize("line", few(TOGETHER, lambda line: line.startswith("*")))
+def test_features_train_together_as_one_rank_does(line):
+    """`resume`: from a checkpoint of one rank, and one rank from theirs."""
+    found = outcome(named(line.removeprefix("* ")))
+    assert found.how == "right", found.why
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+WIDE = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 256, "vocab": 512}.items()}
+LLAMA, KINDS = {"model__family": "llama", "model__kv_heads": 2}, ("1f1b", "zb-v", "interleaved-1f1b")
+EXPERTS = {**LLAMA, "model__experts": 4, "model__top_k": 2, "model__ffn_hidden": 128}
+AGAIN, KEPT = {"memory__activations": "selective"}, {"memory__attention": "keep"}
+WEIGHED = [("slices x offload", kind, {}) for kind in KINDS]
+WEIGHED += [("slices x offload", "1f1b", {"memory__activations": "selective+offload"})]
+WEIGHED += [("slices x offload", "1f1b", LLAMA)]
+OPEN = [{"parallel__vocabulary": "shared-2"}, {"model__dtype": "bfloat16", "model__seq_len": 512}, LLAMA]
+OPEN += [{"model__ties": True}]
+WITH_WORDS = [f"shared vocabulary{more}" for more in ("", " x offload", " x slices", " x slices x offload")]
+WEIGHED += [(words, kind, {}) for words in WITH_WORDS for kind in KINDS]
+WEIGHED += [(WITH_WORDS[-1], "1f1b", changes) for changes in OPEN]
+WEIGHED += [(f"slices x {more}tp_sequence", "1f1b", {"model__hidden": 256}) for more in ("", "offload x ")]
+WEIGHED += [(f"{words} x tp", "1f1b", {"model__hidden": 256}) for words in WITH_WORDS]
+ADAPTED = [("1f1b", {}), ("zb-v", {}), ("zb-h1", {"parallel__vocabulary": "shared-2"}), ("1f1b", LLAMA)]
+WEIGHED += [("shared vocabulary", kind, {"adapter__rank": 4, **how}) for kind, how in ADAPTED]
+WEIGHED += [
+    (f"offload x sharded {what}", kind, {}) for what, kind in (("weights", "1f1b"), ("weights", "gis"), ("all", "1f1b"))
 ]
-SCATTERED = ("shared vocabulary", "sharded gradients", "zb-v")  # hangs if a SCATTER waits for the one before
-SOME = [WORDS[0], WORDS[-3], SCATTERED, COPIES[2], COPIES[-2], MOVED[1], MOVED[-2]]
+WEIGHED += [("", kind, {**model, **AGAIN}) for model in ({}, LLAMA, EXPERTS) for kind in ("1f1b", "zb-v")]
+WEIGHED += [(trait, "1f1b", {**LLAMA, **AGAIN, **KEPT}) for trait in ("", "slices", "tp", "tp_sequence", "autocast")]
+WEIGHED += [("offload", "zb-v", {**LLAMA, **KEPT, "memory__activations": "selective+offload"})]
+WEIGHED += [(trait, "1f1b", {"optimizer__kind": "muon"}) for trait in ("", "sharded optimizer", "tp")]
+WEIGHED += [
+    ("fused gradients", kind, {"schedule__microbatch_size": 1, "model__seq_len": 8}) for kind in ("1f1b", "zb-h1")
+]
+HEADS = [{}, {"model__dtype": "bfloat16"}, LLAMA, {"adapter__rank": 4}, {"memory__activations": "recompute"}]
+WEIGHED += [("loss by chunks", "zb-h1", {"model__vocab": 2048, "model__loss_chunk": 32, **how}) for how in HEADS]
+WEIGHED += [("", kind, {**EXPERTS, "adapter__rank": 4}) for kind in ("1f1b", "zb-h1")]
+WEIGHED += [(trait, kind, LLAMA) for trait, kind in (("cp", "zb-h1"), ("cp x slices", "zb-v"), ("cp", "1f1b"))]
+WEIGHED += [("cp", "1f1b", {**LLAMA, **AGAIN}), ("slices", "zb-h1", {"memory__activations": "recompute"})]
+UNLIKE = {"schedule__tokens": [256, 96, 160, 32] * 2}
+WEIGHED += [(trait, kind, UNLIKE) for trait, kind in (("cp", "1f1b"), ("", "zb-h1"), ("", "zb-v"))]
+SPREAD = {**EXPERTS, "parallel__ep": 2, "schedule__microbatches": 4}
+WEIGHED += [(f"sharded {what}", kind, SPREAD) for what, kind in (("all", "1f1b"), ("optimizer", "zb-v"))]
+WEIGHED += [("", kind, {**SPREAD, "parallel__dp": 2, **AGAIN}) for kind in ("1f1b", "zb-h1")]
+NARROW = {"model__dtype": "bfloat16", "model__parameters": "bfloat16", "model__shared_hidden": 64}
+WEIGHED += [(trait, "zb-h1", {**SPREAD, **AGAIN, **NARROW}) for trait in ("tp", "tp_sequence")]
+WEIGHED += [("tp", "1f1b", SPREAD), ("tp_sequence", "zb-h1", {**SPREAD, "model__dtype": "bfloat16"})]
+WEIGHED += [(trait, "interleaved-1f1b", {}) for trait in ("one-sided", "sharded gradients", "sharded all")]
+QUICK = [WEIGHED[n] for n in (0, 5, 8, 14)] + [one for one in WEIGHED if one[0] in ("offload", "fused gradients")]
+QUICK += [
+    next(one for one in WEIGHED if "adapter__rank" in one[2] and part in str(one))
+    for part in ("shared", "chunk", "experts")
+]
 
 
-@pytest.mark.parametrize(("one", "other", "kind"), few(WORDS + COPIES + MOVED, SOME))
-def test_pairs_train_as_one_after_the_other(one, other, kind):
-    both, plain = beside(*filter(None, (one, other)), schedule__kind=kind)
-    assert apart(trained(both), trained(plain)) <= TOLERANCE
+def planned(tables: Tables, folder: Path) -> tuple[Compiled, StoredPlan]:
+    """With the real limit of sizes that move."""
+    (folder / "zbc.toml").write_text(toml(tables))
+    made = compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False)
+    made.write(folder / "plan")
+    return made, StoredPlan.read(folder / "plan")
 
 
-CHANGED = [{"model__ties": True}, {"parallel__vocabulary": "shared-2"}, {"model__family": "llama"}]
+@pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, QUICK))
+def test_a_plan_knows_what_ranks_hold(tmp_path, monkeypatch, traits, kind, changes):
+    """In one of five runs at least, within 2.5% on the fullest rank: a late message is held longer."""
+    monkeypatch.setattr(Experts, "_chosen", in_turn)
+    both, _ = beside(*filter(None, traits.split(" x ")), schedule__kind=kind, parallel__pp=2, **(WIDE | changes))
+    if "offload" in traits:
+        both["schedule"]["memory_limit"] = "0.7x"
+    made, plan = planned(both, tmp_path)
+    predicted, topology = [rank.bytes for rank in peaks(made.program, made.costs)], plan.manifest.topology
+    nearest = [0.0] * len(predicted)
+    for _ in range(5):
+        scales = scaled(plan)[1]
+        for number, scale in enumerate(scales):
+            rank = topology.of(number).pp
+            nearest[rank] = min(nearest[rank], scale.held.peak, key=lambda size, rank=rank: abs(size - predicted[rank]))
+        if nearest == pytest.approx(predicted, rel=0.01):
+            break
+    assert nearest == pytest.approx(predicted, rel=0.03)
+    assert max(nearest) == pytest.approx(max(predicted), rel=0.025)
+    slabs = [host_bytes(made.program, rank, made.costs) for rank in range(len(predicted))]
+    first = [scales[topology.ranks([rank])[0]] for rank in range(len(predicted))]
+    assert [scale.held.host for scale in first] == pytest.approx(slabs, rel=0.02)
+    assert any(slabs) == ("offload" in traits)
 
 
-@pytest.mark.repeats
-@pytest.mark.parametrize(
-    "changes",
-    [{"model__ties": True}, {"parallel__vocabulary": "shared-2"}, {"model__family": "llama"}],
-    ids=str,
-)
-@pytest.mark.parametrize("traits", [("slices",), ()], ids=str)
-@pytest.mark.parametrize("shard", ["weights", "all"])
-def test_a_shared_vocabulary_with_shards_goes_through_the_others(shard, traits, changes):
-    clip = {"optimizer__clip_grad_norm": 0.1, "parallel__pp": 2, "model__layers": 4}
-    both, plain = beside("shared vocabulary", f"sharded {shard}", *traits, schedule__kind="zb-v", **changes, **clip)
-    assert apart(trained(both), trained(plain)) <= TOLERANCE
+def test_copies_of_a_slice_take_its_share_of_those_of_its_microbatch(tmp_path):
+    both, _ = beside("slices", "offload", schedule__slices=4, schedule__memory_limit="0.5x", **WIDE)
+    both["schedule"]["cuts"] = "even"
+    made, _ = planned(both, tmp_path)
+    both["schedule"]["slices"] = 1
+    both["schedule"].pop("cuts")
+    whole, _ = planned(both, tmp_path)
+    for stage in range(4):
+        each = [made.costs.of("out", stage, part) for part in range(4)]
+        assert each[:3] == pytest.approx([each[0]] * 3, rel=1e-6)
+        targets = 8 * both["schedule"]["microbatch_size"] * both["model"]["seq_len"]  # of all, which go with the last
+        assert 0 <= each[0] - each[3] <= targets / (1e6 * both["hardware"]["host_gbps"])
+        kv = made.costs.bytes_of("kv")[stage]  # which stay, for all slices
+        moves = whole.costs.bytes_of("host")[stage]
+        assert sum(each) == pytest.approx(whole.costs.of("out", stage) * (moves - kv) / moves, rel=0.02)
 
 
-@pytest.mark.repeats
-@pytest.mark.parametrize(("sync", "kind"), [("two versions", "interleaved-1f1b"), ("asynchronous", "1f1b")])
-def test_compiled_layers_train_without_a_flush_as_uncompiled_ones(sync, kind, monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", {"backend": "aot_eager"})
-    both, plain = beside(sync, "compile", schedule__kind=kind)
-    assert apart(trained(both), trained(plain)) <= TOLERANCE
+def test_slices_are_shared_out_evenly_where_ranks_share_tokens(tmp_path):
+    both, _ = beside("slices", "tp_sequence", schedule__slices=3)
+    assert planned(both, tmp_path)[1].manifest.cuts == [0, 12, 22, 32]
+    both["schedule"]["cuts"] = [11, 11, 10]
+    with refused("E103", match="no multiples of 2", hint="set schedule.cuts = ["):
+        planned(both, tmp_path)
 
 
-@pytest.mark.parametrize(("shard", "kind"), few([("weights", "1f1b"), ("weights", "gis"), ("all", "1f1b")], 1))
-def test_with_copies_to_the_host_and_sharded_weights_a_plan_knows_what_ranks_hold(tmp_path, shard, kind):
-    """In one of three runs at least: a late message is held longer."""
-    wide = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 128}.items()}
-    both, _ = beside("offload", f"sharded {shard}", schedule__kind=kind, parallel__pp=2, **wide)
-    path = Path(tmp_path) / "zbc.toml"
-    path.write_text(toml(both))
-    made = compile_job(load_job(path), budget=0.0, suggest=False)
-    made.write(tmp_path / "plan")
-    predicted = max(rank.bytes for rank in peaks(made.program, made.costs))
-    plan = StoredPlan.read(tmp_path / "plan")
-    assert any(predicted == pytest.approx(held(plan), rel=0.03) for _ in range(3))
+def test_auto_moves_activations_of_slices_where_memory_is_short(tmp_path):
+    both, _ = beside("slices", "offload", memory__activations="auto", schedule__memory_limit="0.5x", **WIDE)
+    both["hardware"] |= {"host_gbps": 1000.0, "tflops": 0.1}
+    made, _ = planned(both, tmp_path)
+    assert made.program.slices == 2 and any(op.kind is Kind.OFFLOAD for op in made.program.ranks[0])
 
 
-def held(plan: StoredPlan) -> float:
-    return max(scale.held.peak for scale in scaled(plan)[1])
-
-
-@pytest.mark.parametrize("traits", few([["tp", "sharded all"], ["slices"], ["tp_sequence"]], 1), ids=" x ".join)
-def test_a_gpt_with_fewer_heads_of_keys_trains_however_it_is_cut_up(traits):
-    both, plain = beside(*traits, schedule__kind="zb-v", model__kv_heads=2, model__layers=4, parallel__pp=2)
-    assert apart(trained(both), trained(plain)) <= TOLERANCE
-    plain["model"].pop("kv_heads")
-    assert apart(trained(both), trained(plain)) > 10 * TOLERANCE
-
-
-def test_replicas_average_alike_while_the_batch_grows():
-    """All weights in each step, since shares depend on the stages."""
-    found = []
-    for p in (1, 2):
-        tables, _ = beside("average", parallel__pp=p, model__layers=4, train__steps=4)
-        tables["parallel"]["average"] = {"every": 1, "share": 1.0}
-        tables["schedule"]["ramp"] = [{"microbatches": 2, "steps": 2}]
-        found.append(trained(tables, steps=4))
-    assert apart(*found) <= TOLERANCE
-
-
-def test_what_trains_here_is_not_in_the_table():
-    left = {frozenset(pair[:2]) for pair in excludes.PAIRS}
-    assert not {frozenset(filter(None, (one, other))) for one, other, _ in WORDS + COPIES + MOVED} & left
-    assert frozenset(("two versions", "compile")) not in left
+@pytest.mark.parametrize("kind", few(["1f1b", "interleaved-1f1b", "zb-v"], 1))
+def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path, kind):
+    plain = settings()
+    plain["schedule"]["kind"] = kind
+    made, _ = planned(plain, tmp_path)
+    (tmp_path / "order.csv").write_text(torch_csv.dumps(made.program))
+    both = settings("shared vocabulary")
+    both["schedule"] |= {"kind": str(tmp_path / "order.csv")}
+    assert apart(trained(both), trained(settings())) <= NEAR

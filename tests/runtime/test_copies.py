@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters, reference
-from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
+from tests.runtime.test_gradients import check_gradients, without_step
 from tests.threads import each_parameter, losses_of, run_threads, watch
 from tests.tiers import dealt, few
 from zbc.compiler.schedules import SCHEDULES
@@ -84,16 +84,6 @@ def test_two_copies_train_like_one_process_with_all_microbatches(schedule):
     assert len(workers) == 4 and alike(workers).keys() == expected.weights.keys()
 
 
-def test_with_copies_too_every_schedule_has_the_same_bits():
-    names = ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b"]
-    assert len({tuple(results(trained(name, 2, 4, 2))) for name in names}) == 1
-
-
-@pytest.mark.parametrize(("p", "copies"), few([(1, 3), (3, 2), (2, 4)], [(3, 2)]))
-def test_other_numbers_of_ranks_and_copies(p, copies):
-    as_one(trained("zb-h1", p, 3, copies), whole(copies, 3))
-
-
 SHARED_OUT = [("1f1b", 2, False), ("zb-h1", 2, False), ("zb-v", 2, False), ("breadth-first", 2, False)]
 SHARED_OUT += [("chimera", 1, False), ("dualpipe", 2, True)]
 
@@ -125,18 +115,6 @@ def test_bfloat16_weights_keep_their_bits_and_have_masters_of_their_pieces_only(
     assert sum(masters) == everything + 3 * tied * after["embed.tokens.weight"].numel()  # four ranks step a tied one
 
 
-def test_optimizer_state_is_shared_out():
-    def held(workers):
-        return [
-            sum(t.numel() for o in worker.optimizers.values() for s in o.optimizer.state.values() for t in s.values())
-            for worker in workers
-        ]
-
-    all_of_it, parts = held(trained("1f1b", 2, 4, 2)), held(trained("1f1b", 2, 4, 2, zero1=True))
-    assert sum(parts) == pytest.approx(sum(all_of_it) / 2, rel=0.01)
-    assert max(parts) < 0.8 * max(all_of_it)  # whole matrices are dealt, and here there are few
-
-
 SKIPS = [(False, "before-step"), (True, "before-step"), (True, "post-validate")]
 
 
@@ -162,32 +140,6 @@ def test_a_gradient_that_is_not_finite_on_one_copy_skips_the_step_on_all(zero1, 
     assert not all(torch.equal(before[name], p) for name, p in alike(three).items())
 
 
-def test_dropout_draws_by_the_number_of_the_microbatch_among_those_of_all_copies():
-    plan = copies_of("zb-h1", 2, 2, 2, model=user("residual", dropout=0.4), **VECTORS)
-    expected = reference(plan, 2)
-    assert [loss for loss, _ in results(run_threads(plan, 2))] == pytest.approx(expected.losses, rel=1e-6)
-
-
-def test_every_copy_reads_samples_of_its_own():
-    plan = copies_of("1f1b", 2, 3, 2, data={"kind": "synthetic"})
-    read: dict[int, list[tuple[int, ...]]] = {}
-
-    def listen(worker):
-        if worker.plan.rank == 0:
-            inputs, found = worker.batches.inputs, read.setdefault(worker.rank, [])
-
-            def listened(step, mb):
-                x = inputs(step, mb)
-                found.extend(map(tuple, x.tolist()))
-                return x
-
-            worker.batches.inputs = listened
-
-    run_threads(plan, 2, setup=listen)
-    first, second = read[0], read[2]
-    assert len(set(first)) == len(first) == len(second) == 2 * 3 * 2 and not set(first) & set(second)
-
-
 def test_a_rank_goes_on_computing_while_its_sum_waits_for_another_copy():
     """The second copy starts its sum only after the first copy has computed more ops after its own."""
     plan, computed, late = copies_of("zb-v", 2, 4, 2), threading.Event(), []
@@ -203,12 +155,6 @@ def test_a_rank_goes_on_computing_while_its_sum_waits_for_another_copy():
 
     workers = run_threads(plan, 1, setup=wrap)
     assert late == [True] and results(workers) == results(trained("zb-v", 2, 4, 2))[:1]
-
-
-def test_a_layer_that_does_not_train_gets_no_gradient_on_any_copy():
-    plan = copies_of("1f1b", 2, 2, 2, model=user("frozen", which=[0]), keep=without_step, **VECTORS)
-    workers = run_threads(plan, 1)
-    assert all(w.stages[0].parameters["layers.0.up.weight"].grad is None for w in workers if w.plan.rank == 0)
 
 
 def test_a_parameter_without_a_gradient_on_one_rank_gets_the_sum_and_on_all_ranks_none():
@@ -301,15 +247,6 @@ def test_both_copies_of_a_tied_weight_stay_bit_identical(schedule, p):
     found = [w.stages[s].parameters["embed.tokens.weight"] for w in workers for s in w.stages if s in (0, last)]
     assert len(found) == 2 and found[0] is not found[1] and torch.equal(*found)
     assert losses_of(workers) == pytest.approx(expected.losses, abs=1e-6)
-
-
-@pytest.mark.parametrize("zero1", [False, True])
-@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-v"], ("zb-v",)))
-def test_tied_weights_and_copies_together(schedule, zero1):
-    workers, expected = trained(schedule, 2, 4, 2, zero1, tied=True), whole(2, 4, tied=True)
-    alike(workers)
-    as_one(workers, expected)
-    assert all(isinstance(o, Sharded) is zero1 for w in workers for o in w.optimizers.values())
 
 
 AHEAD = [("1f1b", 2, 2, False, False), ("zb-h1", 2, 1, True, False), ("zb-v", 2, 2, True, False)]

@@ -124,21 +124,6 @@ def test_the_loss_is_that_of_one_process_over_the_samples_kept(text, schedule, p
     assert all(results([worker]) == results(workers) for worker in workers)
 
 
-CUTS = [("zb-v", 4, {}), ("interleaved-1f1b", 2, {}), ("bitpipe", 2, {}), ("1f1b", 2, {"copies": 2})]
-CUTS += [("zb-h1", 2, {"sync": "post-validate"})]
-
-
-@pytest.mark.parametrize(("schedule", "p", "how"), few(CUTS, ("bitpipe", "1f1b", "zb-h1")))
-def test_every_cut_gives_the_same_number(text, schedule, p, how):
-    m = 2 if how.get("copies") else 4
-    options = {"optimizer": {"sync": how["sync"]}} if "sync" in how else {}
-    plain = plan_for("1f1b", 1, text, train={"eval_every": 1}, m=4)
-    other = plan_for(schedule, p, text, train={"eval_every": 1}, m=m, how=how, **options)
-    first, second = (run_threads(plan, 1) for plan in (plain, other))
-    for (_, a, count), (_, b, again) in zip(results(first), results(second), strict=True):
-        assert a == pytest.approx(b, rel=1e-6) and count == again == 30
-
-
 RESIDUAL = {"family": "tests.runtime.user_models:residual", "layers": 4, "loss": "mse", "args": {"dropout": 0.2}}
 RESIDUAL |= {"data": {"kind": "tests.runtime.user_models:Vectors", "validation": 0.3}}
 HANDED_OUT = {**RESIDUAL, "family": "tests.runtime.zoo:hands_out_weights", "args": {}}

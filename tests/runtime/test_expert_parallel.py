@@ -16,15 +16,12 @@ import torch
 from tests.composed import GPT, TOLERANCE, apart, toml
 from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.test_checkpoints import at
-from tests.runtime.test_experts import MODEL, OFFLOADED, SLICED, tables
+from tests.runtime.test_experts import MODEL, tables
 from tests.runtime.test_tensor_parallel import numbers
-from tests.runtime.weighed import most_held
 from tests.threads import each_parameter, run_threads
-from tests.tiers import dealt, few
+from tests.tiers import few
 from zbc.compiler.check import check_complete
 from zbc.compiler.compile import compile_job
-from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
@@ -32,12 +29,11 @@ from zbc.ir import Kind, Op
 from zbc.job.spec import Model
 from zbc.ops import EXPERTS, experts_of, home_of
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.answers import primary
 from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.features import freezing
+from zbc.runtime.features.experts.expert_parallel import Copies
 from zbc.runtime.features.tensor_parallel import SharedLayers
-from zbc.training.models.experts import Experts
-from zbc.training.models.stacks import stacks_of, unstacked
+from zbc.training.models.stacks import stacks_of
 
 
 def compiled(folder, way, **parallel):
@@ -56,95 +52,6 @@ def plan(folder, way, **parallel):
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
-WAYS = [
-    ({"schedule": {"kind": "zb-v"}}, {"dp": 4, "ep": 2}),
-    ({"schedule": {"kind": "1f1b"}, "model": {"dtype": "bfloat16"}}, {"dp": 4, "ep": 2, "shard": "all"}),
-    ({"schedule": {"kind": "zb-v"}}, {"dp": 4, "ep": 2, "shard": "weights", "exchange": "one-sided"}),
-    ({"schedule": {"kind": "zb-h1"}}, {"dp": 2, "ep": 2, "shard": "optimizer", "vocabulary": "shared"}),
-    ({"schedule": {"kind": "dualpipe-v", "overlap": True}}, {"dp": 2, "ep": 2}),
-    ({"schedule": {"kind": "1f1b"}}, {"dp": 4, "ep": 4}),
-    ({"schedule": {"kind": "replicated-1f1b"}}, {"dp": 2, "ep": 2, "pp": 3, "replicas": [1, 2]}),
-    ({"schedule": {"kind": "1f1b"}}, {"tp": 2}),
-    ({"schedule": {"kind": "1f1b"}, "model": {"router": "sigmoid"}}, {"dp": 2, "ep": 2}),
-    ({"schedule": {"kind": "dualpipe"}}, {"dp": 2, "ep": 2}),
-    ({"schedule": {"kind": "dualpipe"}}, {"dp": 2, "ep": 2, "shard": "all"}),
-    ({"schedule": {"kind": "chimera"}}, {"dp": 4, "ep": 2, "shard": "all"}),
-    ({"schedule": {"kind": "chimera"}}, {"dp": 2, "ep": 2, "shard": "optimizer"}),
-    ({"schedule": {"kind": "bitpipe"}}, {"dp": 2, "ep": 2}),
-    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}}, {"dp": 2, "ep": 2}),
-    ({"schedule": {"kind": "zb-v"}, "model": {"dtype": "bfloat16", "parameters": "bfloat16"}}, {"dp": 2, "ep": 2}),
-    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "vocabulary": "shared"}),
-    (OFFLOADED, {"dp": 2, "ep": 2}),
-    ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 2}),
-    ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, {"dp": 2, "ep": 2}),
-    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2, "expert_tp": 2}),
-    ({"schedule": {"kind": "1f1b"}}, {"dp": 2, "ep": 2, "order": [3, 1, 2, 0]}),
-    ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 4, "tp": 2, "cp": 2, "expert_tp": 2}),
-]
-# Whole experts, of groups along tp, then cp, then dp.
-UNEVEN = {"schedule": {"kind": "1f1b"}, "model": {"heads": 3, "hidden": 24, "shared_hidden": 24}}  # shares of tokens
-FOLDED = [
-    ({"schedule": {"kind": "1f1b"}, "optimizer": {"sync": "two-versions"}}, {"ep": 2, "tp": 4, "shard": "optimizer"}),
-    ({"schedule": {"kind": "zb-v"}, "model": {"shared_hidden": None}}, {"ep": 2, "tp": 2}),
-    ({"schedule": {"kind": "1f1b"}, "model": {"shared_hidden": None}}, {"ep": 2, "tp": 2, "tp_sequence": "regather"}),
-    ({"schedule": {"kind": "braid-v"}}, {"cp": 2, "ep": 4, "tp": 2, "tp_sequence": True}),
-    ({"schedule": {"kind": "1f1b"}}, {"ep": 2, "tp": 4}),
-    (UNEVEN, {"ep": 2, "tp": 3, "dp": 2}),
-    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "cp": 2, "shard": "weights", "exchange": "one-sided"}),
-    ({"schedule": {"kind": "chimera"}}, {"dp": 2, "ep": 4, "tp": 2, "shard": "all"}),
-    # Copies of experts alone share them out.
-    ({"schedule": {"kind": "interleaved-1f1b"}}, {"ep": 2, "tp": 4, "shard": "all"}),
-    ({"schedule": {"kind": "chimera"}}, {"ep": 2, "tp": 4, "shard": "weights"}),
-    ({"schedule": {"kind": "zb-v"}}, {"ep": 2, "tp": 4, "shard": "gradients"}),
-    ({"schedule": {"kind": "dualpipe"}}, {"ep": 2, "tp": 2}),
-    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}}, {"dp": 2, "ep": 4, "tp": 2}),
-    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "selective"}}, {"ep": 2, "tp": 2, "tp_sequence": True}),
-    ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 4, "tp": 2}),
-    ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, {"ep": 2, "tp": 2}),
-    ({"schedule": {"kind": "1f1b"}, "model": {"dtype": "bfloat16"}}, {"dp": 2, "ep": 2, "tp": 2, "shard": "all"}),
-    ({"schedule": {"kind": "zb-h1"}}, {"ep": 2, "tp": 2, "vocabulary": "shared"}),
-    ({"schedule": {"kind": "zb-h1"}, "data": {"balance": "length"}}, {"ep": 2, "tp": 2}),
-    ({"schedule": {"kind": "1f1b"}, "optimizer": {"qk_clip": 0.001}}, {"dp": 2, "ep": 4, "tp": 2}),
-    (
-        {"schedule": {"kind": "zb-h1"}, "train": {"eval_every": 1, "eval_batches": 1}, "data": {"validation": 0.2}},
-        {"dp": 2, "ep": 2, "tp": 2},
-    ),
-]
-ALONE = ("model", "adapter", "optimizer", "train", "data")
-
-
-@pytest.mark.parametrize(("way", "parallel"), [*few(WAYS, 3), *few(FOLDED, 4)], ids=str)
-def test_experts_on_several_replicas_train_as_in_one_process(tmp_path, way, parallel):
-    single = plan(tmp_path / "one", {key: way[key] for key in ALONE if key in way}, pp=1)
-    found = numbers(run_threads(plan(tmp_path / "all", way, **parallel), 3))
-    low = "bfloat16" in str(way)
-    assert apart(found, numbers(run_threads(single, 3))) <= (0.02 if low else TOLERANCE)
-
-
-SHARDS = ("optimizer", "gradients", "weights", "all")
-LAYOUTS = [
-    {"tp": 2, "dp": 2, "ep": 4},
-    {"cp": 2, "ep": 2},
-    {"tp": 2, "ep": 2, "tp_sequence": True},
-    {"dp": 4, "ep": 2},
-]
-FEATURES = [
-    ({"schedule": {"kind": "braid-v"}}, {}),
-    *(({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 2, "shard": shard}) for shard in SHARDS),
-    ({"schedule": {"kind": "1f1b"}, "optimizer": {"kind": "muon"}}, {}),
-    ({"schedule": {"kind": "1f1b"}, "adapter": {"rank": 2}}, {}),
-    (SLICED, {}),
-]
-
-
-@pytest.mark.parametrize(("way", "more", "layout"), dealt(FEATURES, LAYOUTS), ids=str)
-def test_folded_experts_with_each_feature_train_as_in_one_process(tmp_path, way, more, layout):
-    """Losses to 1e-6. Muon makes rounding errors of norms ten times as large."""
-    single = plan(tmp_path / "one", {key: way[key] for key in ALONE if key in way}, pp=1)
-    expected = numbers(run_threads(single, 3))
-    found = numbers(run_threads(plan(tmp_path / "all", way, **{**more, **layout}), 3))
-    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
-    assert apart(found, expected) <= (10 if "muon" in str(way) else 1) * TOLERANCE
 
 
 def test_experts_that_alone_have_copies_are_gathered_freed_and_scattered_alone(tmp_path):
@@ -152,27 +59,6 @@ def test_experts_that_alone_have_copies_are_gathered_freed_and_scattered_alone(t
     kinds = {Kind.GATHER, Kind.FREE, Kind.SCATTER}
     found = {(op.kind, op.stage <= EXPERTS) for _, _, op in made.program if op.kind in kinds}
     assert found == {(kind, True) for kind in kinds}
-
-
-AHEAD = [
-    ("1f1b", {"dp": 4, "ep": 2, "shard": "optimizer"}),
-    ("zb-v", {"dp": 4, "ep": 2}),
-    ("interleaved-1f1b", {"dp": 4, "ep": 2}),
-    ("1f1b", {"dp": 2, "tp": 2, "ep": 2, "shard": "optimizer"}),
-    ("zb-v", {"tp": 2, "ep": 2}),
-]
-
-
-@pytest.mark.parametrize(("kind", "parallel"), few(AHEAD, 1))
-def test_experts_on_several_replicas_step_without_a_barrier_to_the_bit(tmp_path, kind, parallel):
-    found = []
-    for sync in ("post-validate", "before-step"):
-        way = {"schedule": {"kind": kind}, "optimizer": {"sync": sync, "clip_grad_norm": 0.5}}
-        workers = run_threads(plan(tmp_path / sync, way, **parallel), 3)
-        weights = {(worker.rank, name): p for worker, name, p in each_parameter(workers)}
-        found.append((numbers(workers), weights))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(weight, found[1][1][key]) for key, weight in found[0][1].items())
 
 
 def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away(tmp_path):
@@ -221,28 +107,6 @@ def files(worker, names):
     for name in names:
         first, own, _ = stacks.get(name, (0, 1, 1))
         yield from (of_expert(name, place) if name in stacks else name for place in range(first, first + own))
-
-
-def by_expert(workers):
-    """As `each_parameter`, stacks expert by expert under their names in files."""
-    for worker, name, parameter in each_parameter(workers):
-        yield from ((worker, *one) for one in unstacked([(name, parameter)], stacks_of(worker)))
-
-
-SPANS = [{"ep": 2}, {"ep": 4, "tp": 2}, {"ep": 4, "cp": 2}]  # two replicas
-
-
-@pytest.mark.parametrize("asked", few([{"every": 2}, {"every": 1, "delay": 0}], 1), ids=str)
-@pytest.mark.parametrize("parallel", few(SPANS, 2), ids=str)
-def test_replicas_that_share_out_experts_average_weights_as_one_replica(tmp_path, asked, parallel):
-    way, average = {"schedule": {"kind": "1f1b"}}, {"share": 1.0} | asked
-    some = run_threads(plan(tmp_path / "some", way, dp=4, **parallel, average=average), 3)
-    whole = run_threads(plan(tmp_path / "all", way, dp=2, average=average), 3)
-    assert apart(numbers(some), numbers(whole)) <= TOLERANCE
-    cuts = {name for worker in some for name in worker.features.of(SharedLayers).cuts}
-    mine = {(worker.replica // 2, name): p for worker, name, p in by_expert(some) if name not in cuts}
-    for worker, name, weight in ((w, n, p) for w, n, p in by_expert(whole) if (w.replica, n) in mine):
-        torch.testing.assert_close(mine[worker.replica, name], weight, rtol=0, atol=1e-4)
 
 
 SHARING = [{"dp": 2, "ep": 2, "expert_tp": 2}, {"ep": 2}, {"ep": 2, "tp_sequence": True}]
@@ -377,41 +241,6 @@ def test_a_stage_without_experts_has_no_ops_of_any(way):
     assert tried > 1
 
 
-ENDS = {"layers_per_stage": [0, 2, 2, 0]}
-TWO_VERSIONS = {"sync": "two-versions", "clip_grad_norm": 0.5}
-WITHOUT = [
-    ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 2, 2]}}, {"pp": 3, "dp": 2}),
-    ({"schedule": {"kind": "zb-v"}, "partition": ENDS}, {"dp": 4, "shard": "all"}),
-    ({"schedule": {"kind": "chimera"}, "partition": ENDS}, {"pp": 4, "dp": 2, "shard": "all"}),
-    (
-        {"schedule": {"kind": "1f1b"}, "optimizer": TWO_VERSIONS, "partition": {"layers_per_stage": [0, 4]}},
-        {"dp": 4, "shard": "optimizer"},
-    ),
-    ({"schedule": {"kind": "zb-h1"}, "optimizer": {"sync": "post-validate"}, "partition": ENDS}, {"pp": 4, "dp": 2}),
-]
-
-
-@pytest.mark.parametrize(("way", "parallel"), few(WITHOUT, 2), ids=str)
-def test_stages_without_experts_train_as_if_nobody_shared_any_out(tmp_path, monkeypatch, way, parallel):
-    """And go on from checkpoints of plans in which each stage had an owner of experts."""
-    way = way | {"checkpoint": {"every": 2}}
-    made, whole = plan(tmp_path / "some", way, ep=2, **parallel), plan(tmp_path / "all", way, **parallel)
-    workers = run_threads(made, 3, folder=tmp_path / "a")
-    those = routed(made.manifest.layers)
-    for worker in workers:
-        assert {home_of(owner) for owner in worker.optimizers if owner <= EXPERTS} == those & worker.stages.keys()
-    others = run_threads(whole, 3)
-    assert apart(numbers(workers), numbers(others)) <= 1e-6
-    saved = [sorted(name for one in some for name in files(one, primary(one))) for some in (workers, others)]
-    assert saved[0] == saved[1]
-    owned_by_all(monkeypatch)
-    every = plan(tmp_path / "every", way, ep=2, **parallel)
-    assert numbers(run_threads(every, 3, folder=tmp_path / "b")) == numbers(workers)
-    for one, folder in ((made, "b"), (every, "a")):
-        resumed = run_threads(one, 3, folder=tmp_path / "c", resume=at(tmp_path / folder, 2))
-        assert numbers(resumed) == numbers(workers)[2:]
-
-
 def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_refused(tmp_path):
     made = plan(tmp_path, {"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, dp=2, ep=2)
     assert made.manifest.dense == [0] and made.program.dense == (0,)
@@ -424,62 +253,6 @@ def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_r
         check_complete(replace(made.program, dense=()))
     with refused("E505", match="the plan has no experts in stage 1, the model has"):
         run_threads(StoredPlan(made.manifest.model_copy(update={"dense": [0, 1]}), made.program), 1)
-
-
-WHOLE = {"every": 1, "share": 1.0, "delay": 0}
-RESUMED = [
-    ({"dp": 4, "ep": 2, "shard": "optimizer"}, {"dp": 4, "ep": 2, "shard": "all"}),
-    ({"dp": 4, "ep": 2, "shard": "all"}, {"dp": 1, "pp": 4}),
-    ({"dp": 4, "ep": 2, "shard": "optimizer"}, {"dp": 4, "ep": 4}),
-    ({"dp": 4, "ep": 2, "average": WHOLE}, {"dp": 2, "average": WHOLE}),
-    ({"dp": 2, "ep": 2, "tp": 2}, {"dp": 4, "ep": 2, "shard": "all"}),
-    ({"dp": 4, "ep": 2, "shard": "all"}, {"dp": 2, "ep": 2, "tp": 2}),
-    ({"dp": 2, "ep": 4, "tp": 2}, {"dp": 2, "ep": 2, "tp": 2, "expert_tp": 2}),
-    ({"dp": 2, "ep": 2, "tp": 2, "expert_tp": 2}, {"dp": 2, "ep": 2, "tp": 4, "shard": "all"}),
-    ({"dp": 2, "ep": 2, "tp": 4, "shard": "optimizer"}, {"cp": 2, "ep": 4, "tp": 2, "tp_sequence": True}),
-    ({"cp": 2, "ep": 2}, {"ep": 2, "tp": 2}),
-    ({"dp": 2, "ep": 4, "tp": 2}, {"ep": 2, "tp": 4, "shard": "all"}),
-    ({"ep": 2, "tp": 4, "shard": "optimizer"}, {"dp": 4, "ep": 2}),
-]
-AGAIN = [{"dp": 2, "ep": 2, "tp": 2, "shard": "all"}, {"ep": 2, "tp": 4, "tp_sequence": True, "shard": "optimizer"}]
-
-
-@pytest.mark.parametrize(("some", "other"), [*few(RESUMED, 1), *few(zip(AGAIN, AGAIN, strict=True), 1)], ids=str)
-def test_a_run_goes_on_with_other_shares_of_experts(tmp_path, some, other):
-    """To the bit with the same."""
-    keeps = {"checkpoint": {"every": 2}, "train": {"steps": 4, "seed": 3}}
-    one = plan(tmp_path / "one", {"schedule": {"kind": "1f1b"}, **keeps}, **some)
-    whole = numbers(run_threads(one, 4, folder=tmp_path / "run"))
-    two = plan(tmp_path / "two", {"schedule": {"kind": "1f1b"}, **keeps}, **other)
-    resumed = numbers(run_threads(two, 4, folder=tmp_path / "after", resume=at(tmp_path / "run", 2)))
-    assert apart(resumed, whole[2:]) <= (TOLERANCE if some != other else 0.0)
-
-
-HELD = [
-    ("1f1b", "all", "bfloat16", "keep"),
-    ("1f1b", "optimizer", "float32", "keep"),
-    ("interleaved-1f1b", "weights", "float32", "keep"),
-    ("1f1b", "none", "float32", "recompute"),
-    ("zb-h1", "none", "float32", "keep"),
-    ("zb-v", "none", "bfloat16", "keep"),
-]
-
-
-@pytest.mark.parametrize(("kind", "shard", "dtype", "kept"), few(HELD, 1))
-def test_a_plan_knows_what_a_rank_with_some_of_the_experts_holds(tmp_path, monkeypatch, kind, shard, dtype, kept):
-    """With even loads, as plans assume."""
-
-    def even(self, likely):
-        return torch.arange(len(likely) * self.top_k).view(-1, self.top_k) % self.count
-
-    monkeypatch.setattr(Experts, "_chosen", even)
-    wide = {"hidden": 128, "seq_len": 96, "ffn_hidden": 192, "shared_hidden": 64, "experts": 8, "top_k": 4}
-    way = {"schedule": {"kind": kind}, "model": {**wide, "dtype": dtype}, "memory": {"activations": kept}}
-    some, whole = (compiled(tmp_path, way, dp=4, ep=ep, shard=shard) for ep in (2, 1))
-    predicted, more = ([rank.bytes for rank in peaks(one.program, one.costs)] for one in (some, whole))
-    some.write(tmp_path / "plan")
-    assert most_held(StoredPlan.read(tmp_path / "plan"), predicted, rel=0.02)[1] == pytest.approx(predicted, rel=0.02)
-    assert max(predicted) < 0.95 * max(more)
 
 
 def test_swaps_take_the_time_of_what_goes_over_the_link(no_launches):
@@ -526,24 +299,12 @@ def test_shares_of_experts_that_cannot_be_are_refused(tmp_path, way, parallel, s
     assert any(said in error.message for error in errors), [str(error) for error in errors]
 
 
-def test_a_mixture_that_does_not_fit_is_told_that_replicas_may_share_its_experts():
-    sizes = {"family": "llama", "layers": 28, "hidden": 2048, "heads": 16, "vocab": 102400, "seq_len": 4096}
-    sizes |= {"experts": 64, "top_k": 6, "ffn_hidden": 1408, "shared_hidden": 2816}
-    cards = {"device": "cuda", "tflops": 400.0, "memory_gbps": 3350.0, "ranks_per_node": 8}
-
-    def planned(memory=80.0, **more):
-        low, hardware = {"dtype": "bfloat16", "parameters": "bfloat16"}, cards | {"memory_gib": memory}
-        parallel = {"pp": 4, "dp": 8} | more
-        made = job(model=sizes | low, parallel=parallel, hardware=hardware, schedule={"microbatches": 16})
-        return compile_job(made, budget=0.0, suggest=False)
-
-    with pytest.raises(ZbcError, match="does not fit") as caught:
-        planned()
-    assert caught.value.code == "E301" and "parallel.ep" in str(caught.value)
-    planned(64.0, ep=8)  # of which 60.2 GiB are for a plan: counted kernel by kernel it takes 60.004
-    with pytest.raises(ZbcError, match="does not fit") as caught:
-        planned(16.0, dp=2, tp=4)  # a rank has a quarter of each expert
-    assert "parallel.ep = 8" in str(caught.value)
-    with pytest.raises(ZbcError, match="does not fit") as caught:
-        planned(16.0, dp=1, tp=4)
-    assert "parallel.ep" not in str(caught.value)
+def test_copies_are_added_row_by_row_in_their_order():
+    of = torch.tensor([4, 0, 2, 0, 4, 4])
+    copies, x = Copies.rows(of, 5), torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(copies.summed(x), torch.zeros(5, 3, dtype=torch.float64).index_add(0, of, x))
+    assert torch.equal(copies.spread(rows), rows[of])
+    assert torch.autograd.gradcheck(copies.summed, x) and torch.autograd.gradcheck(copies.spread, rows)
+    nothing = Copies.rows(of[:0], 5)
+    assert torch.equal(nothing.summed(x[:0]), torch.zeros(5, 3, dtype=torch.float64))

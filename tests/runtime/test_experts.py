@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from tests.composed import TOLERANCE, apart, settings, toml, trained
 from tests.jobs import job
-from tests.runtime.test_checkpoints import at
+from tests.refusals import refused
 from tests.threads import run_threads
-from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.shapes import load_job
@@ -125,47 +124,11 @@ def test_a_forward_that_runs_again_goes_by_the_experts_it_chose(monkeypatch, sha
     assert apart(again, trained(tables(way))) <= TOLERANCE
 
 
-SLICED = {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}}
-OFFLOADED = {"schedule": {"kind": "gis", "memory_limit": "0.7x"}, "memory": {"activations": "offload"}}
-OFFLOADED["hardware"] = {"host_gbps": 20.0}
-WAYS = [
-    {"schedule": {"kind": "zb-v"}},
-    {"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}},
-    {"schedule": {"kind": "interleaved-1f1b"}},
-    {"schedule": {"kind": "chimera"}},
-    {"schedule": {"kind": "zb-h1"}, "model": {"router": "sigmoid"}},
-    {"schedule": {"kind": "zb-v"}, "parallel": {"vocabulary": "shared"}},
-    SLICED,
-    {"schedule": {"kind": "1f1b", "microbatches": 4}, "parallel": {"dp": 2, "shard": "all"}},
-    {"schedule": {"kind": "zb-v"}, "model": {"family": "gpt"}},
-    {"schedule": {"kind": "zb-v"}, "model": {"dtype": "bfloat16"}},
-    {"schedule": {"kind": "zb-v"}, "optimizer": {"sync": "post-validate"}},
-    *(
-        {"schedule": {"kind": kind, "slices": slices}, "parallel": {"tp": 2, "tp_sequence": True}, "model": model}
-        for kind, slices, model in (
-            ("1f1b", 1, {"router_z_loss": 0.01, "balance_loss": 0.01}),
-            ("zb-v", 2, {"shared_hidden": 32, "balance_loss": 0.0}),
-            ("zb-h1", 1, {"family": "gpt"}),
-        )
-    ),
-    OFFLOADED,
-]
-
-
 def tables(way):
     found = settings() | {"model": dict(MODEL), "parallel": {"pp": 2}}
     for table, keys in way.items():
         found[table] = {key: value for key, value in (found.get(table, {}) | keys).items() if value is not None}
     return found
-
-
-@pytest.mark.parametrize(
-    "way", few(WAYS, 1), ids=lambda way: " ".join(str(v) for t in way.values() for v in t.values())
-)
-def test_experts_in_a_pipeline_train_as_in_one_process(way):
-    single = tables({"model": way.get("model", {})})
-    single["parallel"]["pp"] = 1
-    assert apart(trained(tables(way)), trained(single)) <= TOLERANCE
 
 
 def run(tables, **how):
@@ -213,14 +176,6 @@ def test_a_bias_chooses_experts_and_weighs_none():
     torch.testing.assert_close(layer(x), wanted)
 
 
-def test_a_run_with_biases_goes_on_from_its_checkpoint(tmp_path):
-    keeps = {"checkpoint": {"every": 2}, "train": {"steps": 3, "seed": 3}}
-    whole = run(tables(BIASED | SHARED_OUT | keeps), folder=tmp_path / "run")
-    after = run(tables(BIASED | keeps), folder=tmp_path / "after", resume=at(tmp_path / "run", 2))
-    assert after[-1].results[0].routed == whole[-1].results[2].routed
-    assert after[-1].results[0].loss == pytest.approx(whole[-1].results[2].loss, rel=1e-6)
-
-
 def test_uneven_loads_cost_the_rank_with_most_rows():
     def costs(**model):
         more = {"parallel": {"pp": 2, "dp": 2, "ep": 2}, "hardware": {"tflops": 1e-3, "memory_gbps": 1e6}}
@@ -264,3 +219,51 @@ def test_each_router_gets_a_gradient(top_k, router, balance, family):
         (block(x) * torch.randn(2, 8, 16)).sum().backward()
     (routed,) = (p.grad for name, p in block.named_parameters() if "router.weight" in name)
     assert routed is not None and routed.abs().max() > 1e-5
+
+
+# ---- experts of a few groups ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("groups", "limit", "k"), [(8, 4, 8), (4, 1, 3), (16, 2, 4)])
+def test_choices_and_weights_are_those_of_transformers(groups, limit, k):
+    module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    sizes = {"hidden_size": 16, "n_routed_experts": 32, "num_experts_per_tok": k, "norm_topk_prob": True}
+    config = module.DeepseekV3Config(**sizes, n_group=groups, topk_group=limit, routed_scaling_factor=1.0)
+    theirs = module.DeepseekV3TopkRouter(config)
+    chosen = {"router": "sigmoid", "balance_loss": (0.0, 0.01), "expert_groups": (groups, limit)}
+    layer = Experts(Model(layers=1, hidden=16, ffn_hidden=8, experts=32, top_k=k, **chosen), nn.SiLU())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        theirs.weight.copy_(layer.router.weight.normal_())
+        theirs.e_score_correction_bias.copy_(layer.bias.normal_(std=0.2))
+        x = torch.randn(200, 16)
+        _, weights, chosen = theirs(x)
+        likely = layer.router(x).sigmoid()
+        ours = layer._chosen(likely)
+        weighed = likely.gather(-1, ours)
+        dense = [torch.zeros(200, 32).scatter_(1, *some) for some in ((chosen, weights), (ours, weighed))]
+        dense[1] /= dense[1].sum(-1, keepdim=True)
+    torch.testing.assert_close(*dense)
+    assert {len(row.unique()) for row in ours // (32 // groups)} <= {*range(1, limit + 1)}
+
+
+def test_a_token_has_groups_of_single_experts():
+    model = Model(layers=1, hidden=4, ffn_hidden=8, experts=4, expert_groups=(4, 2))
+    layer = Experts(model, nn.SiLU())
+    likely = torch.rand(20, 4)
+    assert torch.equal(layer._chosen(likely), likely.topk(2).indices)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"expert_groups": [3, 1]}, "has 3 groups, which does not divide model.experts = 8"),
+        ({"expert_groups": [4, 5]}, "model.expert_groups has 5 of 4 groups"),
+        ({"expert_groups": [4, 1], "top_k": 3}, "leaves a token 2 experts, and it meets model.top_k = 3"),
+        ({"experts": None, "top_k": None}, "model.expert_groups is for models with experts"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(change, text):
+    model = {"family": "llama", "experts": 8, "top_k": 2, "expert_groups": [4, 2], **change}
+    with refused("E110", text):
+        job(layers=2, pp=2, model=model)

@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from tests.composed import TOLERANCE, apart, settings, trained
+from tests.composed import planned, settings
 from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.test_checkpoints import at
-from tests.runtime.test_flushless_with import planned
 from tests.threads import losses_of, run_threads
-from tests.tiers import few
 
 
 def tables(*traits, **optimizer):
@@ -21,7 +18,7 @@ def tables(*traits, **optimizer):
 
 def test_an_update_makes_good_what_the_last_one_was_off_by(tmp_path):
     """In plain gradient descent, step by step: u(t) is -0.1 times the gradient at W(t)."""
-    plan = planned(tmp_path, tables(kind="sgd", lr=0.1, weight_decay=0.0))
+    plan = planned(tables(kind="sgd", lr=0.1, weight_decay=0.0))
     workers = run_threads(plan, 5)
     losses, weights = by_hand(plan, 5, share=1.0)
     assert losses_of(workers) == pytest.approx(losses, rel=1e-6)
@@ -62,26 +59,6 @@ def by_hand(plan, steps, share):
         newest = {n: newest[n] + moved[n] + (share * off[n] if off else 0.0) for n in newest}
         fed = moved
     return losses, newest
-
-
-CUT = [["tp"], ["sharded optimizer"], ["slices"], ["sharded optimizer", "tp", "slices"]]
-
-
-@pytest.mark.parametrize("traits", few(CUT, [CUT[-1]]), ids=" x ".join)
-def test_however_the_optimizer_is_cut_up_it_trains_alike(traits):
-    plain = tables()
-    both = tables(*traits)
-    plain["schedule"]["microbatches"] = both["schedule"]["microbatches"] * both["parallel"].get("dp", 1)
-    assert apart(trained(both), trained(plain)) <= TOLERANCE
-
-
-def test_a_run_goes_on_with_the_same_bits(tmp_path):
-    one = tables("sharded optimizer", kind="muon", lr=0.01)
-    one["checkpoint"] = {"every": 3, "keep": 9}
-    plan = planned(tmp_path, one)
-    whole = run_threads(plan, 6, folder=tmp_path / "a")
-    rest = run_threads(plan, 6, folder=tmp_path / "b", resume=at(tmp_path / "a", 3))
-    assert losses_of(rest) == losses_of(whole)[3:]
 
 
 def test_it_is_refused_where_gradients_are_not_a_step_late():

@@ -2,24 +2,18 @@
 
 import itertools
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from tests.jobs import job
-from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import losses_of, run_threads, watch
+from tests.threads import run_threads, watch
 from tests.tiers import few
-from zbc.compiler.compile import compile_job
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.errors import ZbcError
 from zbc.ir import Kind
-from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.features.shards.sharded import Sharded
 
@@ -155,70 +149,6 @@ def test_w_runs_while_its_weights_are_gone():
     assert any(gone)
 
 
-def test_a_cast_that_is_kept_over_a_gather_is_noticed(monkeypatch):
-    """A pitfall of bfloat16: a step that computes with casts of the last step has wrong losses without an error."""
-    for name in ("forget", "refill", "free"):
-        monkeypatch.setattr(SplitLinear, name, lambda self: None)
-    plain = SplitLinear.adopt
-
-    def kept(self, dtype):
-        return plain(self, dtype) if self.low is None else torch.empty_like(self.low)
-
-    monkeypatch.setattr(SplitLinear, "adopt", kept)
-    plan = plan_of("breadth-first", 2, 4, 1, model={**GPT, "dtype": "bfloat16"})
-    found, right = losses_of(run_threads(plan, STEPS)), losses_of(whole("breadth-first", 2, 4, "bfloat16"))
-    assert found[0] == right[0] and found[1:] != right[1:]
-
-
-def test_a_plan_is_the_same_without_gathers_in_the_step():
-    assert lower(replace(find("1f1b").make(Request(2, 4, 1)), dp=2)).resident == 0
-
-
-@pytest.mark.parametrize(("resident", "parameters"), [(1, "float32"), (2, "float32"), (1, "bfloat16")])
-def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resident, parameters):
-    """For the rank with the most: its shards, the weights that stay, and the most that is gathered at once."""
-    section = {"family": "gpt", "layers": 10, "hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16}
-    how = {"model": {**section, "dtype": parameters, "parameters": parameters}, "data": {"kind": "synthetic"}}
-    how |= {"parallel": {"pp": 2, "dp": 2, "shard": "weights"}, "memory": {"resident": resident}}
-    compiled = compile_job(job(kind="breadth-first", m=4, schedule={"chunks": 3, "microbatch_size": 2}, **how))
-    costs, most = compiled.costs, Counter()
-
-    def look(worker, op):
-        most[worker.rank] = max(most[worker.rank], sum(map(freeable, worker.features.of(Gathers).freed)))
-
-    compiled.write(tmp_path / "plan")
-    workers = run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: watch(worker, after=look))
-    for rank in range(2):
-        copies = [worker for worker in workers if worker.topology.of(worker.rank).pp == rank]
-        constant = sum(
-            costs.bytes[s].weights - costs.bytes[s].freed for s in compiled.program.placement.stages_of(rank)
-        )
-        shares = [
-            sum(part.nbytes for one in worker.features.of(Gathers).freed for part in one.kept) for worker in copies
-        ]
-        found = max(share + most[worker.rank] for share, worker in zip(shares, copies, strict=True))
-        assert compiled.memory[rank].weights - constant == pytest.approx(found, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "first", "second"),
-    [("breadth-first", 1, 0), ("breadth-first", 0, 1), ("bitpipe", 1, 0), ("bitpipe", 0, 2), ("bitpipe", 1, 1)],
-)
-def test_a_training_goes_on_with_its_weights_shared_out_or_not(tmp_path, schedule, first, second):
-    """With two pipes shares of gradients are summed in a different order."""
-    every = {"checkpoint": {"every": 2}}
-    before, after = (plan_of(schedule, 2, 4, room, **every) for room in (first, second))
-    straight = run_threads(before, STEPS, folder=tmp_path / "whole")
-    run_threads(before, 2, folder=tmp_path / "run")
-    workers = run_threads(after, STEPS, folder=tmp_path / "after", resume=next((tmp_path / "run").glob("**/step-*")))
-    found, wanted = ([(r.loss, r.grad_norm) for r in run[0].results] for run in (workers, straight))
-    if schedule == "bitpipe" and first != second:
-        assert found == [pytest.approx(pair, rel=1e-5) for pair in wanted[2:]]
-    else:
-        mine, theirs = weights(workers), weights(straight)
-        assert found == wanted[2:] and all(torch.equal(mine[name], theirs[name]) for name in theirs)
-
-
 TWO_PIPES = [
     (name, resident, dtype)
     for name in ("chimera", "bitpipe", "dualpipe", "chimera-zb")
@@ -250,15 +180,3 @@ def test_replicas_of_one_holder_share_out_its_weights(schedule, resident, dtype)
             if stage == same_stage and worker.replica == other.replica and worker is not other:
                 mine, theirs = worker.optimizers[stage].held(), other.optimizers[stage].held()
                 assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(mine, theirs, strict=True))
-
-
-def test_one_pipe_less_in_a_sum_is_noticed(monkeypatch):
-    plain = Sharded.start
-
-    def start(self, transport):
-        self._among = self._ranks + self._among[:0] if transport.rank % 2 else self._among
-        plain(self, transport)
-
-    monkeypatch.setattr(Sharded, "start", start)
-    with pytest.raises(ZbcError):
-        run_threads(plan_of("chimera", 2, 4, 1), 1)

@@ -204,16 +204,6 @@ def test_every_layer_has_its_turn(frozen, replicas):
         assert max(rests.values()) - min(rests.values()) <= 1
 
 
-def test_a_training_goes_on_where_a_checkpoint_was_written(tmp_path):
-    options = {"checkpoint": {"every": 2, "keep": 9}}
-    plan = frozen_plan("zb-h1", **options)
-    whole = run_threads(plan, 4, folder=tmp_path / "a")
-    rest = run_threads(plan, 4, folder=tmp_path / "b", resume=next((tmp_path / "a").glob("*2")))
-    assert [one.loss for one in whole[0].results[2:]] == losses_of(rest)
-    other = parameters(rest)
-    assert all(torch.equal(p, other[name]) for name, p in parameters(whole).items())
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [({"tied": True}, "model.ties = true"), ({"sync": "post-validate"}, "post-validate"), ({"slices": 2}, "slices")],

@@ -3,15 +3,12 @@
 import pytest
 
 from tests.composed import TOLERANCE, apart, beside, toml, trained
-from tests.threads import scaled
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.shapes import load_job
-from zbc.plan.directory import StoredPlan
 from zbc.runtime.core import split
 
 FUSED = {"train__fused_gradients": True}
-LLAMA = {"model__family": "llama", "model__kv_heads": 2}
 TRAITS = ("slices", "tp", "tp_sequence", "offload", "shared vocabulary", "sharded weights", "sharded gradients")
 TRAITS += ("freeze",)
 TRAITS += ("post-validate", "two versions", "average", "tied embeddings", "one-sided", "autocast")
@@ -34,22 +31,6 @@ def test_gradients_added_inside_products_train_as_those_added_after(trait, kind,
 
 
 WIDE = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 8, "vocab": 64}.items()}
-WEIGHED = [({}, "1f1b"), ({}, "zb-h1"), (LLAMA, "zb-h1")]
-
-
-@pytest.mark.parametrize(("family", "kind"), few(WEIGHED, WEIGHED[1:2]))
-def test_a_plan_knows_that_no_weight_gradient_waits_to_be_added(tmp_path, family, kind):
-    peaks = []
-    for name, how in (("plain", {}), ("fused", FUSED)):
-        job, _ = beside(schedule__kind=kind, schedule__microbatch_size=1, parallel__pp=2, **family, **WIDE, **how)
-        path = tmp_path / "zbc.toml"
-        path.write_text(toml(job))
-        made = compile_job(load_job(path), budget=0.0, suggest=False)
-        made.write(tmp_path / name)
-        peaks.append(max(rank.bytes for rank in made.memory))
-    assert peaks[1] < peaks[0] or family  # the fullest rank of a llama is at its fullest in F
-    plan = StoredPlan.read(tmp_path / "fused")
-    assert any(peaks[1] == pytest.approx(max(scale.held.peak for scale in scaled(plan)[1]), rel=0.02) for _ in range(3))
 
 
 def test_products_on_a_gpu_are_priced_with_the_sum_they_write(tmp_path):

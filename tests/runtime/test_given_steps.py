@@ -12,8 +12,6 @@ from tests.runtime.small_plans import CPU, GPT, make_plan, make_program, paramet
 from tests.runtime.test_checkpoints import at, same
 from tests.runtime.test_checkpoints import train as run_of
 from tests.runtime.test_gradients import user, without_step
-from tests.runtime.test_shared_words import shared_program
-from tests.runtime.test_tensor_parallel import plan_of as parted_plan
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.plan.directory import RankPlan
@@ -89,14 +87,6 @@ def test_gradients_are_those_of_one_process_without_padding(schedule, options):
     check(plan_of(schedule, keep=without_step, **options))
 
 
-@pytest.mark.parametrize("sums", [1, 2])
-def test_a_vocabulary_that_ranks_share_ignores_padding_too(sums):
-    program = shared_program("zb-h1", 2, 5, sums)
-    plan = make_plan(program, model=TOKENS, data=data_of("Sentences", count=5), size=3, keep=without_step)
-    (loss, _), workers = alone(plan), run_threads(plan, 1)
-    assert workers[0].results[0].loss == pytest.approx(loss, rel=1e-6)
-
-
 def test_steps_of_an_epoch_come_in_another_order_and_a_training_goes_on_with_them(tmp_path):
     every = {"checkpoint": {"every": 3}, "optimizer": {"kind": "sgd", "lr": 0.1}}
     plan = plan_of("zb-h1", **every)
@@ -119,14 +109,6 @@ def test_a_step_that_is_clipped_without_a_barrier_is_that_with_one():
     assert losses_of(found) == losses_of(barrier) and any(result.redone for result in found[0].results)
 
 
-def test_ranks_that_share_layers_leave_padding_out(tmp_path):
-    data = data_of("Sentences", count=5, size=2)
-    small = {"seq_len": 12, "vocab": 61}
-    how = {"m": 5, "data": data, "model_more": small}
-    shared, alone = (parted_plan(tmp_path / str(tp), tp=tp, **how) for tp in (2, 1))
-    assert losses_of(run_threads(shared, 2)) == pytest.approx(losses_of(run_threads(alone, 2)), rel=1e-5)
-
-
 def job_of(pp, m, **more):
     """The tables of a job whose steps have m microbatches in each replica."""
     found = settings()
@@ -139,6 +121,9 @@ def job_of(pp, m, **more):
 
 LATE, MEANS = {"sync": "two-versions"}, {"average": {"every": 1, "share": 1.0}, "dp": 2}
 SIDE = [
+    (job_of(2, 3, parallel={"tp": 2}), job_of(1, 3)),
+    (job_of(2, 3, parallel={"vocabulary": "shared"}), job_of(1, 3)),
+    (job_of(2, 3, parallel={"vocabulary": "shared-2"}), job_of(1, 3)),
     (job_of(2, 3, parallel={"cp": 2, "dp": 2}), job_of(1, 6)),
     (job_of(2, 3, parallel={"dp": 2}, optimizer=LATE), job_of(1, 6, optimizer=LATE)),
     (job_of(2, 3, parallel={"cp": 2, **MEANS}), job_of(1, 3, parallel=MEANS)),

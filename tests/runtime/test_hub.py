@@ -10,6 +10,7 @@ from tests.threads import side_by_side
 from zbc.errors import ZbcError
 from zbc.ir import Message
 from zbc.runtime.transports.hub import Hub
+from zbc.runtime.transports.transport import Then
 
 DOWN = Message(0, 1, 0, 0, 0)  # output of stage 0, microbatch 0
 UP = Message(1, 0, 0, 0, 0)
@@ -221,3 +222,40 @@ def test_whoever_comes_last_writes_into_views_that_another_rank_made_without_gra
     for meeting in meetings:
         meeting.wait()
     assert both.flatten().tolist() == [0.0, 0.0, 1.0, 2.0]
+
+
+def test_a_hub_sends_to_all_and_sums_to_one():
+    found = {}
+
+    def part(end):
+        sent, summed = torch.full((2,), float(end.rank)), torch.full((2,), 1.0 + end.rank)
+        one, two = end.start_broadcast(sent, 1, (0, 1, 2)), end.start_reduce(summed, 2, (0, 1, 2))
+        one.wait(), two.wait()
+        found[end.rank] = sent.tolist(), summed
+
+    assert together(3, part, part, part) == {}
+    assert [found[rank][0] for rank in range(3)] == [[1.0, 1.0]] * 3
+    assert found[2][1].tolist() == [6.0, 6.0] and all(found[rank][1].isnan().all() for rank in (0, 1))
+
+
+def test_what_follows_a_gather_is_summed_into_one():
+    found = {}
+
+    def part(end):
+        parts, made = torch.zeros(3, 2), []
+
+        def make():
+            made.append(parts.sum(0) * (end.rank + 1.0))
+            return made[0]
+
+        end.start_gather(torch.full((2,), float(end.rank)), parts, (0, 1, 2), Then(make, 1)).wait()
+        found[end.rank] = parts.tolist(), made[0].tolist()
+
+    assert together(3, part, part, part) == {}
+    assert all(parts == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]] for parts, _ in found.values())
+    assert found[1][1] == [18.0, 18.0]
+
+
+def test_ranks_that_ask_for_another_root_are_told():
+    errors = together(2, *(lambda end: end.start_reduce(torch.ones(1), end.rank, (0, 1)).wait(),) * 2)
+    assert any("of different shapes" in error.message for error in errors.values())

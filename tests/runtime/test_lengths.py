@@ -9,8 +9,6 @@ from torch import nn
 from torch.nn import functional
 
 from tests.composed import TOLERANCE, planned, settings
-from tests.drawn import of as drawn_of
-from tests.drawn import outcome
 from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime import one_by_one
@@ -117,14 +115,6 @@ def test_evaluations_have_whole_rows(traits):
     assert found[0] == found[1]
 
 
-def test_rows_are_rounded_up_for_ranks_that_share_their_tokens(seen):
-    plan = dealt("zb-h1", data={"kind": "synthetic"}, model=LLAMA, tp=2, tokens=[5, 16, 3, 9])
-    workers, rounded = run_threads(plan, 2), [6, 16, 4, 10]
-    assert [workers[0].work.length(0, mb).tokens for mb in range(4)] == rounded
-    wanted = reference(plan, 2, read=lambda batches: Cut(batches, rounded))
-    assert losses_of(workers) == pytest.approx(wanted.losses, rel=1e-6)
-
-
 # ---- samples dealt by their length ----------------------------------------------------------------------------------
 
 DEALT = {"kind": "synthetic", "balance": "tokens"}
@@ -204,14 +194,6 @@ def test_the_longest_samples_of_a_step_are_in_its_longest_microbatches_and_train
             assert all(seen[step, first + mb] <= {ran[mb] // part for part in parts} for mb in range(4))
             held = [max(map(sum, work.rows(step, first + mb))) for mb in range(4)]
             assert all(0 <= tokens - longest < unit for tokens, longest in zip(ran, held, strict=True))
-
-
-def test_a_training_of_dealt_samples_goes_on_where_it_was(tmp_path):
-    plan = dealt("zb-h1", checkpoint={"every": 2})
-    straight = run_threads(plan, 4)
-    run_threads(plan, 2, folder=tmp_path / "run")
-    again = run_threads(plan, 4, resume=next(tmp_path.glob("**/step-*")))
-    assert losses_of(again) == losses_of(straight)[2:]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -376,15 +358,3 @@ def test_what_deals_no_samples_is_refused(changes, code, said):
 def test_equal_tokens_stay_where_samples_are_dealt_by_them():
     made = job(data={"kind": "synthetic", "balance": "tokens"}, schedule={"tokens": [16] * 8}, model={"seq_len": 16})
     assert made.schedule.tokens == [16] * 8 and made.tokens == ()
-
-
-HELD = [("1f1b", ("cp",)), ("zb-h1", ()), ("1f1b", ()), ("zb-v", ()), ("gpipe", ()), ("zb-v", ("cp", "recompute"))]
-
-
-@pytest.mark.parametrize(("kind", "more"), few(HELD, 1))
-def test_ranks_hold_what_is_predicted_for_rows_of_these_lengths(kind, more):
-    job_and_reference = drawn_of(("tokens", *more), kind)
-    for tables in (job_and_reference.both, job_and_reference.plain):
-        tables["schedule"]["tokens"] = [64, 24, 40, 8] * 2
-    found = outcome(job_and_reference, weigh=True)
-    assert found.how == "right" and abs(found.memory) < 0.02

@@ -5,17 +5,12 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.composed import apart, settings, trained
+from tests.composed import apart, planned, settings, trained
 from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, parameters, reference
-from tests.runtime.test_checkpoints import at
-from tests.runtime.test_flushless_with import planned
-from tests.threads import losses_of, run_threads, scaled
+from tests.runtime.small_plans import LLAMA, hold, make_plan, make_program, parameters, reference
+from tests.threads import run_threads
 from tests.tiers import few
-from zbc.compiler.compile import compile_job
-from zbc.compiler.memory.per_rank import peaks
-from zbc.compiler.shapes import load_job
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core.muon import is_matrix, orthogonal
@@ -82,19 +77,6 @@ def test_vectors_have_a_rate_of_their_own_beside_matrices_that_stay(kind):
         assert not value.equal(start[name]) or matrix or not value.any(), name
 
 
-@pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}], ids=str)
-def test_in_bfloat16_it_has_the_bits_of_one_process(model):
-    plan = make_plan(make_program("1f1b", 2, 4), model={**GPT, **model}, optimizer=MUON)
-    hold(run_threads(plan, 4), reference(plan, 4))
-
-
-def test_two_versions_have_the_bits_of_one_process_a_step_late():
-    plan = make_plan(
-        make_program("1f1b", 3, 4, sync="two-versions"), model=GPT, optimizer={**MUON, "sync": "two-versions"}
-    )
-    hold(run_threads(plan, 6), reference(plan, 6, delayed=True))
-
-
 def tables(*traits, **more):
     given = {f"optimizer__{key}": value for key, value in MUON.items()}
     return settings(*traits, **{**given, "parallel__pp": 2, "model__layers": 4, **more})
@@ -110,15 +92,8 @@ def test_however_it_is_cut_up_it_trains_alike(traits):
     assert apart(trained(tables(*traits)), trained(tables(schedule__microbatches=8))) <= ROUNDED
 
 
-@pytest.mark.parametrize("traits", few([["tp"], ["sharded optimizer", "tp"]], 1), ids=" x ".join)
-def test_parts_of_a_matrix_that_are_made_orthogonal_alone_are_noticed(traits, monkeypatch):
-    wanted = trained(tables(*traits))
-    monkeypatch.setattr("zbc.training.building.optimizers.Whole", lambda collect, of: None)
-    assert apart(trained(tables(*traits)), wanted) > 4 * ROUNDED
-
-
 def test_each_matrix_is_stepped_by_one_replica(tmp_path):
-    workers = run_threads(planned(tmp_path, tables("sharded optimizer")), 1)
+    workers = run_threads(planned(tables("sharded optimizer")), 1)
     for worker in workers:
         found = worker.optimizers[worker.plan.rank]
         assert isinstance(found, Sharded)
@@ -130,30 +105,6 @@ def test_each_matrix_is_stepped_by_one_replica(tmp_path):
         )
     owners = [{piece.name for piece in w.optimizers[0]._own} for w in workers if w.plan.rank == 0]
     assert not owners[0] & owners[1]
-
-
-def test_it_goes_on_from_its_checkpoints_in_another_shape(tmp_path):
-    checkpoint = {"checkpoint__every": 2, "checkpoint__keep": 9}
-    (tmp_path / "one").mkdir()
-    whole = run_threads(planned(tmp_path, tables("sharded optimizer", "tp", **checkpoint)), 4, folder=tmp_path / "a")
-    other = planned(tmp_path / "one", tables(schedule__microbatches=8, schedule__kind="zb-v", **checkpoint))
-    rest = run_threads(other, 4, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))
-    assert losses_of(rest) == pytest.approx(losses_of(whole)[2:], rel=ROUNDED)
-
-
-@pytest.mark.parametrize("traits", few([[], ["sharded optimizer"], ["tp"]], 1), ids=" x ".join)
-def test_a_plan_knows_what_ranks_hold_of_it(tmp_path, traits):
-    wide = {f"model__{key}": value for key, value in {"hidden": 128, "seq_len": 64}.items()}
-    path = tmp_path / "zbc.toml"
-    from tests.composed import toml
-
-    path.write_text(toml(tables(*traits, **wide)))
-    made = compile_job(load_job(path), budget=0.0, suggest=False)
-    made.write(tmp_path / "plan")
-    from zbc.plan.directory import StoredPlan
-
-    held = max(scale.held.peak for scale in scaled(StoredPlan.read(tmp_path / "plan"))[1])
-    assert max(rank.bytes for rank in peaks(made.program, made.costs)) == pytest.approx(held, rel=0.03)
 
 
 def test_no_rank_is_dealt_much_more_than_others():
@@ -180,19 +131,8 @@ def test_a_group_has_a_rate_and_a_decay_of_its_own():
     assert [found[id(p)] for p in named.values()] == [(0.1, 0.0), (0.05, 0.2), (0.1, 0.2)]
 
 
-def test_groups_train_alike_in_shares(tmp_path):
-    groups = [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}, {"names": ["layers.0.*"], "rate": 0.25}]
-    plain = tables(optimizer__kind="adamw", optimizer__groups=groups, schedule__microbatches=8)
-    plain["optimizer"]["lr"] = 0.01
-    cut = tables("sharded all", "tp", optimizer__kind="adamw", optimizer__groups=groups)
-    cut["optimizer"]["lr"] = 0.01
-    other = {**plain, "optimizer": {k: v for k, v in plain["optimizer"].items() if k != "groups"}}
-    assert apart(trained(cut), trained(plain)) <= 2e-5
-    assert apart(trained(other), trained(plain)) > 1e-4
-
-
 def test_a_group_of_nothing_is_refused(tmp_path):
-    plan = planned(tmp_path, tables(optimizer__groups=[{"names": ["layers.*.biass"]}]))
+    plan = planned(tables(optimizer__groups=[{"names": ["layers.*.biass"]}]))
     with refused("E110", match="biass"):
         run_threads(plan, 1)
 

@@ -10,14 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.jobs import job, tiny_tensors_move, toml_text
+from tests.jobs import toml_text
 from tests.refusals import refused
 from tests.runtime import user_models
 from tests.runtime.moving import Poisoning, moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, on_host
-from tests.threads import each_parameter, losses_of, run_threads
+from tests.threads import run_threads
 from tests.tiers import few
-from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.host import slabs
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
@@ -96,20 +95,6 @@ def test_inputs_of_layers_that_run_again(schedule, model):
     hold(make_program(schedule, 2, 3), model=model, activations="recompute")
 
 
-def test_plans_without_a_barrier_train_as_without_copies(tmp_path):
-    found = []
-    for activations in ("offload", "keep"):
-        limit = {"memory_limit": "0.5x"} if activations == "offload" else {}
-        costs = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "offload": 0.3}
-        how = {"schedule": {"chunks": 4, **limit}, "memory": {"activations": activations}, "costs": costs}
-        asked = job(kind="interleaved-1f1b", pp=3, m=4, layers=12, optimizer=CLIPPED, data={"kind": "synthetic"}, **how)
-        with tiny_tensors_move():
-            compile_job(asked, suggest=False).write(tmp_path / activations)
-        results = run_threads(StoredPlan.read(tmp_path / activations), 2)[0].results
-        found.append([(one.loss, one.grad_norm, one.redone) for one in results])
-    assert found[0] == found[1] and any(redone for _, _, redone in found[0])
-
-
 EVALUATED = {"train": {"eval_every": 1, "eval_batches": 1}, "data": {"kind": "synthetic", "validation": 0.2}}
 BESIDE = {
     "evaluation between steps, without parcels": ({"schedule": "1f1b", "m": 3}, EVALUATED),
@@ -121,31 +106,6 @@ BESIDE = {
 def test_what_comes_between_and_again(name):
     how, options = BESIDE[name]
     hold(make_program(p=2, **how), **options)
-
-
-@pytest.mark.parametrize("wait", ["release", "arrive"])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_a_missing_wait_shows(monkeypatch, wait, activations):
-    program = make_program("zb-h1", 2, 3)
-    plain = train(program, activations=activations)
-    true = getattr(Parcel, wait)
-
-    def hasty(parcel, op):
-        ticket, parcel._ticket = parcel._ticket, Over()
-        found = true(parcel, op)
-        parcel._ticket = ticket
-        return found
-
-    monkeypatch.setattr(Parcel, wait, hasty)
-    assert not same(plain, train(moved(program), copier=late, activations=activations))
-
-
-class Over:
-    def result(self):
-        pass
-
-    def done(self):
-        return True
 
 
 ROUND = "F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0, RELOAD s0 m0, BW s0 m0"
@@ -277,17 +237,6 @@ def test_what_changes_after_it_was_saved_is_named():
     stage.layers = (stage.layers[0], replace(stage.layers[1], module=Overwrites()), *stage.layers[2:])
     with refused("E509", match=r"layer layers\.0: a tensor that its backward needs"):
         run_step(worker, 0)
-
-
-def test_a_run_goes_on_from_a_checkpoint_with_copies(tmp_path):
-    program = make_program("zb-h1", 2, 3)
-    options = {"checkpoint": {"every": 2}}
-    whole = run_threads(make_plan(program, **options), 4)
-    run_threads(make_plan(moved(program), **options), 2, folder=tmp_path)
-    rest = run_threads(make_plan(moved(program), **options), 4, resume=next(tmp_path.glob("step*")))
-    assert [r.loss for r in whole[0].results[2:]] == losses_of(rest)
-    pairs = zip(each_parameter(whole), each_parameter(rest), strict=True)
-    assert all(torch.equal(one, other) for (*_, one), (*_, other) in pairs)
 
 
 @pytest.mark.repeats

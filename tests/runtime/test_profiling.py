@@ -22,7 +22,7 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.shapes import load_job
-from zbc.ir import Kind, Op
+from zbc.ir import Kind
 from zbc.job.profile import Profile, spread
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
@@ -277,40 +277,6 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
 
 def scales_of(folder):
     return scaled(StoredPlan.read(folder))[1]
-
-
-@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
-def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp_path, kind):
-    """Layers that keep nothing: tensors between them, the gradient given to a stage, the optimizer's workspace."""
-    described = factory("layers", 7, {"width": 4096}, width=4096, count=7)
-    cut = {"layers_per_stage": [3, 2, 2]}
-    compiled = planned(tmp_path, described, parallel={"pp": 3}, schedule={"kind": kind}, partition=cut)
-    needed, scales = {}, scales_of(tmp_path / "plan")
-    held = [rank.activations for rank in peaks(compiled.program, compiled.costs)]
-    assert held == pytest.approx([scale.held.activations for scale in scales], rel=0.02)  # the target of the loss too
-    for reading in (one for scale in scales for one in scale.readings):
-        key = reading.op.kind, reading.op.stage, reading.op.mb == 0
-        needed[key] = max(needed.get(key, 0), reading.rise if reading.op.kind in BACK else reading.extra)
-    for (op, stage, first), most in needed.items():
-        if op.computes:
-            predicted = compiled.costs.need_bytes(Op(op, stage), first=first)
-        elif op is Kind.STEP:
-            predicted = compiled.costs.bytes[stage].step
-        else:
-            continue
-        assert predicted == pytest.approx(most, abs=0.03 * 4 * 4096), (op, stage)
-
-
-@pytest.mark.parametrize("cut", few([[3, 4], [4, 3], [2, 5]], [[4, 3]]))
-def test_what_ops_need_beside_a_result_that_is_kept_and_sent_follows_too(tmp_path, cut):
-    described = factory("nets", 7, {"width": 512, "classes": 3}, width=512, count=6)
-    compiled = planned(tmp_path, described, partition={"layers_per_stage": cut})
-    for scale in scales_of(tmp_path / "plan"):
-        for kind in (Kind.F, Kind.BW):
-            needed = [one for one in scale.readings if one.op.kind is kind and one.op.mb]
-            predicted = compiled.costs.need_bytes(needed[0].op)
-            found = max(one.extra if kind is Kind.F else one.rise for one in needed)
-            assert predicted == pytest.approx(found, rel=0.02, abs=64), needed[0].op
 
 
 @pytest.mark.parametrize("kind", few(["gpipe", "zb-h1"], ("zb-h1",)))

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from tests.jobs import job
-from tests.refusals import refused
-from tests.runtime.test_checkpoints import at, tensors
 from tests.runtime.test_tensor_parallel import evaluated_alike, hold_parts, near, numbers, plan_of
-from tests.threads import each_layer, losses_of, run_threads
+from tests.threads import each_layer, run_threads
 from tests.tiers import few
 from zbc.compiler.cost.estimate import layers
 from zbc.plan import dealing
@@ -110,38 +108,18 @@ WINDOWS = {"model": "llama", "model_more": {**GROUPED, "window": 5}}
 WAYS = {
     "one": ("1f1b", 1, {}, LLAMA),
     "one gpt": ("1f1b", 1, {}, BIASED),
-    "1f1b": ("1f1b", 2, {}, LLAMA),
-    "interleaved": ("interleaved-1f1b", 2, {}, BIASED),
     "zb-v": ("zb-v", 2, {}, LLAMA),
-    "two pipes": ("chimera", 2, {}, BIASED),
-    "braids": ("braid-v", 2, {"tp": 2}, BIASED),
-    "replicas": ("1f1b", 2, {"dp": 2}, LLAMA),
     "stages with replicas": ("replicated-1f1b", 3, {"replicas": [2, 1]}, LLAMA),
-    "tp": ("zb-h1", 2, {"tp": 2}, LLAMA),
-    "tp and replicas": ("1f1b", 1, {"tp": 2, "dp": 2}, BIASED),
-    "tokens of a sequence": ("zb-v", 2, {"tp": 2, "tp_sequence": True}, LLAMA),
-    "cp": ("1f1b", 2, {"cp": 2}, LLAMA),
-    "cp, replicas": ("zb-v", 2, {"cp": 2, "dp": 2}, BIASED),
-    "slices": ("zb-h1", 2, {}, {**LLAMA, "slices": 2}),
     "slices of cp": ("zb-h1", 2, {"cp": 2}, {**BIASED, "slices": 2}),
     "windows": ("1f1b", 1, {}, WINDOWS),
     "windows in slices": ("zb-v", 1, {}, {**WINDOWS, "slices": 4}),
-    "recompute": ("zb-h1", 2, {}, {**LLAMA, "memory": {"activations": "recompute"}}),
-    "selective": ("1f1b", 2, {}, {**BIASED, "memory": {"activations": "selective", "attention": "again"}}),
-    "optimizer": ("zb-v", 2, {"dp": 2, "shard": "optimizer"}, LLAMA),
     "gradients": ("1f1b", 2, {"dp": 2, "shard": "gradients"}, BIASED),
-    "weights": ("zb-h1", 2, {"dp": 2, "shard": "weights"}, BIASED),
-    "all": ("1f1b", 2, {"dp": 2, "shard": "all"}, LLAMA),
-    "one-sided": ("zb-h1", 2, {"dp": 2, "shard": "weights", "exchange": "one-sided"}, LLAMA),
     "shards of parts": ("1f1b", 1, {"tp": 2, "dp": 2, "shard": "optimizer"}, LLAMA),
     "vocabulary": ("zb-h1", 2, {"vocabulary": "shared"}, BIASED),
     "experts": ("1f1b", 2, {"dp": 2, "ep": 2}, {**LLAMA, "model_more": {**GROUPED, "experts": 4, "top_k": 2}}),
-    "evaluation": ("1f1b", 2, {}, {**LLAMA, **EVALUATED}),
     "average": ("1f1b", 1, {}, {**LLAMA, "optimizer": {"ema": 0.5}}),
     "muon": ("1f1b", 1, {}, {**LLAMA, "optimizer": {"kind": "muon", "lr": 0.01}}),
-    "ahead": ("zb-h1", 2, {}, {**LLAMA, "optimizer": {"sync": "post-validate"}}),
     "made again": ("zb-v", 2, {"dp": 2}, {**LLAMA, "optimizer": {"sync": "post-validate", "clip_grad_norm": 0.1}}),
-    "ahead in shards": ("zb-v", 2, {"dp": 2, "shard": "optimizer"}, {**BIASED, "optimizer": {"sync": "post-validate"}}),
 }
 
 
@@ -294,29 +272,6 @@ def test_masters_are_scaled_and_the_average_is_of_what_was(tmp_path):
     assert len(scaled) > 4
 
 
-def test_an_average_is_of_scaled_weights(tmp_path):
-    keeps = {"checkpoint": {"every": 1, "keep": 9}}
-    plan = planned(tmp_path / "plan", optimizer={"kind": "adamw", "ema": 0.5}, **LLAMA, **keeps)
-    run_threads(plan, 3, folder=tmp_path / "run")
-    first, second, third = (tensors(at(tmp_path / "run", step)) for step in (1, 2, 3))
-    for name in [name for name in third if name.endswith("qkv.weight")]:
-        own = name.removeprefix("model.")
-        for before, now in ((first, second), (second, third)):
-            mean = before[f"optim.{own}.ema"].lerp(now[f"model.{own}"], 0.5)
-            torch.testing.assert_close(now[f"optim.{own}.ema"], mean, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("more", few([{}, {"tp": 2, "dp": 2, "shard": "optimizer"}], 1), ids=str)
-def test_a_run_goes_on_with_the_same_bits(more, tmp_path):
-    keeps = {"checkpoint": {"every": 1, "keep": 9}, "train": {"steps": 3}}
-    plan = planned(tmp_path / "plan", pp=1, more=more, **LLAMA, **keeps)
-    whole = run_threads(plan, 3, folder=tmp_path / "a")
-    rest = run_threads(plan, 3, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))
-    assert losses_of(rest) == losses_of(whole)[2:]
-    a, b = (tensors(at(tmp_path / place, 3)) for place in "ab")
-    assert all(value.equal(b[name]) for name, value in a.items())
-
-
 def test_forwards_cost_another_product_of_queries_and_keys_which_recompute_leaves_out():
     sizes = {"family": "llama", "hidden": 256, "heads": 4, "kv_heads": 2, "layers": 2, "seq_len": 2048, "vocab": 256}
     plain, clipped = (job(model=sizes, optimizer=how) for how in ({}, {"qk_clip": 100.0}))
@@ -327,10 +282,3 @@ def test_forwards_cost_another_product_of_queries_and_keys_which_recompute_leave
     assert plain.planning() == {key: value for key, value in clipped.planning().items() if key} | {
         "optimizer": plain.planning()["optimizer"]
     }
-
-
-def test_what_undoes_it_or_has_no_known_heads_is_refused():
-    with refused("E110", match="the norm of queries and keys undoes it"):
-        job(model={"family": "llama", "variant": "qwen3"}, optimizer={"qk_clip": 100.0})
-    with refused("E110", match="layers of your own.*only heads of built-in models are known"):
-        job(model={"family": "some.module:layers", "layers": 4, "vocab": 256}, optimizer={"qk_clip": 100.0})

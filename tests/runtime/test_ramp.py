@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.small_plans import GPT, hold, make_plan, make_program, parameters, ramped, reference
-from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.job.learning_rate import RateSchedule
@@ -48,50 +47,6 @@ def test_a_growing_batch_trains_as_one_process_does(schedule):
     numbers(workers)
     hold(workers, expected, tolerance=1e-5, near=1e-6)
     assert not exact or losses_of(workers) == expected.losses
-
-
-@pytest.mark.parametrize(
-    ("copies", "zero1", "tied"), few([(2, False, False), (2, True, True), (1, False, True)], [(2, True, True)])
-)
-def test_copies_shards_and_tied_weights_go_through_a_ramp(copies, zero1, tied):
-    plan = growing("zb-h1", optimizer={**FAST, "zero1": zero1}, copies=copies, tied=tied)
-    workers, expected = run_threads(plan, STEPS), reference(plan, STEPS)
-    numbers(workers)
-    hold(workers, expected, tolerance=1e-5, near=1e-6)
-
-
-@pytest.mark.parametrize("largest", few([0.5, 1e6], (0.5,)))
-@pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("zb-v",)))
-def test_without_a_barrier_a_ramp_has_the_same_bits(schedule, largest):
-    """Clipped in every step and never; the step before a larger batch is final before that begins."""
-    plain, ahead = (
-        run_threads(growing(schedule, optimizer={**FAST, "clip_grad_norm": largest, "sync": sync}), STEPS)
-        for sync in ("before-step", "post-validate")
-    )
-    assert numbers(plain) == numbers(ahead) and len(numbers(ahead)) == STEPS
-    before, after = parameters(plain), parameters(ahead)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_dropout_is_that_of_one_process():
-    plan = growing("zb-h1", model=user("residual", dropout=0.3), **VECTORS)
-    assert [loss for loss, _ in numbers(run_threads(plan, STEPS))] == reference(plan, STEPS).losses
-
-
-def test_evaluation_has_its_own_number_of_microbatches():
-    data = {"kind": "synthetic", "validation": 2e-5}
-    workers, plain = (run_threads(growing("1f1b", train={"eval_every": every}, data=data), STEPS) for every in (1, 0))
-    assert numbers(workers) == numbers(plain)
-    found = workers[0].evaluation.results
-    assert [r.samples for r in found] == [20] * STEPS
-    assert len({r.loss for r in found}) == STEPS - 1, "the rate of the last step is 0"
-
-
-def test_copies_evaluate_the_same_samples_in_every_phase():
-    """With a rate of 0 the loss is the same for any number of microbatches in the step."""
-    how = {"optimizer": {"lr": 0.0}, "train": {"eval_every": 1}, "data": {"kind": "synthetic", "validation": 2e-5}}
-    found = [run_threads(growing("1f1b", copies=copies, **how), 4)[0].evaluation.results for copies in (1, 2)]
-    assert len({result.loss for results in found for result in results}) == 1
 
 
 def reading(seen, *, count, microbatches):

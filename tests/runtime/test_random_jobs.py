@@ -8,7 +8,7 @@ from tests.runtime import random_models
 from tests.runtime.random_jobs import tried
 from tests.tiers import few
 
-SEEDS = range(8)
+SEEDS = range(24)
 
 
 @pytest.mark.parametrize("seed", few(SEEDS, 4))

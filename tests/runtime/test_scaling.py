@@ -1,6 +1,5 @@
 """float16: losses are scaled, steps skipped and scales changed as torch's own GradScaler does it in one process."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -11,10 +10,7 @@ from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
 from tests.runtime.test_added import plan_of as added_plan
-from tests.runtime.test_checkpoints import at, same
-from tests.runtime.test_checkpoints import train as run_of
 from tests.runtime.test_shared_words import plan_of as vocabulary_plan
-from tests.runtime.test_tensor_parallel import plan_of as parted_plan
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
@@ -78,15 +74,18 @@ def test_ranks_that_share_the_vocabulary_have_the_scales_of_one_process():
         check(plan, tolerance=2e-3)
 
 
-def test_ranks_that_share_layers_skip_together(tmp_path):
-    half = {"dtype": "float16", "loss_scale": [2.0**21, 2]}
-    shared, alone = (parted_plan(tmp_path / str(tp), tp=tp, model_more=half) for tp in (2, 1))
-    found, wanted = ([(one.scale, one.loss) for one in run_threads(plan, 6)[-1].results] for plan in (shared, alone))
-    assert [one[0] for one in found] == [one[0] for one in wanted] and found[0][0] > found[-1][0]
-    assert [one[1] for one in found] == pytest.approx([one[1] for one in wanted], rel=2e-3)
-
-
-FEATURES = ["sharded weights", "slices", "copies", "sharded all", "offload", "cp", "tp_sequence", "freeze", "overlap"]
+FEATURES = [
+    "sharded weights",
+    "slices",
+    "copies",
+    "sharded all",
+    "offload",
+    "cp",
+    "tp_sequence",
+    "tp",
+    "freeze",
+    "overlap",
+]
 FEATURES += ["replicas", "ramp", "tied embeddings", "fused gradients", "loss by chunks"]
 
 
@@ -116,17 +115,6 @@ def test_losses_that_layers_add_are_scaled_and_told_as_they_are(how):
     (told, weights), (plain, wanted) = trained(dtype="float16"), trained()
     assert [one[3] for one in told] == [65536.0] * 3 and [one[:3] for one in told] == [one[:3] for one in plain]
     assert all(torch.equal(weights[name], value) for name, value in wanted.items()) and (how != "add" or told[0][1] > 0)
-
-
-def test_a_resumed_training_goes_on_with_the_scale_bit_by_bit(tmp_path):
-    """Saved after three steps, between two that double the scale, and gone on by another plan."""
-    every = {"checkpoint": {"every": 3, "keep": 9}}
-    whole = run_of(plan_of("1f1b", **every), 6, tmp_path / "whole")
-    begun = run_of(plan_of("zb-v", **every), 3, tmp_path / "begun")
-    went = run_of(plan_of("zb-h1", **every), 6, tmp_path / "went", at(tmp_path / "begun", 3))
-    assert begun + went == whole
-    same(at(tmp_path / "went", 6), at(tmp_path / "whole", 6))
-    assert json.loads((at(tmp_path / "went", 6) / "index.json").read_text())["loss_scale"] is not None
 
 
 def test_scales_change_as_those_of_torch():

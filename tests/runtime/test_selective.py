@@ -50,47 +50,7 @@ def test_a_stage_that_recomputes_selectively_trains_to_the_bit_as_one_that_keeps
 release = again.Remade.release
 
 
-@pytest.mark.parametrize("kind", few(["1f1b", "zb-v"], 1))
-@pytest.mark.parametrize("family", few([{}, LLAMA], 1))
-def test_tokens_that_are_gathered_again_train_to_the_bit_as_those_that_are_kept(family, kind):
-    jobs = [beside("tp_sequence", schedule__kind=kind, **family)[0] for _ in range(2)]
-    jobs[1]["parallel"]["tp_sequence"] = "regather"
-    assert trained(jobs[1]) == trained(jobs[0])
-
-
 WIDE = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 128}.items()}
-WEIGHED = [
-    (name, trait, kind, activations, attention)
-    for name, trait, kind in [
-        *((name, "", kind) for name in MODELS for kind in ("1f1b", "zb-v")),
-        *(("llama", trait, kind) for trait in ("slices", "tp", "tp_sequence", "autocast") for kind in ("1f1b", "zb-v")),
-        *(("gpt", trait, "1f1b") for trait in ("slices", "tp")),
-    ]
-    for activations in (("selective", "selective+offload") if trait != "slices" else ("selective",))
-    for attention in ("again", "keep")
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "trait", "kind", "activations", "attention"), few(WEIGHED, [WEIGHED[8], WEIGHED[-4], WEIGHED[-3]])
-)
-def test_a_plan_knows_what_a_rank_holds_that_recomputes_selectively(
-    tmp_path, model, trait, kind, activations, attention
-):
-    """In one of three runs at least: a late message is held longer."""
-    job, _ = beside(*filter(None, (trait,)), schedule__kind=kind, parallel__pp=2, **MODELS[model], **WIDE)
-    job["memory"] = {"activations": activations, "attention": attention}
-    if activations.endswith("offload"):
-        job["hardware"], job["schedule"]["memory_limit"] = {"host_gbps": 20.0}, "0.7x"
-    path = Path(tmp_path) / "zbc.toml"
-    path.write_text(toml(job))
-    made = compile_job(load_job(path), budget=0.0, suggest=False)
-    made.write(tmp_path / "plan")
-    predicted = max(rank.bytes for rank in made.memory)
-    plan = StoredPlan.read(tmp_path / "plan")
-    assert any(
-        predicted == pytest.approx(max(scale.held.peak for scale in scaled(plan)[1]), rel=0.03) for _ in range(3)
-    )
 
 
 USERS = """

@@ -19,9 +19,9 @@ from zbc.ir import Kind
 from zbc.job.spec import Model
 from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.split import split_backward
-from zbc.runtime.core.tensors import Part, share_of
+from zbc.runtime.core.tensors import Part
 from zbc.runtime.features.slices import slicing
-from zbc.runtime.features.slices.slicing import Inside, Past, attention, positions, within
+from zbc.runtime.features.slices.slicing import Inside, Past, attention, within
 from zbc.training.models.gpt import Block
 from zbc.training.probing.checkup import check_up
 
@@ -175,20 +175,6 @@ def test_limited_attention_follows_the_formula_with_its_gradients(limits, chunk,
     assert all(near(one, other, 1e-12) for one, other in pairs)
 
 
-def test_positions_are_those_of_the_sequence():
-    x = torch.zeros(2, 3, 5)
-    assert positions(x).tolist() == [0, 1, 2]
-    with within(Inside(Part(1, 4, 7, 9))):
-        assert positions(x).tolist() == [4, 5, 6]
-
-
-def test_a_share_counts_the_targets_that_count():
-    target = torch.tensor([[1, 2, -100, -100], [3, -100, -100, -100]])
-    assert share_of(target, Part(0, 0, 1, 4)) == 2 / 3 and share_of(target, Part(2, 2, 4, 4)) == 0.0
-    assert share_of(target.float(), Part(0, 0, 1, 4)) == 0.25
-    assert share_of(torch.full((1, 4), -100), Part(0, 0, 1, 4)) == 0.0
-
-
 # ---- whole steps ---------------------------------------------------------------------------------------------
 
 WAYS = [("1f1b", 2, 3, 2, {}), ("1f1b", 4, 2, 4, {}), ("zb-h1", 4, 3, 3, {}), ("gpipe", 2, 2, 3, {})]
@@ -240,15 +226,6 @@ def test_forwards_that_run_again_begin_with_the_first_slice():
     assert losses_of(workers) == pytest.approx(expected.losses, rel=1e-6)
 
 
-def test_in_bfloat16_too():
-    """The losses; gradients of keys and values are summed in their own type."""
-    options = {"model": {**LLAMA, "dtype": "bfloat16"}, "optimizer": {"lr": 1e-2}}
-    workers = run_threads(plan_of("zb-h1", 2, 3, 3, **options), 4)
-    whole = run_threads(plan_of("zb-h1", 2, 3, 1, **options), 4)
-    losses, wanted = (losses_of(ranks) for ranks in (workers, whole))
-    assert losses == pytest.approx(wanted, rel=2e-3) and losses != wanted
-
-
 def test_each_slice_draws_for_itself_whatever_the_plan():
     model = user("mixers", dropout=0.5)
     one, two = (plan_of(*how, 3, 3, model=model, keep=without_step, **SEQUENCES) for how in (("1f1b", 1), ("zb-v", 2)))
@@ -265,29 +242,11 @@ def test_each_slice_draws_for_itself_whatever_the_plan():
     assert len(masks) == 8 and all(a != b for a, b in zip(masks[:4], masks[4:], strict=True))
 
 
-def test_evaluation_runs_in_slices():
-    same = {"train": {"eval_every": 2}, "data": {"kind": "synthetic", "validation": 0.00001}}
-    for schedule, more in (("1f1b", {}), ("zb-v", {"activations": "recompute"})):
-        found, wanted = (run_threads(plan_of(schedule, 2, 3, k, **same, **more), 4) for k in (3, 1))
-        losses, whole = ([one.loss for one in ranks[0].evaluation.results] for ranks in (found, wanted))
-        assert len(losses) == 2 and losses == pytest.approx(whole, rel=1e-5)
-
-
 def test_sequences_of_another_length_are_refused_with_both():
     """Slices would take the first tokens and silently ignore the others."""
     plan = plan_of("1f1b", 1, 2, 3, model=user("mixers"), size=1, data={"kind": HERE + "Uneven"})
     with refused("E505", match="inputs have 20 tokens, the slices of the plan are cut from 16"):
         run_threads(plan, 8)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
-def test_a_run_goes_on_with_another_number_of_slices(tmp_path, before, after):
-    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
-    first, second = plan_of("1f1b", 2, 3, before, **options), plan_of("zb-v", 2, 3, after, **options)
-    run_threads(first, 2, folder=tmp_path)
-    workers = run_threads(second, 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
-    whole = run_threads(plan_of("1f1b", 1, 3, 1, **options), 4)
-    assert losses_of(workers) == pytest.approx(losses_of(whole)[2:], rel=1e-5)
 
 
 def test_doctor_compares_slices_with_the_whole_model_and_draws_alike():

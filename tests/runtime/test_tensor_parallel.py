@@ -10,15 +10,13 @@ import zbc
 from tests.jobs import toml_text
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
-from tests.runtime.test_checkpoints import at
 from tests.runtime.test_gradients import VECTORS
 from tests.threads import each_parameter, run_threads, side_by_side
-from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job.model_section import Model
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.tensors import IGNORED
-from zbc.runtime.features.tensor_parallel import Cut, Group, SharedLayers
+from zbc.runtime.features.tensor_parallel import Group, SharedLayers
 from zbc.runtime.features.words.cross_entropy import cross_entropy
 from zbc.runtime.transports.hub import Hub, HubTransport
 from zbc.training.models import model as models
@@ -78,21 +76,6 @@ def hold_parts(shared, alone, **tolerances):
     return {name: parameter for (name, first), parameter in seen.items() if not first}
 
 
-WAYS = [("1f1b", 1, 2, 1, "gpt"), ("zb-h1", 2, 2, 1, "gpt"), ("zb-v", 2, 4, 1, "llama"), ("1f1b", 2, 2, 2, "tied")]
-WAYS += [("interleaved-1f1b", 2, 2, 1, "rotary"), ("chimera", 2, 2, 1, "gpt"), ("gpipe", 2, 4, 1, "tied")]
-WAYS += [("looped-zb", 2, 2, 1, "qwen3"), ("zb-v", 1, 2, 1, "window")]
-
-
-@pytest.mark.parametrize(
-    ("kind", "pp", "tp", "dp", "model"), few(WAYS, lambda way: way[0] in {"zb-h1", "chimera"} or way[4] == "tied")
-)
-def test_losses_and_norms_are_those_of_one_process(kind, pp, tp, dp, model, tmp_path):
-    chunks = {"model_more": {"layers": 6}}
-    shared = run_threads(plan_of(tmp_path / "tp", kind, pp=pp, tp=tp, dp=dp, model=model, **chunks), 3)
-    alone = run_threads(plan_of(tmp_path / "one", pp=1, dp=dp, model=model, **chunks), 3)
-    assert len(shared) == pp * tp * dp and numbers(shared) == near(alone)
-
-
 @pytest.mark.parametrize(
     "more",
     [{}, {"dp": 2}, {"dp": 2, "more": {"shard": "gradients"}}, {"optimizer": {"sync": "post-validate"}}],
@@ -108,15 +91,6 @@ def test_norms_of_heads_learn_from_the_heads_of_all_ranks(more, tmp_path):
     assert any("norm_q" in name for name in norms)
     for name in norms:
         torch.testing.assert_close(seen[name], whole[name], rtol=0, atol=2e-7, msg=name)
-
-
-@pytest.mark.parametrize("counts", [[2, 1], [1, 2]])
-def test_stages_with_replicas_share_their_layers(counts, tmp_path):
-    replicated = plan_of(tmp_path / "a", "replicated-1f1b", pp=3, tp=2, more={"replicas": counts})
-    workers = run_threads(replicated, 3)
-    alone = run_threads(plan_of(tmp_path / "b", pp=1), 3)
-    assert len(workers) == 6
-    assert numbers(workers) == near(alone)
 
 
 def test_groups_take_other_seats(tmp_path):
@@ -142,41 +116,6 @@ def evaluated_alike(shared, alone):
     for worker in shared:
         if worker.evaluation is not None:
             assert worker.evaluation.results[0].loss == pytest.approx(alone.evaluation.results[0].loss, rel=1e-5)
-
-
-SEQUENCE = [("1f1b", 2, 2, "gpt", {}), ("zb-h1", 1, 2, "tied", {}), ("zb-v", 2, 4, "llama", {})]
-SEQUENCE += [("zb-v", 1, 2, "window", {})]
-SEQUENCE += [("1f1b", 2, 2, "qwen3", {"memory": {"activations": "recompute"}})]
-SEQUENCE += [("zb-h1", 2, 2, "rotary", {"model_more": {"dtype": "bfloat16"}})]
-SEQUENCE += [("zb-h1", 2, 2, "gpt", {"optimizer": {"sync": "post-validate"}})]
-SEQUENCE += [("interleaved-1f1b", 2, 2, "gpt", {"dp": 2, "more": {"shard": "optimizer"}})]
-SEQUENCE += [("zb-h1", 2, 2, "gpt", {"train": {"eval_every": 2, "eval_batches": 1}, "data": {"validation": 0.2}})]
-
-
-@pytest.mark.parametrize(
-    ("kind", "pp", "tp", "model", "how"), few(SEQUENCE, lambda way: way[0] == "1f1b" and way[3] == "gpt")
-)
-def test_ranks_that_share_the_sequence_train_as_one_process(kind, pp, tp, model, how, tmp_path):
-    """Between the layers each has its part of the tokens, and whole parameters stay bitwise equal."""
-    more = {"tp_sequence": True, **how.get("more", {})}
-    layers = {"layers": 6, **how.get("model_more", {})}
-    options = {key: value for key, value in how.items() if key not in ("more", "model_more")}
-    shared = run_threads(
-        plan_of(tmp_path / "tp", kind, pp=pp, tp=tp, model=model, more=more, model_more=layers, **options), 3
-    )
-    options["m"] = 4 * options.pop("dp", 1)
-    (alone,) = run_threads(plan_of(tmp_path / "one", pp=1, model=model, model_more=layers, **options), 3)
-    low = "model_more" in how
-    assert numbers(shared) == near([alone], 2e-2 if low else 1e-5)
-    hold_parts(shared, alone, **({} if low else {"rtol": 1e-4, "atol": 1e-5}))
-    evaluated_alike(shared, alone)
-    stages = [stage for worker in shared for stage in worker.stages.values()]
-    assert all(stage.takes.shape == (2, 8 // tp, 32) for stage in stages if stage.index)
-
-
-def test_two_runs_have_the_same_bits(tmp_path):
-    plan = plan_of(tmp_path, "zb-v", tp=2)
-    assert numbers(run_threads(plan, 3)) == numbers(run_threads(plan, 3))
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
@@ -237,81 +176,6 @@ def test_float64_is_exact_to_its_own_rounding():
                 grad = other.get_parameter(name).grad
                 cut = cuts[plan.name].get(name)
                 torch.testing.assert_close(parameter.grad, grad if cut is None else cut.of(grad), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"memory": {"activations": "recompute"}},
-        {"optimizer": {"sync": "post-validate"}},
-        {"train": {"eval_every": 2, "eval_batches": 1}, "data": {"validation": 0.2}},
-        {"model_more": {"dtype": "bfloat16"}},
-        {"slices": 2},
-        {"slices": 4, "memory": {"activations": "recompute"}, "model": "qwen3"},
-        {"model_more": {"loss": "tests.runtime.losses:smoothed"}},  # gets all logits
-    ],
-    ids=["recompute", "post-validate", "evaluation", "bfloat16", "slices", "slices recomputed", "a loss of the user"],
-)
-def test_what_else_a_run_may_do(how, tmp_path):
-    shared = run_threads(plan_of(tmp_path / "tp", "zb-h1", tp=2, **how), 3)
-    alone = run_threads(plan_of(tmp_path / "one", pp=1, **how), 3)
-    assert numbers(shared) == near(alone, 2e-2 if "dtype" in how.get("model_more", {}) else 1e-5)
-    evaluated_alike(shared, alone[0])
-
-
-@pytest.mark.parametrize(("first", "second"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 4), (2, 2))])
-def test_a_run_goes_on_with_another_tp(first, second, tmp_path):
-    """Checkpoints hold whole tensors, with the optimizer's numbers for them."""
-    adam = {"kind": "adamw", "lr": 1e-3}
-    options = {"checkpoint": {"every": 2}, "train": {"steps": 4}, "optimizer": adam}
-    before = plan_of(tmp_path / "a", "zb-h1", pp=first[0], tp=first[1], **options)
-    after = plan_of(tmp_path / "b", "1f1b", pp=second[0], tp=second[1], **options)
-    run_threads(before, 2, folder=tmp_path / "before")
-    workers = run_threads(after, 4, folder=tmp_path / "after", resume=at(tmp_path / "before", 2))
-    alone = run_threads(plan_of(tmp_path / "one", pp=1, train={"steps": 4}, optimizer=adam), 4)
-    assert numbers(workers) == near(alone)[2:]
-
-
-SHARDED = [
-    ("1f1b", "optimizer", "gpt", {}),
-    ("zb-h1", "optimizer", "tied", {}),
-    ("zb-v", "optimizer", "llama", {"model_more": {"layers": 6, "parameters": "bfloat16", "dtype": "bfloat16"}}),
-    ("zb-h1", "optimizer", "gpt", {"optimizer": {"sync": "post-validate", "kind": "adamw", "lr": 1e-3}}),
-    ("chimera", "optimizer", "gpt", {"model_more": {"layers": 6}}),
-    ("1f1b", "gradients", "gpt", {}),
-    ("breadth-first", "weights", "gpt", {"model_more": {"layers": 6}}),
-]
-
-
-@pytest.mark.parametrize(("kind", "shard", "model", "more"), few(SHARDED, lambda way: way[2] == "tied"))
-def test_replicas_share_out_the_parts_that_ranks_have(kind, shard, model, more, tmp_path):
-    """2 replicas of 2 ranks of the pipeline, each of 2 that share its layers; one process resumes their checkpoint."""
-    options = {"checkpoint": {"every": 2}, "train": {"steps": 4}, **more}
-    options["optimizer"] = {"kind": "adamw", "lr": 1e-3, **more.get("optimizer", {})}
-    found = plan_of(tmp_path / "a", kind, pp=2, tp=2, dp=2, model=model, more={"shard": shard}, **options)
-    whole = plan_of(tmp_path / "b", kind, pp=2, tp=2, dp=2, model=model, **options)
-    alone = plan_of(tmp_path / "c", "1f1b", pp=1, model=model, m=8, **options)
-    shared, meant = run_threads(found, 4, folder=tmp_path / "run"), run_threads(whole, 4)
-    rel = 1e-3 if "parameters" in options.get("model_more", {}) else 1e-5
-    assert numbers(shared) == near(meant, rel)
-    for plan in (found, alone):
-        workers = run_threads(plan, 4, folder=tmp_path / "after", resume=at(tmp_path / "run", 2))
-        assert numbers(workers) == near(shared, rel)[2:]
-
-
-def test_a_cut_finds_its_part_again():
-    whole = torch.arange(60.0).view(12, 5)
-    cuts = [Cut((12, 5), 0, (8, 4), 3, place) for place in range(3)]
-    parts = [cut.of(whole) for cut in cuts]
-    assert [tuple(part.shape) for part in parts] == [cut.part for cut in cuts]
-    assert torch.cat([parts[1][:3], parts[1][3:]]).equal(parts[1]) and sum(map(len, parts)) == 12
-
-    class Said:
-        def collect(self, flat):
-            width = len(flat)
-            return torch.stack([functional.pad(p.reshape(-1), (0, width - p.numel())) for p in parts])
-
-    assert cuts[1].collect(functional.pad(parts[1], (0, 0)), Said()).equal(whole)
 
 
 WIDE = {"family": "tests.runtime.user_models:shared", "layers": 4, "loss": "mse", "args": {"width": 8, "count": 4}}

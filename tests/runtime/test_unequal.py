@@ -13,12 +13,11 @@ from tests.runtime import one_by_one
 from tests.runtime.one_by_one import SGD, TEXTS, Texts, mean_over_tokens
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_freed_weights import freeing, weights
-from tests.threads import losses_of, run_threads
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.check.orders import order_problems
 from zbc.compiler.passes.reduce_grads import reduced_as
 from zbc.errors import ZbcError
-from zbc.job import spec
 from zbc.plan.balancing import Shape
 from zbc.plan.directory import StoredPlan
 from zbc.plan.manifest import RampPlan, Unequal
@@ -28,7 +27,6 @@ from zbc.training.data.data import Pairs
 from zbc.training.data.documents import PairDocuments, RandomDocuments, TokenDocuments
 from zbc.training.data.tokenfile import Tokens, write_sidecar
 from zbc.training.data.unequal import Dealer
-from zbc.training.models import gpt
 
 STEPS = 3
 DATA = {"kind": "synthetic", "balance": "length"}
@@ -147,36 +145,6 @@ def test_steps_that_are_made_again_have_their_own_counts(counts, dealt):
     assert all(norm > SGD["clip_grad_norm"] for norm in norms)
 
 
-def test_ranks_that_share_layers_train_unequal_counts_as_one_process(dealt):
-    dealt((5, 3))
-    plan = shared(unequal(), 2)
-    losses, norms, _ = train_alone(plan, STEPS)
-    found = [(one.loss, one.grad_norm) for one in run_threads(plan, STEPS)[0].results]
-    assert found == [pytest.approx(pair, rel=1e-6) for pair in zip(losses, norms, strict=True)]
-
-
-def test_learned_positions_are_those_of_samples_where_ranks_share_the_tokens():
-    embedding, tokens = gpt.Embed(spec.Model(layers=1, hidden=4, heads=1, vocab=16, seq_len=8)), torch.arange(8)[None]
-    with packed(((5, 3),)):
-        expected = embedding(tokens)[:, 4:]
-        embedding.place, embedding.look_up = 1, lambda tokens: embedding.tokens(tokens[:, 4:])
-        assert torch.equal(embedding(tokens), expected)
-
-
-def shared(plan, tp):
-    """A plan with layers shared by `tp` ranks."""
-    program, manifest = replace(plan.program, tp=tp), plan.manifest.model_copy(update={"tp": tp})
-    return StoredPlan(manifest, program, tuple(shared(one, tp) for one in plan.ramp))
-
-
-@pytest.mark.parametrize("resident", few([1, 2], (1,)))
-@pytest.mark.parametrize("counts", [(5, 3), (1, 3)])
-def test_weights_come_and_go_with_unequal_counts(counts, resident, dealt):
-    """Breadth-first: the number of gathers does not depend on the microbatches."""
-    dealt(counts)
-    as_one_process(unequal("breadth-first", resident=resident, zero1=True), gathered=True)
-
-
 @pytest.mark.parametrize("resident", few([1, 2], (1,)))
 @pytest.mark.parametrize(("here", "there"), few(COUNTS, 1))
 @pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "looped-zb", "zb-v"], 1))
@@ -282,19 +250,6 @@ def test_ranks_that_know_other_lengths_do_not_begin(monkeypatch):
 
     with pytest.raises(ZbcError, match=r"E110.*other lengths"):
         run_threads(plan, 1, setup=other)
-
-
-@pytest.mark.parametrize("zero1", [False, True])
-def test_a_training_of_unequal_work_goes_on_where_it_was(tmp_path, zero1):
-    plan = unequal(zero1=zero1, checkpoint={"every": 2})
-    straight = run_threads(plan, 4)
-    run_threads(plan, 2, folder=tmp_path / "run")
-    again = run_threads(plan, 4, resume=next(tmp_path.glob("**/step-*")))
-    assert losses_of(again) == [r.loss for r in straight[0].results[2:]]
-
-
-def test_layers_run_again_see_the_same_samples():
-    as_one_process(unequal("zb-h1", activations="recompute"))
 
 
 def test_documents_of_token_files_end_where_their_end_token_stands(tmp_path):

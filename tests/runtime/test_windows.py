@@ -11,20 +11,15 @@ import pytest
 import torch
 
 from tests.jobs import job
-from tests.runtime.small_plans import GPT
 from tests.runtime.test_freed_weights import CASES, SAMPLE, STEPS, plan_of, plan_of_case, same, weights, whole
 from tests.runtime.test_nonfinite import poisoned
-from tests.runtime.test_scattered import trained
-from tests.runtime.weighed import most_held
 from tests.threads import last_of, losses_of, run_threads, side_by_side, watch
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
-from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.shards import shared_memory
-from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.features.shards.windows import Window, WindowCopier
 from zbc.runtime.transports.hub import Hub
 
@@ -40,19 +35,6 @@ def test_windows_change_no_bit(schedule, resident, dtype):
     plan = plan_of_case(schedule, resident, dtype)
     if plan is not None:
         same(run_threads(one_sided(plan), STEPS), whole(schedule, 2, 4, dtype))
-
-
-HOW = {
-    "masters": {"model": {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}},
-    "tied": {"tied": True},
-    "recompute": {"activations": "recompute"},
-}
-
-
-@pytest.mark.parametrize("case", few(["masters", "tied", "recompute"], 1))
-def test_windows_with_other_features_change_no_bit(case):
-    one, other = (plan_of("zb-v", 2, 4, room, **HOW[case]) for room in (1, 0))
-    same(run_threads(one_sided(one), STEPS), run_threads(other, STEPS))
 
 
 def late(monkeypatch, seed, longest=0.004):
@@ -98,65 +80,6 @@ def test_slots_are_added_in_the_order_of_the_ranks(shard, tmp_path, monkeypatch)
         with monkeypatch.context() as patch:
             late(patch, seed)
             same(bits(compiled, tmp_path / f"late-{seed}"), plain)
-
-
-def windows_of(worker):
-    """Bytes of a worker's windows."""
-    return sum(one._window.weights.untyped_storage().nbytes() for one in worker.features.of(Gathers).freed)
-
-
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "breadth-first"])
-def test_all_three_are_shared_out_as_with_collectives(schedule, tmp_path):
-    """Runs of backwards are summed before ranks, so not bitwise."""
-    _, plain, _ = trained(tmp_path / "plain", schedule, "all", 2)
-    _, taken, found = trained(tmp_path / "taken", schedule, "all", 2, exchange="one-sided", weighed=True)
-    for one, other in zip(plain, taken, strict=True):
-        assert [r.loss for r in other.results] == pytest.approx([r.loss for r in one.results], abs=1e-5)
-    for predicted, scales in found:
-        nearest = min((one.held.peak for one in scales), key=lambda peak: abs(peak - predicted.bytes))
-        assert predicted.bytes == pytest.approx(nearest, rel=0.02)
-
-
-@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], ("bfloat16",)))
-@pytest.mark.parametrize("resident", few([1, 2], (1,)))
-@pytest.mark.parametrize("kind", few(["breadth-first", "interleaved-1f1b", "zb-v"], 1))
-def test_memory_is_predicted(tmp_path, resident, kind, dtype):
-    """Without messages."""
-    model = {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, "dtype": dtype}
-    how = {"parallel": {"dp": 2, "shard": "weights", "exchange": "one-sided"}, "memory": {"resident": resident}}
-    asked = {"kind": kind, "pp": 2, "m": 4, "layers": 22, "model": model, "data": {"kind": "synthetic"}}
-    compiled = compile_job(job(**asked, **how, schedule={} if kind == "zb-v" else {"chunks": 3}))
-    compiled.write(tmp_path / "plan")
-    predicted = [rank.bytes for rank in peaks(compiled.program, compiled.costs)]
-    plan = StoredPlan.read(tmp_path / "plan")
-    workers, held = most_held(plan, predicted)
-    assert predicted == pytest.approx(held, rel=0.01)
-    for rank in range(2):
-        meant = sum(compiled.costs.bytes[s].window for s in compiled.program.placement.stages_of(rank))
-        most = max(windows_of(workers[one]) for one in plan.manifest.topology.ranks([rank]))
-        assert meant == pytest.approx(most, rel=0.01)
-
-
-@pytest.mark.parametrize("back", [False, True])
-def test_a_training_goes_on_with_windows_or_without(tmp_path, back):
-    every = {"checkpoint": {"every": 2}}
-    plan = plan_of("interleaved-1f1b", 2, 4, 1, **every)
-    before, after = (one_sided(plan), plan) if back else (plan, one_sided(plan))
-    run_threads(before, 2, folder=tmp_path / "run")
-    workers = run_threads(after, STEPS, resume=next(tmp_path.glob("**/step-*")))
-    straight = whole("interleaved-1f1b", 2, 4, "float32")
-    assert losses_of(workers) == losses_of(straight)[2:]
-    found, expected = weights(workers), weights(straight)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_evaluations_between_steps_change_nothing():
-    """They gather all weights at once, by collectives."""
-    how = {"train": {"eval_every": 1, "eval_batches": 1}, "data": {"kind": "synthetic", "validation": 0.2}}
-    plan = plan_of("zb-v", 2, 4, 1, **how)
-    one, other = run_threads(one_sided(plan), STEPS), run_threads(plan, STEPS)
-    same(one, other)
-    assert all(worker.evaluation is not None for worker in one)
 
 
 def test_a_step_that_is_skipped_leaves_rows_as_they_were():
@@ -267,30 +190,19 @@ def test_memory_is_seen_by_all_and_has_no_name(tmp_path, monkeypatch):
 
 
 def test_too_little_memory_is_told_on_every_rank(tmp_path, monkeypatch):
-    def full(handle, start, size):
-        raise OSError(28, os.strerror(28))
+    plain, short = os.posix_fallocate, []
 
-    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
-    plain = shared_memory._make
-
-    def make(size):
-        with pytest.MonkeyPatch.context() as patch:
-            if threading.current_thread() is threads[1]:
-                patch.setattr(os, "posix_fallocate", full)
-            return plain(size)
-
-    threads = {}
+    def fallocate(handle, start, size):
+        if threading.current_thread() in short:
+            raise OSError(28, os.strerror(28))
+        plain(handle, start, size)
 
     def act(rank, exchange):
-        threads[rank] = threading.current_thread()
-        exchange(b"")
-        with turn:
-            made = make(64)
-        monkeypatch.setattr(shared_memory, "_make", lambda size: mades[threading.current_thread()])
-        mades[threading.current_thread()] = made
+        short.extend([threading.current_thread()] * (rank == 1))
         return shared_memory.share(64, rank, (0, 1), exchange)
 
-    turn, mades = threading.Lock(), {}
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
     found = talking(2, act)
     assert all(error.code == "E603" for error in found)
     assert f"no 64 bytes of shared memory in {tmp_path}: No space left on device" in found[1].message
