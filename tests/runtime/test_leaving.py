@@ -84,7 +84,3 @@ def test_what_torch_refuses_is_told_with_the_layer_and_what_it_was_given(activat
         run_threads(make_plan(make_program("1f1b", 2, 2), model=family, data=args, activations=activations), 1)
     details = explain(caught.value, 1).details
     assert details[0].endswith(" of step 1: F s1 m0") and details[1] == "in layer layers.3, for float32 [2, 8]"
-
-
-def test_code_that_does_not_leave_trains():
-    run_threads(plan(), 1)

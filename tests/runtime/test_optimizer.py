@@ -122,7 +122,7 @@ def test_low_precision_weights_sum_their_gradients_in_float32():
     assert made["w"].dtype is torch.bfloat16 and made["w"].grad.item() == 1 + 2**-10
 
 
-@pytest.mark.parametrize(("schedule", "p"), few([("zb-v", 2), ("1f1b", 3), ("gpipe", 1)], ("zb-v", "1f1b")))
+@pytest.mark.parametrize(("schedule", "p"), few([("zb-v", 2), ("1f1b", 3), ("zb-h1", 4)], ("zb-v", "1f1b")))
 @pytest.mark.parametrize("kind", few(["adamw", "adam"], ("adamw",)))
 def test_bfloat16_parameters_train_as_in_one_process(schedule, p, kind):
     plan = make_plan(make_program(schedule, p, 4), model=LOW, optimizer={**KINDS[kind], "clip_grad_norm": 1.0})
@@ -132,13 +132,3 @@ def test_bfloat16_parameters_train_as_in_one_process(schedule, p, kind):
     assert norms_of(workers) == pytest.approx(wanted.norms, rel=1e-12)
     for name, parameter in parameters(workers).items():
         assert parameter.dtype is torch.bfloat16 and torch.equal(parameter, wanted.weights[name]), name
-
-
-@pytest.mark.parametrize("schedule", few(["zb-h1", "1f1b"], ("zb-h1",)))
-def test_the_cut_leaves_no_trace_in_a_bfloat16_run(schedule):
-    """The tensors between stages have the type they would have without a cut."""
-    losses = []
-    for p in (1, 2, 4):
-        plan = make_plan(make_program(schedule, p, 4), model=LOW, optimizer={"lr": 0.01})
-        losses.append(losses_of(run_threads(plan, 2)))
-    assert losses[0] == losses[1] == losses[2]

@@ -10,7 +10,6 @@ from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
 from tests.runtime.test_added import plan_of as added_plan
-from tests.runtime.test_shared_words import plan_of as vocabulary_plan
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
@@ -67,13 +66,6 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(how, optimizer):
     check(plan_of("1f1b", 2, 2, how={"copies": 2, **how}, optimizer={**SGD, **optimizer}), tolerance=1e-4)
 
 
-def test_ranks_that_share_the_vocabulary_have_the_scales_of_one_process():
-    model = {**HALF, "loss_scale": (2.0**21, 2)}
-    for schedule, sums in (("zb-h1", 1), ("1f1b", 2)):
-        plan = vocabulary_plan(schedule, 2, 3, sums, model=model, optimizer=SGD)
-        check(plan, tolerance=2e-3)
-
-
 FEATURES = [
     "sharded weights",
     "slices",
@@ -86,7 +78,7 @@ FEATURES = [
     "freeze",
     "overlap",
 ]
-FEATURES += ["replicas", "ramp", "tied embeddings", "fused gradients", "loss by chunks"]
+FEATURES += ["replicas", "ramp", "tied embeddings", "fused gradients", "loss by chunks", "shared vocabulary"]
 
 
 @pytest.mark.parametrize("trait", few(FEATURES, 0))

@@ -8,7 +8,7 @@ import torch
 
 from tests.lowered import lower
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, parameters, reference
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import without_step
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
@@ -195,22 +195,6 @@ WAYS += [("zb-h1", 2, 4, 4, {"model": user("tokens", loss=HERE + "own_cross_entr
 @pytest.mark.parametrize(("schedule", "p", "m", "k", "options"), few(WAYS, lambda way: way[4] == {}))
 def test_a_step_in_slices_has_the_gradients_of_whole_microbatches(schedule, p, m, k, options):
     check_gradients(plan_of(schedule, p, m, k, keep=without_step, **options))
-
-
-TRAINED = [
-    ("zb-h1", 2, 3, {"sync": "post-validate"}, {"optimizer": {"clip_grad_norm": 0.5, "sync": "post-validate"}}),
-    ("1f1b", 2, 2, {"copies": 2, "sharded": True}, {"optimizer": {"zero1": True}}),
-    ("zb-v", 2, 3, {"sync": "post-validate"}, {"optimizer": {"sync": "post-validate"}, "activations": "recompute"}),
-]
-
-
-@pytest.mark.parametrize(("schedule", "m", "k", "how", "options"), TRAINED)
-def test_training_in_slices_is_that_of_one_process(schedule, m, k, how, options):
-    options = {**options, "optimizer": {"kind": "sgd", "lr": 0.5, **options["optimizer"]}}
-    plan = plan_of(schedule, 2, m, k, how=how, **options)
-    workers, expected = run_threads(plan, 4), reference(plan, 4)
-    hold(workers, expected, tolerance=1e-5, near=1e-6)
-    assert any(result.redone for result in workers[0].results) == ("clip_grad_norm" in options["optimizer"])
 
 
 def test_forwards_that_run_again_begin_with_the_first_slice():

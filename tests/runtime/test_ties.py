@@ -5,7 +5,6 @@ import torch
 
 from tests.refusals import refused
 from tests.runtime.small_plans import hold, make_plan, make_program, parameters, reference
-from tests.runtime.test_checkpoints import at
 from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
 from tests.threads import each_layer, losses_of, run_threads
 from tests.tiers import few
@@ -86,16 +85,6 @@ def test_all_copies_of_a_weight_stay_one(schedule, p, how):
         torch.testing.assert_close(held[0].detach(), expected.weights[owner], rtol=1e-5, atol=1e-6)
     hold(workers, expected, tolerance=1e-5)
     assert sum(op.stage == TIED for _, _, op in plan.program) > 0
-
-
-def test_a_run_goes_on_from_its_checkpoint_under_another_plan(tmp_path):
-    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
-    first, second = plan_of("1f1b", 4, **options), plan_of("zb-v", 2, **options)
-    run_threads(first, 2, folder=tmp_path / "before")
-    workers = run_threads(second, 4, folder=tmp_path / "after", resume=at(tmp_path / "before", 2))
-    expected = reference(first, 4)
-    for name, parameter in parameters(workers).items():
-        torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_where_all_layers_of_a_weight_are_in_one_stage_nothing_travels():
