@@ -255,7 +255,7 @@ BUGS = (
         "zbc/runtime/features/shards/sharded.py",
         "self._move(window.slots, add=before is not None)",
         "self._move(window.slots)",
-        (RUNTIME + "test_composed.py", RUNTIME + "test_windows.py"),
+        (RUNTIME + "test_windows.py",),
     ),
     Bug(
         "samples of a row see those before them",
