@@ -162,9 +162,25 @@ def _look(best: Best, case: Case) -> None:
             scores[choice] = best.look(case, choice, quick=True)
         else:
             best.too_large(case, choice)
+    _fewest(best, case, scores)
     for choice in sorted(scores, key=lambda choice: case.rank(scores[choice]))[: FULL if case.rough else 0]:
         if not best.look(case, choice)[0]:
             break
+
+
+def _fewest(best: Best, case: Case, scores: Mapping[Choice, Score]) -> None:
+    """Bisects for the fewest recomputing stages, counted from the first, between the counts of the starts."""
+    few, most, counts = 0, len(case.optional), {case.even(frozenset(case.optional[:n])): n for n in case.counts}
+    for choice in case.starts:
+        if (count := counts.get(choice)) is not None:
+            fits = choice in scores and not scores[choice][0]
+            few, most = (few, min(most, count)) if fits else (max(few, count + 1), most)
+    while few < most:
+        middle = (few + most) // 2
+        choice = case.even(frozenset(case.optional[:middle]))
+        slow = best.rules_out(case, case.least(choice))
+        over = INF if slow or case.short(choice) else best.look(case, choice, quick=True)[0]
+        few, most = (middle + 1, most) if over else (few, middle)
 
 
 def _least_memory(best: Best, cases: Sequence[Case]) -> None:
