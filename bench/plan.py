@@ -46,7 +46,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.engine import Engine, available
-from zbc.compiler.search.feasible import least, one_by_one
+from zbc.compiler.search.feasible import least_of, one_by_one
 from zbc.compiler.search.portfolio import COMPILED_RATE, PLAIN_RATE
 from zbc.compiler.search.portfolio import search as searched
 from zbc.compiler.search.problem import Problem
@@ -417,7 +417,7 @@ def cases() -> Iterator[tuple[str, Placement, Costs, int, float, str]]:
         kind, p, m = rng.choice(("linear", "V")), rng.randint(2, 4), rng.randint(3, 6)
         where = Placement.linear(p) if kind == "linear" else Placement.vshape(p)
         costs = uneven(rng, where)
-        needs = max(least(Problem.make(where, costs, m, None)))
+        needs = max(least_of(where, costs))
         limit = round(needs * rng.uniform(1.0, 2.5) + 0.005, 2)
         objective = rng.choice(("span", "makespan"))
         yield f"uneven {number} {kind} p={p} m={m} {objective}", where, costs, m, limit, objective
@@ -444,7 +444,7 @@ def fresh(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float, str]]:
         where = Placement.linear(p) if kind == "linear" else Placement.vshape(p)
         even = rng.random() < 0.3
         costs = Costs.uniform(where, *PROFILES[rng.choice(sorted(PROFILES))]) if even else uneven(rng, where)
-        needs = max(least(Problem.make(where, costs, m, None)))
+        needs = max(least_of(where, costs))
         limit = round(needs * rng.uniform(1.0, 2.5) + 0.005, 2)
         objective = rng.choice(("span", "makespan"))
         name = f"new {number} {kind} p={p} m={m} {'even' if even else 'uneven'} {objective}"
@@ -465,7 +465,7 @@ def odd(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float | tuple[f
         comm = rng.choice((0.0, 0.3, 3.0, 20.0))
         links = tuple(comm if pipe[s] != pipe[s + 1] else 0.0 for s in range(n - 1))
         costs = Costs.per_stage(f, b, w, act_b, tuple(round(a * share, 2) for a in act_b), (links,))
-        needs = least(Problem.make(where, costs, m, None))
+        needs = least_of(where, costs)
         limit = tuple(round(need * rng.choice((1, 1.3, 2, 3)) + 0.005, 2) for need in needs)
         objective = rng.choice(("span", "makespan"))
         yield f"odd {number} {kind} p={p} v={v} m={m} {spread} {objective}", where, costs, m, limit, objective

@@ -14,6 +14,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.machine import Link, Machine, assumed_link
+from zbc.compiler.cost.stage_bytes import NO_BYTES
 from zbc.compiler.partition.initial import initial
 from zbc.ir import Kind, Op, Placement
 from zbc.job.flops import keys_seen
@@ -556,3 +557,7 @@ def test_linear_layers_in_fp8_take_half_of_what_arithmetic_takes_and_runs_refuse
         assert saved == pytest.approx([half] * 4, rel=1e-2)
     with refused("E110", "for plans alone"):
         make_worker(make_plan(make_program("1f1b", 2, 2), model={**LLAMA, "dtype": "fp8"}))
+
+
+def test_a_stage_that_meets_no_other_rank_is_the_same_in_plans_that_split_nothing():
+    assert NO_BYTES.unsplit == NO_BYTES

@@ -110,6 +110,7 @@ zb-h1: adapter, autocast
 1f1b: cp, tp, llama, model.variant="qwen3", resume
 zb-h1: optimizer.state="bfloat16", shared vocabulary, zero1
 breadth-first: sharded weights, recompute, resume
+breadth-first: copies of experts, open activations, schedule.memory_limit="0.8x"
 bitpipe: sharded weights, resume
 zb-v: one-sided, bfloat16 weights
 zb-v: one-sided, tied embeddings, recompute, evaluation, resume

@@ -56,8 +56,8 @@ class StageBytes:
     @property
     def unsplit(self) -> StageBytes:
         """This stage in a plan that splits no backward of it."""
-        rise, coming = (replace(of, bw=bw) for of, bw in zip((self.rise, self.coming), self.whole, strict=True))
-        return replace(self, rise=rise, coming=coming)
+        pairs = zip(("rise", "coming"), self.whole, strict=False)  # none if it is alike
+        return replace(self, **{name: replace(getattr(self, name), bw=bw) for name, bw in pairs})
 
     @property
     def gathering(self) -> float:
