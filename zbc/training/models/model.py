@@ -55,6 +55,7 @@ class LayerPlan:
     compiles: bool = False
     after: tuple[str, ...] | None = None
     whole: bool = False
+    trials: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # see probing/shapes.py
 
     def build(self, seed: int) -> nn.Module:
         """The layer on the CPU with initial weights, drawn from a seed of its own, made of `seed` and the name."""

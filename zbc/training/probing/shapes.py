@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,7 @@ def derive(
     """
     _check_layers(plans, manifest)
     before, packed = dict[str, Laid](), dict[str, tuple[Packing | None, Packing | None]]()  # of each layer's input
-    known, seen = dict[tuple[str, Laid, Packing | None, bool], _Seen](), dict[str, _Seen]()
+    trials, seen = dict[str, dict[Any, _Seen]](), dict[str, _Seen]()  # of alike layers; of each
     owners, wanted, after, later = Owners(), flow, read_by(plans), dict[str, Names]()
     for plan in plans:
         sources = [seen[source] for source in after[plan.name]]
@@ -151,7 +151,8 @@ def derive(
         taken, comes = enters
         comes = comes and comes._replace(later=later.get(plan.name, frozenset() if plan is plans[-1] else None))
         before[plan.name] = taken
-        place = (plan.like or plan.name, taken, comes, flow)
+        known = trials.setdefault(plan.like or plan.name, plan.trials)
+        place = taken, comes, flow, rows, autocast, lowered
         if place not in known:
             module = plan.on_meta(owners)
             inner = {local: p.numel() for local, p in module.named_parameters()}

@@ -45,13 +45,10 @@ def describe(module: nn.Module) -> Hashable:
     runtime has put in place of a forward, which has the module."""
     parameters = tuple((name, _tensor(p), p.requires_grad) for name, p in module._parameters.items() if p is not None)
     buffers = tuple((name, _tensor(b)) for name, b in module._buffers.items() if b is not None)
-    own = {key: value for key, value in vars(module).items() if not key.startswith("_") and not _ours(value)}
+    ours = {key for key, value in vars(module).items() if type(value).__module__.startswith("zbc.runtime.")}
+    own = {key: value for key, value in vars(module).items() if not key.startswith("_") and key not in ours}
     inner = tuple((name, None if child is None else describe(child)) for name, child in module._modules.items())
     return _name(type(module)), parameters, buffers, _setting(own, _DEEP), inner
-
-
-def _ours(value: Any) -> bool:
-    return type(value).__module__.startswith("zbc.runtime.")
 
 
 def _setting(value: Any, depth: int) -> Hashable:
