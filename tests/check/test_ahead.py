@@ -25,7 +25,6 @@ from zbc.ir import Kind, Op, Placement, Program
 
 SCHEDULES = 2000
 BATCHES = [range(start, start + 250) for start in range(0, SCHEDULES, 250)]
-batches = pytest.mark.parametrize("seeds", few(BATCHES, 2), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 
 
 @cache
@@ -91,18 +90,6 @@ def test_a_program_passes_exactly_if_it_runs_whatever_the_verdict(seeds):
         outcomes = [operational.run(result.program, seed=seed, redo=redo) for redo in (False, True)]
         shown = f"seed {seed} ({result.how})\n{show(result.program)}\n{error}\n{outcomes}"
         assert (error is None) is all(outcome.ok for outcome in outcomes), shown
-
-
-@batches
-def test_the_last_step_is_final_before_the_first_backward(seeds):
-    for seed in seeds:
-        for rank, ops in enumerate(schedule(seed).ranks):
-            kinds = [op.kind for op in ops]
-            back = next((i for i, kind in enumerate(kinds) if kind in (Kind.B, Kind.BW)), len(kinds))
-            commits = [i for i, kind in enumerate(kinds) if kind is Kind.COMMIT]
-            assert kinds.index(Kind.NORM) < kinds.index(Kind.VERDICT) < kinds.index(Kind.REDO) < min(commits)
-            assert max(commits) < back
-            assert len(commits) == len(schedule(seed).placement.stages_of(rank)) == kinds.count(Kind.TENTATIVE)
 
 
 @pytest.mark.repeats

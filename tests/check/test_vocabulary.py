@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.refusals import error_of, refused
+from tests.refusals import error_of
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.simulate import simulate
@@ -65,13 +65,3 @@ def test_faults_are_named(case):
 def test_without_a_shared_vocabulary_its_ops_have_nothing_to_work_on():
     said = "S m0 has nothing to work on: the first and the last stage hold the vocabulary"
     assert said in str(error_of(check_all, replace(program(ONE), vocabulary=0)))
-
-
-def test_ranks_that_meet_in_two_orders_never_finish():
-    m0, m1 = ([text.replace("m0", mb) for text in ONE] for mb in ("m0", "m1"))
-    both = [f"{a}, {b}" for a, b in zip(m0, m1, strict=True)]
-    check_all(program(both, m=2))
-    crossed = [both[0], both[1].replace("I m0, GIVE m0, F s1 m0", "I m0, I m1, GIVE m1, GIVE m0, F s1 m0")]
-    crossed[1] = crossed[1].replace("E m0, I m1, GIVE m1, ", "E m0, ")
-    with refused("E201"):
-        check_all(program(crossed, m=2))

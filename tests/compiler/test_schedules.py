@@ -1,17 +1,13 @@
 """Every schedule on every small pipeline; expected values are formulas from the papers, not from the code."""
 
-from collections import Counter
-
 import pytest
 
-from tests.compiler.grid import FIXED, MICROBATCHES, RANKS, chunk_counts, make, timed, units
+from tests.compiler.grid import FIXED, MICROBATCHES, RANKS, WAVES, chunk_counts, make, timed, units
 from tests.tiers import few
 from zbc.compiler.check import check_complete
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.compiler.sim.bounds import bounds
-from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Placement, Program
 
 every = pytest.mark.parametrize("name", FIXED)
 with_p = pytest.mark.parametrize("p", few(RANKS, (1, 3, 4)))
@@ -21,33 +17,19 @@ def cases(name):
     return [(m, v) for m in MICROBATCHES for v in chunk_counts(name)]
 
 
-@every
+@pytest.mark.parametrize("name", [*FIXED, *WAVES])
 @with_p
-def test_each_stage_runs_each_microbatch_once_on_its_own_rank(name, p):
-    for m, v in cases(name):
-        program = make(name, p, m, v)
-        backward = (Kind.B, Kind.W) if SCHEDULES[name].splits_backward else (Kind.BW,)
-        expected = {
-            (program.placement.rank_of(s), Op(kind, s, i))
-            for kind in (Kind.F, *backward)
-            for s in range(p * v)
-            for i in range(m)
-        }
-        assert Counter((rank, op) for rank, _, op in program) == Counter(expected), f"p={p} m={m} v={v}"
-
-
-@every
-@with_p
-def test_weight_gradients_of_a_stage_come_in_microbatch_order(name, p):
-    """Then they are summed in the order of one process, and are bitwise equal to its gradients."""
-    for m, v in cases(name):
+def test_each_pipe_takes_its_microbatches_in_order_at_every_stage(name, p):
+    """Then weight gradients are summed in the order of one process, and are bitwise equal to its gradients."""
+    fits, v = p % SCHEDULES[name].ranks_in == 0, SCHEDULES[name].default_chunks
+    for m, v in cases(name) if name in FIXED else [(m, v) for m in (3, 8, 13) if fits]:
         program = make(name, p, m, v)
         for ops in program.ranks:
             last = {}
             for op in ops:
-                if op.kind in (Kind.W, Kind.B, Kind.BW):
-                    assert last.get((op.kind, op.stage), -1) < op.mb, f"p={p} m={m} v={v}: {op}"
-                    last[op.kind, op.stage] = op.mb
+                key = op.kind, op.stage, op.pipe
+                assert last.get(key, -1) < op.mb, f"p={p} m={m} v={v}: {op}"
+                last[key] = op.mb
 
 
 # name -> (makespan, span, peak units, from which m on), at T_F = T_B = T_W = 1
@@ -91,33 +73,6 @@ def test_with_few_microbatches_only_the_way_down_and_up_counts(p):
         assert timed(make("zb-h2", p, m)).makespan == (m + p - 1) * 2 + 1
 
 
-@with_p
-def test_zb_h2_is_never_slower_than_zb_h1(p):
-    for m in MICROBATCHES:
-        h1, h2 = timed(make("zb-h1", p, m)), timed(make("zb-h2", p, m))
-        assert h2.makespan <= h1.makespan + 1e-9
-        assert h2.span <= h1.span + 1e-9
-
-
-@with_p
-def test_interleaving_beats_1f1b_for_any_number_of_microbatches(p):
-    for m in range(p, 25):
-        assert timed(make("interleaved-1f1b", p, m, 2)).makespan <= timed(make("1f1b", p, m)).makespan + 1e-9
-
-
-@with_p
-def test_interleaved_rounds_can_be_longer_than_the_pipeline(p):
-    for v in (2, 3):
-        for m in MICROBATCHES:
-            for group in range(p, m + 1):
-                program = SCHEDULES["interleaved-1f1b"].make(Request(p, m, v, group=group))
-                timeline = timed(program)
-                assert max(units(program)) <= m + 1e-9
-                assert timeline.makespan >= 3 * m + 3 * (p - 1) / v - 1e-9
-                if group == p and m % p == 0:
-                    assert timeline.makespan == pytest.approx(3 * m + 3 * (p - 1) / v)
-
-
 @pytest.mark.parametrize("p", few([2, 3, 4, 6, 8], (2, 3, 4)))
 def test_interleaved_rounds_can_be_shorter_than_the_pipeline(p):
     """No deadlock for any count; memory by the formula; a longer round is never slower."""
@@ -135,34 +90,6 @@ def test_interleaved_rounds_can_be_shorter_than_the_pipeline(p):
         for program, group in zip(found, (1, 2, 3, 4, 6, 8), strict=False):
             if group < p:
                 assert max(units(program)) == pytest.approx(group * (v + 1) / v)
-
-
-@pytest.mark.parametrize(("p", "v", "m", "group"), [(4, 2, 8, 1), (4, 2, 16, 2), (6, 3, 12, 3), (8, 2, 16, 4)])
-def test_no_other_warm_up_of_a_short_round_is_faster(p, v, m, group):
-    """Tries other values of d(0) than 2g - 1 one by one; up to 2g none deadlocks."""
-    best = timed(SCHEDULES["interleaved-1f1b"].make(Request(p, m, v, group=group))).makespan
-    for reach in range(2 * p - 1):
-        warmups = [(v - 1) * group + min(2 * (p - 1 - r), reach) for r in range(p)]
-        program = _with_warmups(p, v, m, group, warmups)
-        try:
-            assert timed(program).makespan >= best - 1e-9
-        except ZbcError:
-            assert reach > 2 * group
-
-
-def _with_warmups(p, v, m, group, warmups):
-    def walk(kind, rank):
-        chunks = range(v) if kind is Kind.F else reversed(range(v))
-        starts = range(0, m, group)
-        order = list(chunks)
-        return [Op(kind, c * p + rank, i) for start in starts for c in order for i in range(start, start + group)]
-
-    ranks = []
-    for rank, warmup in enumerate(warmups):
-        forwards, backwards = walk(Kind.F, rank), walk(Kind.BW, rank)
-        pairs = [op for pair in zip(forwards[warmup:], backwards, strict=False) for op in pair]
-        ranks.append((*forwards[:warmup], *pairs, *backwards[len(forwards) - warmup :]))
-    return Program(Placement.looped(p, v), m, tuple(ranks))
 
 
 @with_p
