@@ -376,7 +376,7 @@ BUGS = (
         "zbc/compiler/schedules/dualpipe.py",
         "self.due.pop(0)",
         "self.due.pop()",
-        ("tests/compiler/test_waves.py",),
+        ("tests/compiler/test_schedules.py",),
     ),
     Bug(
         "receives are posted in the order of use, not of their channel",

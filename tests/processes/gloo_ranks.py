@@ -1,6 +1,5 @@
 """Functions for the processes of the pool."""
 
-import hashlib
 import io
 import itertools
 from collections import Counter
@@ -77,20 +76,6 @@ def unpack(packed: list[bytes]) -> dict[str, torch.Tensor | None]:
 
 def without_step(op) -> bool:
     return op.kind is not Kind.STEP
-
-
-def digests(rank: int, plan: StoredPlan, steps: int) -> tuple[list[dict[int, str]], list[float]]:
-    """After each step, a digest of the bits of every stage this rank holds; and the gradient norms."""
-    worker = open_worker(rank, plan)
-    found, norms = [], []
-    for step in range(steps):
-        norms.append(run_step(worker, step).grad_norm)
-        bits = {
-            s: [p.detach().numpy().tobytes() for p in stage.parameters.values()] for s, stage in worker.stages.items()
-        }
-        found.append({s: hashlib.sha256(b"".join(parts)).hexdigest() for s, parts in bits.items()})
-    worker.transport.close()
-    return found, norms
 
 
 def every(self, likely):

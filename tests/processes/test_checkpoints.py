@@ -122,16 +122,6 @@ def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(
 
 
 @pytest.mark.repeats
-def test_another_plan_goes_on_from_the_directory_of_a_run(tmp_path):
-    run_here(plan_of(tmp_path), 2, tmp_path / "first")
-    other = plan_of(tmp_path, "other", parallel={"pp": 4}, schedule={"kind": "zb-h1"}, train={"steps": 5})
-    run_here(other, 4, tmp_path / "second", resume=str(tmp_path / "first"))
-    assert [step for step, _ in losses(tmp_path / "second")] == [4, 5]
-    run_here(plan_of(tmp_path, "whole", train={"steps": 5}), 2, tmp_path / "third")
-    assert same(tmp_path / "second/checkpoints/step-00000005", tmp_path / "third/checkpoints/step-00000005")
-
-
-@pytest.mark.repeats
 def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_before_is_intact(tmp_path):
     plan = plan_of(tmp_path, train={"steps": 6})
     out, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
@@ -305,16 +295,6 @@ def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
     assert caught.value.code == "E614" and list(caught.value.details) == ["somebody else"]
     with together.owned(Board(dist.HashStore(), 0, 1), folder, "the next"):
         assert (folder / together.WRITER).read_text().split() == ["the", "next"]
-
-
-@pytest.mark.repeats
-def test_a_whole_run_ends_before_its_first_step_where_another_writes(tmp_path):
-    """With the usual patience of ranks."""
-    folder = tmp_path / "a folder"
-    folder.mkdir()
-    with held(folder), pytest.raises(ZbcError, match="another run writes its checkpoints into"):
-        run_here(plan_of(tmp_path, checkpoint={"dir": str(folder)}), 2, tmp_path / "second")
-    assert not (tmp_path / "second" / "metrics.jsonl").exists()
 
 
 def test_a_restart_waits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):

@@ -266,13 +266,6 @@ def test_a_store_that_does_not_answer_says_nothing_of_a_rank():
     assert local._last_seen(local.Parent(print, board=Board(dist.HashStore(), 0, 2)), 1) == ["it had not started yet"]
 
 
-def test_what_a_rank_said_before_it_ended_is_heard_in_full(ranks):
-    parent, lines = ranks((7, [("line", "step 1"), ("failed", ZbcError("E505", "run: its own words"))]))
-    with pytest.raises(ZbcError, match="its own words"):
-        local._bury(parent, 0)
-    assert lines == ["step 1"]
-
-
 @pytest.mark.parametrize(
     ("how", "code", "what"),
     few(
@@ -374,14 +367,6 @@ def test_a_run_directory_that_cannot_be_made_is_refused_before_the_first_step(tm
     (tmp_path / "a-file").write_text("")
     error = error_of(run_here, write_plan(tmp_path, parallel={"pp": 1}), 1, tmp_path / place)
     assert (error.code, error.exit_code) == ("E608", 6) and "a-file" in error.message
-
-
-def test_a_run_does_not_write_over_the_metrics_of_another(tmp_path, out):
-    plan = write_plan(tmp_path, parallel={"pp": 1})
-    run_here(plan, 1, out, steps=1)
-    before = metrics(out)
-    assert error_of(run_here, plan, 1, out, steps=2).code == "E614"
-    assert metrics(out) == before
 
 
 def test_no_rank_outlives_a_console_that_nobody_reads(tmp_path, out):

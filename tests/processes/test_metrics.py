@@ -140,15 +140,6 @@ def test_without_a_sequence_length_samples_are_counted(open_log, tmp_path):
     assert "80 samples/s" in line
 
 
-def test_run_directories_are_numbered_and_none_is_used_twice(open_log, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folders = []
-    for _ in range(3):
-        with open_log(out=None) as log:
-            folders.append(str(log.folder))
-    assert folders == ["runs/plan-1", "runs/plan-2", "runs/plan-3"]
-
-
 def test_an_existing_directory_is_used_if_no_run_is_in_it(open_log, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -322,12 +313,6 @@ def test_mfu_is_the_share_of_the_peak_of_the_gpu(open_log, tmp_path, toy):
     assert "MFU 1.6%" in line
     with open_log(out=tmp_path / "other", hardware={**toy, "tflops": 7.0}) as log:
         assert "MFU 1.6%" in log.record(result()), "of the peak, not of what is sustained"
-
-
-def test_without_a_gpu_there_is_no_mfu(open_log, tmp_path):
-    with open_log(hardware={"tflops": 0.001}) as log:
-        assert "MFU" not in log.record(result())
-    assert metrics(tmp_path / "run")[0]["mfu"] is None
 
 
 # ---- the line that is written over -----------------------------------------------------------------------------

@@ -52,6 +52,24 @@ def test_ranks_killed_while_they_train_leave_no_trace_in_the_result(tmp_path, ou
     assert len([line for line in lines if "going on from" in line]) == 2
 
 
+HELD = {  # what checkpoints have more than weights and the optimizer: ranks, tables, and which rank is killed at a step
+    "two versions": (2, {"optimizer": {"lr": 0.01, "sync": "two-versions"}}, {5: 1, 9: 0}),
+    "averages": (4, {"parallel": {"pp": 2, "dp": 2, "average": {"share": 0.25}}}, {5: 3}),
+}
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("held", HELD)
+def test_ranks_that_hold_more_leave_no_trace_either(tmp_path, out, held):
+    ranks, more, victims = HELD[held]
+    tables = {"schedule": {"kind": "1f1b"}, "checkpoint": {"every": 3}, **more}
+    (tmp_path / "a").mkdir()
+    run_here(plan_of(tmp_path / "a", **tables), ranks, tmp_path / "whole")
+    lines = run_paced(plan_of(tmp_path, **tables), ranks, out, each=killing(out, victims), max_restarts=3)
+    assert len(restarts(lines)) == len(victims)
+    assert result(out) == result(tmp_path / "whole")
+
+
 @pytest.mark.repeats
 def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_path, out, expected):
     folder, over = out / "checkpoints", threading.Event()

@@ -14,8 +14,6 @@ from tests.refusals import error_of
 from zbc.host.contents import contents
 from zbc.plan.reading import read_rank
 from zbc.training.checkpoint import folder as disk
-from zbc.training.launch import launch
-from zbc.training.launch.options import RunOptions
 
 RANKS = 4
 
@@ -58,15 +56,6 @@ def test_a_rank_reads_the_manifest_and_its_own_file_only(tmp_path, monkeypatch):
     run_here(write_plan(tmp_path), RANKS, tmp_path / "run", threads=True, steps=1)
     assert all(f"rank-{rank:04d}.json" in names for rank, names in read.items())
     assert all(names <= {"plan.json", f"rank-{rank:04d}.json"} for rank, names in read.items()), read
-
-
-def test_threads_continue_what_processes_began(tmp_path):
-    plan = write_plan(tmp_path, checkpoint={"every": 2}, train={"steps": 4})
-    run_here(plan, RANKS, tmp_path / "whole")
-    run_here(plan, RANKS, tmp_path / "run", steps=2)
-    options = RunOptions(plan, local=RANKS, out=tmp_path / "run", resume="auto", threads=True)
-    assert launch.run(options, print) == (tmp_path / "run", True, None)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_a_layer_that_raises_ends_all_ranks_and_is_named(tmp_path):

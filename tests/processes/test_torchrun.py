@@ -299,14 +299,6 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path, monkeypatch, found):
     assert error.code == "E602" and found in error.message and "2.11" in error.message
 
 
-def test_a_plan_for_cuda_without_devices_is_refused_with_a_way_out(tmp_path, as_rank, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    as_rank(0, 4, LOCAL_WORLD_SIZE=4)
-    error = error_before(write_plan(tmp_path, hardware={"device": "cuda"}))
-    assert error.code == "E603" and "torch finds no CUDA device" in error.message
-    assert "--local 4 --device cpu" in error.hint
-
-
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
 def test_a_rank_takes_the_device_it_is_shown_or_that_of_its_number(monkeypatch, visible, index):
     taken = []

@@ -18,7 +18,7 @@ from zbc.runtime.core.progress import Progress
 from zbc.topology import Topology
 from zbc.training.launch.board import Beat, Board, Heard
 from zbc.training.launch.outages import Outages, watch_siblings
-from zbc.training.watchdog import Watchdog, in_time
+from zbc.training.watchdog import Watchdog
 
 
 class Ends:
@@ -227,20 +227,6 @@ def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
     assert [row.partition("  ")[0] for row in errors[0].details[:3]] == ["rank 0", "rank 1", "rank 2"]
 
 
-def test_a_rank_leaves_when_another_has_reported_a_failure():
-    store = dist.HashStore()
-    dog, ends = make(0, 2, limit=60.0, store=store)
-    dog.tick = dog._listener._tick = 0.1
-    dog.start()
-    dog.watch(in_op("F s0 m0", since=0.0))
-    other = Board(store, 1, 2)
-    assert other.claim()
-    other.report(6)
-    assert ends.any.wait(20)
-    dog.stop()
-    assert set(ends.orphaned) == {6} and not ends.errors
-
-
 def test_a_rank_that_fails_itself_is_not_ended_by_its_watchdog():
     store = dist.HashStore()
     dog, ends = make(0, 2, limit=0.3, store=store)
@@ -320,18 +306,6 @@ def test_ranks_whose_store_is_gone_end_and_the_first_says_why(monkeypatch):
         dog.stop()
 
 
-def test_a_call_that_fails_or_takes_too_long_gives_nothing():
-    never = threading.Event()
-    assert in_time(lambda: 3, 5.0) == 3
-    assert in_time(lambda: never.wait(), 0.01) is None
-    never.set()
-
-    def fail():
-        raise RuntimeError
-
-    assert in_time(fail, 5.0) is None
-
-
 class Elsewhere:
     """A thread that blocks in its own function, under a watchdog created there."""
 
@@ -385,18 +359,6 @@ def agreeing(*identities):
     return together(*(lambda b=b, i=i: b.agree(i, limit) for b, i in zip(boards, identities, strict=True)))
 
 
-def test_ranks_that_agree_go_on():
-    assert agreeing(*[{"plan id": "a", "steps": "3"}] * 3) == [None] * 3
-
-
-def test_every_rank_learns_which_one_differs_and_in_what():
-    errors = agreeing(*({"plan id": "a", "torch version": version} for version in ("2.13", "2.11", "2.13")))
-    assert {error.code for error in errors} == {"E601"}
-    assert {error.message for error in errors} == {
-        "run: the ranks differ in torch version: rank 1 has 2.11, the others 2.13"
-    }
-
-
 def test_all_that_differs_is_told_and_what_only_some_speak_of_is_compared_among_them():
     (error, *_) = agreeing(
         {"plan id": "a", "Python version": "3.11.4", "the code of mine": "1f"},
@@ -405,28 +367,6 @@ def test_all_that_differs_is_told_and_what_only_some_speak_of_is_compared_among_
     )
     assert error.message == "run: the ranks differ in Python version: rank 1 has 3.12.0, the others 3.11.4"
     assert error.details == ("and in the code of mine: rank 2 has 2e, the others 1f",)
-
-
-def test_one_rank_alone_claims_a_failure():
-    store = dist.HashStore()
-    boards = [Board(store, rank, 3) for rank in range(3)]
-    assert boards[0].failed() is None and boards[0].reported() is None
-    claims = together(*(board.claim for board in boards))
-    assert sorted(claims) == [False, False, True]
-    assert boards[0].failed() == claims.index(True)
-    assert boards[claims.index(True)].claim()  # asking again changes nothing
-
-
-def test_beats_of_ranks_that_have_not_begun_are_not_waited_for():
-    store = dist.HashStore()
-    boards = [Board(store, rank, 3) for rank in range(3)]
-    assert boards[0].beats() == {}
-    first, second = beat("F s0 m0"), beat("W s0 m0", count=2)
-    boards[1].beat(first)
-    assert boards[0].beats() == {1: first}
-    boards[1].beat(second)
-    boards[2].beat(first)
-    assert boards[0].beats() == {1: second, 2: first}
 
 
 def test_the_first_reason_to_stop_is_kept():
