@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.tiers import ADDING
 from zbc.compiler.cost import cards, machine, profiled
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.engine import compiles_first
@@ -33,7 +34,6 @@ _SOME, _LONG, ALWAYS = (part.splitlines() for part in REST.read_text(encoding="u
 LEFT = dict.fromkeys(_SOME, 8) | dict.fromkeys(_LONG, 32)  # test -> it runs once in this many commits
 MAY = tuple(line.split()[0] for line in SLOW.read_text(encoding="utf-8").splitlines())
 QUICK, MOST = 0.5, 3.0  # CPU seconds, of all processes of a test
-ADDING = 0.02  # CPU seconds of a million additions on the machine that `MOST` is for
 COLD = 25.0 if compiles_first() else 0.0  # additional seconds for a fresh clone, whose first searches compile
 WHOLE = ("tests/search/", "tests/docs/")  # with the default budgets of users
 BUDGETS = {name: card.budget for name, card in SCHEDULES.items()}

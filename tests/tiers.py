@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+ADDING = 0.02  # CPU seconds of a million additions on the machine that limits of time are for
 SIX = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera-zb", "dualpipe")
 _MARKED = type(pytest.param())  # the type of a case with marks for `parametrize`
 
