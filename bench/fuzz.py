@@ -2,9 +2,9 @@
 
 inputs   damaged job files, costs of zero, plan directories, CSV files, checkpoints, for some minutes. Each ends in
          success or in a ZbcError, and accepted orders run to their end on a machine independent of the proofs
-         (tests/check/operational.py). Anything else, a process that dies, and an input that takes more than 20 s of a
-         core, of a slower one longer, or two minutes, are printed with the seed that reproduces it. Each kind of input has its own process and
-         its share of the time.
+         (tests/check/operational.py). Anything else, a process that dies, and an input that takes more than two
+         minutes, or 20 s of a core (of a slow one longer), are printed with the seed that reproduces it. Each kind of
+         input has its own process and its share of the time.
 
 orders   bidirectional and wave schedules of up to 12 ranks and 48 microbatches: every program has to pass all checks
          and to run to its end on that machine; both also have to agree on a damaged copy of each.
@@ -51,7 +51,7 @@ from tests.check import braids, pairs
 from tests.check.pairs import damaged, verdicts
 from tests.drawn import Found, drawn, outcome
 from tests.fuzzing import KINDS, Inputs, survives
-from tests.tiers import ADDING
+from tests.tiers import slowness
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -61,16 +61,13 @@ from zbc.ir import Kind, Placement, Program, groups
 # ---- inputs -------------------------------------------------------------------------------------------------
 
 SHARES = {"job": 6, "plan": 3, "csv": 2, "checkpoint": 2}  # of the time; other kinds have 1
-HANG_S, WAIT_S = 20.0, 120.0  # limits per input: CPU time where a million additions take ADDING, and time
+HANG_S, WAIT_S = 20.0, 120.0  # limits per input: CPU time, times `slowness`, and time
 START_S = 300.0  # to compile the kernels of the search
 
 
 def tried(kind: str, first: int, pipe: Connection) -> None:
     """Tries one seed after the other; sends its begin and its outcome."""
-    before, total = time.process_time(), 0
-    for number in range(1_000_000):
-        total += number
-    slow = max(1.0, (time.process_time() - before) / ADDING)
+    slow = slowness()
     with tempfile.TemporaryDirectory() as folder:
         inputs = Inputs(Path(folder))
         if kind == "job":

@@ -22,14 +22,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.tiers import ADDING
+from tests.tiers import slowness
 from zbc.compiler.cost import cards, machine, profiled
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.engine import compiles_first
 
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache")  # of cards: all workers share it
-GOLDEN = Path(__file__).parent / "golden"
-REST, SLOW = (Path(__file__).parent / name for name in ("rest.txt", "slow.txt"))
+GOLDEN, REST, SLOW = (Path(__file__).parent / name for name in ("golden", "rest.txt", "slow.txt"))
 _SOME, _LONG, ALWAYS = (part.splitlines() for part in REST.read_text(encoding="utf-8").split("\n\n"))
 LEFT = dict.fromkeys(_SOME, 8) | dict.fromkeys(_LONG, 32)  # test -> it runs once in this many commits
 MAY = tuple(line.split()[0] for line in SLOW.read_text(encoding="utf-8").splitlines())
@@ -111,22 +110,14 @@ def pytest_runtest_setup(item):
 def pytest_runtest_call(item):
     before = _cpu() - MADE[0]
     found = yield
-    took = (_cpu() - MADE[0] - before) / (_slowness() if item.config.getoption("--measure") else 1.0)
+    took = (_cpu() - MADE[0] - before) / (slowness() if item.config.getoption("--measure") else 1.0)
     item.user_properties.append(("cpu", took))
     held = item.config.getoption("--all") or not _left(item)
     if took > MOST + COLD and held and not item.nodeid.startswith(MAY) and not item.config.getoption("--measure"):
-        most = MOST * _slowness()
+        most = MOST * slowness()
         if took > most + COLD:
             pytest.fail(f"took {took:.1f} CPU seconds of {most:.1f}: make it smaller, or say why not in {SLOW.name}")
     return found
-
-
-def _slowness():
-    """How many times as long as on the machine of `MOST` a computation takes here and now, at least 1."""
-    before, total = time.thread_time(), 0
-    for number in range(1_000_000):
-        total += number
-    return max(1.0, (time.thread_time() - before) / ADDING)
 
 
 def _cpu():

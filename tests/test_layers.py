@@ -193,10 +193,10 @@ COMPILER = ("zbc/compiler", "zbc/ir.py", "zbc/ops.py", "zbc/excludes.py", "zbc/t
 BOUNDS = {
     "the dry rig": (lambda: lines(*DRY), 403),
     "models of transformers": (lambda: lines(*HF), 881),
-    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27414),
+    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 27411),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4008),
     "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 23373),
-    "all of zbc": (lambda: lines("zbc"), 72387),
+    "all of zbc": (lambda: lines("zbc"), 72384),
     "tests": (lambda: lines("tests"), 52205),
 }
 

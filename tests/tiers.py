@@ -10,12 +10,12 @@ losses and gradients are always compared with those of one process; most other t
 that differ most. tests/runtime/test_tiers.py checks that the six run every kind of op.
 """
 
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-ADDING = 0.02  # CPU seconds of a million additions on the machine that limits of time are for
 SIX = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera-zb", "dualpipe")
 _MARKED = type(pytest.param())  # the type of a case with marks for `parametrize`
 
@@ -49,6 +49,14 @@ def dealt(rows: Iterable[Any], columns: Sequence[Any], always: Container[Any] = 
             case = (*_values(row), *_values(column))
             found.append(case if j == i % len(columns) or column in always else _repeat(case))
     return found
+
+
+def slowness() -> float:
+    """How many times as long as on the machine that limits of time are for a computation takes now, at least 1."""
+    before, total = time.thread_time(), 0
+    for number in range(1_000_000):
+        total += number
+    return max(1.0, (time.thread_time() - before) / 0.02)
 
 
 def _repeat(case: Any) -> Any:

@@ -86,11 +86,8 @@ def optimizer_of(
     manifest, settings, options = site.manifest, site.settings, site.settings.optimizer
     ranks, own = (meeting(manifest, Op(kind, owner), site.rank) for kind in (MAKER["total"], MAKER["weights"]))
     own = ranks if manifest.one_sided or owner == WORDS else own  # two pipes take from each other, without meeting
-    of, how = (
-        (options, parameters, casts, wholes),
-        dict[str, Any](lowered=settings.lowered, masters=settings.model.master),
-    )
-    how["ahead"] = options.sync == "post-validate"
+    of, ahead = (options, parameters, casts, wholes), options.sync == "post-validate"
+    how: dict[str, Any] = {"lowered": settings.lowered, "masters": settings.model.master, "ahead": ahead}
     if manifest.sharded and len(own) > 1:
         how |= {"ranks": own, "rank": site.rank, "among": ranks, "whole": frozenset(parameters.keys() & tied)}
         if owner != WORDS:
