@@ -111,10 +111,10 @@ def turned(n: int, slices: int) -> int:
     return n - n % slices + slices - 1 - n % slices
 
 
-def nth(kind: Kind, stage: int, n: int, slices: int) -> Op:
+def nth(kind: Kind, stage: int, n: int, slices: int, pipe: int = 0) -> Op:
     """The n-th op of a kind on its stage: a forward, or a backward of either kind."""
     mb, part = divmod(n if kind.is_forward else turned(n, slices), slices)
-    return Op(kind, stage, mb, 0, part)
+    return Op(kind, stage, mb, pipe, part)
 
 
 def forward(stage: int, mb: int = 0, pipe: int = 0, part: int = 0) -> Op:
@@ -476,7 +476,7 @@ class Program(ProgramTraits):
     @property
     def kinds(self) -> frozenset[Kind]:
         """The kinds of its ops."""
-        return frozenset(op[0] for ops in self.ranks for op in ops)
+        return frozenset().union(*({op[0] for op in ops} for ops in self.ranks))
 
     @property
     def split(self) -> frozenset[int]:

@@ -71,8 +71,9 @@ def test_without_a_barrier_it_costs_the_settled_step_of_slower_costs(rank):
     costs = unit(made, 0.1)
     found = spread(made, costs, Noise(straggler=0.5, trials=8), barrier=False)
     timeline = simulate(made, costs)
-    assert found.predicted == steady_state(timeline.graph, costs) < timeline.makespan
-    assert found.slow[rank] == pytest.approx(steady_state(timeline.graph, slowed(made, costs, rank, 0.5)))
+    assert found.predicted == steady_state(timeline, costs) < timeline.makespan
+    slow = slowed(made, costs, rank, 0.5)
+    assert found.slow[rank] == pytest.approx(steady_state(simulate(made, slow), slow))
 
 
 def test_a_rank_that_never_was_the_slow_one_has_no_number():

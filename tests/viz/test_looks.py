@@ -115,7 +115,7 @@ def test_steps_with_a_barrier_repeat_and_without_one_settle(name):
             assert piece.start == pytest.approx(pieces[k % size].start + k // size * timeline.makespan)
     free = repeated(timeline, program, costs, 8, barrier=False)
     ends = [step.last_end(0) for step in free.steps]
-    assert ends[-1] - ends[-2] == pytest.approx(steady_state(timeline.graph, costs), rel=1e-6)
+    assert ends[-1] - ends[-2] == pytest.approx(steady_state(timeline, costs), rel=1e-6)
     assert free.length <= 8 * timeline.makespan + 1e-9
     ids = [piece.id for rank in range(4) for piece in strip.pieces(rank)]
     assert len(ids) == len(set(ids)) == len(list(strip.sources()))

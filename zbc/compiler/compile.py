@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 
 from zbc.compiler import alternatives, ramps
 from zbc.compiler.adapting import adapter_report
 from zbc.compiler.check import check_graph
 from zbc.compiler.check.asked import missing_problems
-from zbc.compiler.check.faults import op_faults
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import check_host, check_memory
@@ -20,9 +20,9 @@ from zbc.compiler.deciding import chunked, decided
 from zbc.compiler.freezing import freeze_report, freezes
 from zbc.compiler.numbering import numbered
 from zbc.compiler.partition.limits import limits_of
-from zbc.compiler.partition.setup import as_ordered, over_of
+from zbc.compiler.partition.setup import Ordered, as_ordered, over_of
 from zbc.compiler.report import report
-from zbc.compiler.steps import either_way
+from zbc.compiler.steps import with_barrier, without_barrier
 from zbc.errors import ZbcError
 from zbc.exact.proving import proven
 from zbc.host.until import Until
@@ -69,19 +69,14 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
     began = time.perf_counter()
     table = estimate.layers(job)
     # Order: choose, prove or shorten, freeze; lower it to a complete program.
-    try:
+    with _place_of_sync(job):
         job, before, unequal = numbered(job, table, budget)
         proof = None
         if exact is not None and over_of(job, before) == 0:
             before, proof = proven(job, before, exact)
         found = freezes(job, before, table)
-        raise_found(op_faults(found.compute.graph))  # passes and the simulator rely on it; plugins may be wrong
         found.compute.forget()
         program = found.complete.program
-    except ZbcError as error:
-        if job.flushless and error.where is None:  # from the pass, which has no job
-            error.where = job.where("optimizer", "sync")
-        raise
     # Prove: the program finishes, and is what the job asked for.
     check_graph(found.complete.graph)
     raise_found(missing_problems(job, program))
@@ -91,7 +86,7 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     chosen = report.Chosen(layers, as_ordered(job, found).memory, found.tried, found.all_tried, cuts_of(job))
-    barrier, ahead = either_way(found.complete)
+    barrier, ahead = with_barrier(found.complete), without_barrier(found.complete)
     summary = report.build(
         program,
         found.costs,
@@ -112,6 +107,28 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     took, rates = time.perf_counter() - began, compiled.rates(compiled.settled_ms)
     return replace(compiled, report=summary.having(compile_seconds=took, rates=rates))
+
+
+def looked(job: Job) -> tuple[Job, Ordered, float]:
+    """The job and its order as `planned` would have them at once, and ms of its step with the optimizer in steady
+    state; neither proven nor reported."""
+    with _place_of_sync(job):
+        table = estimate.layers(job)
+        job, before, _ = numbered(job, table, 0.0)
+        complete = (found := freezes(job, before, table)).complete
+        ahead = None if job.optimizer.sync == "before-step" or job.freeze.share else without_barrier(complete)
+    return job, found, with_barrier(complete) if ahead is None else ahead
+
+
+@contextmanager
+def _place_of_sync(job: Job) -> Iterator[None]:
+    """Adds the place in a job to errors of the pass for steps without a flush, which has no job."""
+    try:
+        yield
+    except ZbcError as error:
+        if job.flushless and error.where is None:
+            error.where = job.where("optimizer", "sync")
+        raise
 
 
 def _steps(job: Job, program: Program, period: float, flush: float) -> report.Facts:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from zbc.compiler.check.faults import op_faults
+from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import excess
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import refuse_slices
@@ -30,7 +32,8 @@ from zbc.job.spec import Job
 def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None) -> Ordered:
     """The order of `job`; searched ones take about `budget` seconds (None: the schedule's default).
 
-    Raises E1xx (impossible as requested) or E303 (memory_limit below the need of any order).
+    Raises E1xx (impossible as requested), E303 (memory_limit below the need of any order) or, for an order made
+    elsewhere, E202, E205 or E206.
     """
     if job.schedule.plugin is not None:
         return _plugin(job, table)
@@ -128,10 +131,13 @@ def _refuse_other_slices(program: Program, job: Job, name: str, where: str) -> N
 
 
 def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
-    """An order made elsewhere, with the partition the job starts from."""
+    """An order made elsewhere, with the partition the job starts from. Raises E202, E205 or E206 for faults of its ops:
+    passes and the simulator rely on them."""
     stages, costs = start_of(job, program.placement, table)
     least = bounds_of(job, program.placement, costs.hidden() if program.grouped else costs)
-    return Ordered(name, finished(job, program, costs, stages), stages, costs, least, lowering_of(job))
+    given = Ordered(name, finished(job, program, costs, stages), stages, costs, least, lowering_of(job))
+    raise_found(op_faults(given.compute.graph))
+    return given
 
 
 def _refuse_what_is_no_pipeline(placement: Placement, name: str, where: str) -> None:

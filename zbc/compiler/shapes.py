@@ -10,7 +10,7 @@ from pathlib import Path
 from zbc import excludes
 from zbc.compiler import recall
 from zbc.compiler.check.memory import check_memory
-from zbc.compiler.compile import planned
+from zbc.compiler.compile import looked
 from zbc.compiler.deciding import chunked, decided
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.reading import Measured, job_of
@@ -116,13 +116,13 @@ def _planned(job: Job, shape: world.Shape, enough: float) -> world.Weighed:
     rest = shape.microbatches - count
     changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
     try:
-        compiled = planned(decided(asked_again(replace(job, schedule=changed))), 0.0)
-        held = compiled.report.peak_bytes if compiled.report.bytes_known else None
-        busiest, memory = max(rank.busy_ms for rank in compiled.report.per_rank) / count, compiled.memory
-        took = compiled.settled_ms + rest * busiest
-        sequences = compiled.sequences // count * shape.microbatches
-        row = world.Weighed(shape, compiled.schedule, took, took / sequences, held, at_least=rest > 0)
-        check_memory(job, memory, compiled.costs)
+        _, found, took = looked(decided(asked_again(replace(job, schedule=changed))))
+        memory, timeline = found.memory, found.complete.timeline
+        held = round(max(rank.bytes for rank in memory)) if found.costs.bytes is not None else None
+        took += rest * max(map(timeline.busy, range(timeline.ranks))) / count
+        sequences = job.parallel.dp * job.schedule.microbatch_size * shape.microbatches
+        row = world.Weighed(shape, found.name, took, took / sequences, held, at_least=rest > 0)
+        check_memory(job, memory, found.costs)
     except ZbcError as error:
         other = chunked(job, memory)
         return replace(row, error=error) if other is None else _planned(other, shape, enough)

@@ -112,23 +112,25 @@ def _mean(ends: Sequence[Sequence[float]]) -> float:
     return max(b - a for a, b in zip(ends[-1 - _MEAN], ends[-1], strict=True)) / _MEAN
 
 
-def either_way(complete: Context) -> tuple[float, float | None]:
-    """ms of a step of a complete program in steady state, with the barrier and without it; None if not asked and
-    `LARGE`."""
+def with_barrier(complete: Context) -> float:
+    """ms of a step of a complete program in steady state, with the barrier."""
     program, costs, timeline = complete.program, complete.costs, complete.timeline
-    ranks = range(timeline.ranks)
-    with_barrier = timeline.makespan + costs.of("agree") + max(optimizer_ms(program, costs, r) for r in ranks)
-    if program.flushless:
-        return with_barrier, settled(program, costs)
+    step = max(optimizer_ms(program, costs, r) for r in range(timeline.ranks))
+    return timeline.makespan + costs.of("agree") + step
+
+
+def without_barrier(complete: Context) -> float | None:
+    """The same without the barrier; None if not asked and `LARGE`."""
+    program, costs = complete.program, complete.costs
     if program.resident:
-        return with_barrier, with_barrier  # gathered weights need the barrier
-    if not program.ahead:
+        return with_barrier(complete)  # gathered weights need it
+    if not program.flushless and not program.ahead:
         if program.size > LARGE:
-            return with_barrier, None
+            return None
         behind = {MAKER["weights"], *(kind for kind in program.kinds if kind.row.closes == "barrier")}
         open_end = [[op for op in ops if op.kind not in behind] for ops in program.ranks]
         open_program = program.with_ranks(open_end, by="without-barrier")
         # The pass reads only the graph's compute ops and their messages, unless weights are gathered.
         context = Context(open_program, costs) if program.sharded else complete
         program = PostValidate().run(open_program, context)
-    return with_barrier, settled(program, costs)
+    return settled(program, costs)

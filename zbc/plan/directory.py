@@ -24,8 +24,8 @@ from typing import Any
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
-from zbc.ir import TRAITS, Kind, Op, Program
-from zbc.ops import EXPERTS, MAKER, WORDS
+from zbc.ir import NEXT, TRAITS, Kind, Op, Program
+from zbc.ops import EXPERTS, MAKER, UNIT_SCOPES, WORDS
 from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
@@ -198,15 +198,19 @@ def assemble(
     return manifest, files
 
 
+_OF_UNITS = frozenset(kind for kind in Kind if kind.row.scope in UNIT_SCOPES)
+
+
 def _op_lines(program: Program, rank: int) -> str:
-    """The ops of a rank as JSON strings, one per line. Peers are looked up once per (kind, stage, pipe, other)."""
-    suffix: dict[tuple[Kind, int, int, int], str] = {}
+    """The ops of a rank as JSON strings, one per line; those that differ in their microbatch are printed once."""
+    around = dict[tuple[object, ...], list[str]]()  # the text before and after the microbatch
     lines = []
     for op in program.ranks[rank]:
-        where = (op[0], op[1], op[3], op[6])
-        if where not in suffix:
-            suffix[where] = program.placement.text(op)[len(str(op)) :]
-        lines.append(f'  "{op}{suffix[where]}"')
+        number = f" m{op[2]}"
+        alike = (op[:2], op[3:]) if op[0] in _OF_UNITS and op[2] < NEXT else op
+        if alike not in around:
+            around[alike] = f'  "{program.placement.text(op)}"'.split(number, 1)
+        lines.append(number.join(around[alike]))
     return ",\n".join(lines)
 
 

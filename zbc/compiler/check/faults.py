@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from zbc.compiler.check import names
@@ -149,7 +150,9 @@ class _Missing:
 
     def __init__(self, g: Graph) -> None:
         self.g, self.late = g, late_writers(g)
-        self.there: dict[tuple[int, Op], int] = {}  # `Home` -> its first place
+        self.once = {kind for kind in g.layout.kinds if kind.row.scope is Scope.UNIT}
+        self.few = {kind for kind in g.layout.kinds if not kind.is_mark} - self.once
+        self.out = {i for i, code in g.lost if code == "E202"}
         self.spare: set[int] = set()  # ops to drop: what they lack or leave is no fault of its own
         self.found: list[ZbcError] = []
         self.early: list[tuple[int, int]] = []  # op, a later op that makes room for what it makes
@@ -176,17 +179,33 @@ class _Missing:
 
     # ---- too many
 
+    @cached_property
+    def there(self) -> dict[names.Home, int]:
+        """The first place of each op that has one."""
+        return self._first(range(len(self.g.ops)))
+
+    @cached_property
+    def wide(self) -> dict[names.Home, int]:
+        """Of these the ops that are of no unit."""
+        return self._first(i for i, op in enumerate(self.g.ops) if op[0] in self.few)
+
+    def _first(self, ops: Iterable[int]) -> dict[names.Home, int]:
+        g, found = self.g, dict[names.Home, int]()
+        for i in ops:
+            if i not in self.out:
+                found.setdefault(names.home(g.rank(i), g.ops[i]), i)
+        return found
+
     def _twice(self) -> None:
-        g, out = self.g, {i for i, code in self.g.lost if code == "E202"}
-        once = {kind for kind in g.layout.kinds if kind.row.scope is Scope.UNIT}
-        for rank in range(len(g.first) - 1):
-            for i in g.mine(rank):
-                op = g.ops[i]
-                home = (-1, op) if op.kind in once else names.home(rank, op)  # of most ops without a call
-                first = self.there.setdefault(home, i) if i not in out else i
-                if first != i and not op.kind.is_mark:
-                    self.spare.add(i)
-                    self.found += [] if op.kind.is_transfer else [_twice(g, i, first)]
+        g = self.g
+        units, few = [op for op in g.ops if op[0] in self.once], sum(op[0] in self.few for op in g.ops)
+        if not self.out and len({*units}) == len(units) and len(self.wide) == few:
+            return  # as nearly always, and a large dictionary less
+        for i, op in enumerate(g.ops):
+            first = i if i in self.out else self.there[names.home(g.rank(i), op)]
+            if first != i and not op.kind.is_mark:
+                self.spare.add(i)
+                self.found += [] if op.kind.is_transfer else [_twice(g, i, first)]
 
     def _made_again(self) -> None:
         """Of two ops that make one value one is too many, or the op between that makes room is missing or late."""
@@ -314,13 +333,13 @@ class _Missing:
         wide = {kind for kind in g.layout.kinds if kind.stage_wide or kind.rank_wide}
         closing = {kind.row.closes for kind in wide} - {""}
         if len(closing) > 1:
-            i = min(i for (_, op), i in self.there.items() if op.kind.row.closes == "ahead")
+            i = min(i for (_, op), i in self.wide.items() if op.kind.row.closes == "ahead")
             text = f"program: {g.ops[i]} belongs to a step without a barrier, which this one has"
             hint = "drop the ops of one kind of step or the other"
             self.found.append(ZbcError("E202", text, where=g.where(i), hint=hint))
         for op in _wide_ops(g) if wide else ():
             ranks = sorted(members(program, op.kind, op.stage))
-            missing = [home for home in (names.Home(rank, op) for rank in ranks) if home not in self.there]
+            missing = [home for home in (names.Home(rank, op) for rank in ranks) if home not in self.wide]
             always = op.kind.row.closes in closing if op.kind.row.closes else bool(closing) and program.shared(op)
             if always or len(missing) < len(ranks):
                 for home in missing:
@@ -329,7 +348,7 @@ class _Missing:
         for rank in range(program.placement.ranks) if each else ():
             units = ((mb, part) for mb in range(program.microbatches) for part in range(program.slices))
             for op in (Op(kind, 0, mb, 0, part) for mb, part in units for kind in each):
-                if names.Home(rank, op) not in self.there:
+                if names.Home(rank, op) not in self.wide:
                     self.gone.setdefault(names.Home(rank, op), [])
 
 
@@ -527,6 +546,8 @@ def _redone(g: Graph) -> Iterator[ZbcError]:
     If the verdict differs from the assumed one, every rank drops the results of the ops before its REDO, waits for
     their messages, and runs them again, messages and all. So the second run cannot deadlock where the first would not.
     """
+    if Kind.REDO not in g.layout.kinds:
+        return
     redo = {g.rank(i): i for i, op in reversed([*enumerate(g.ops)]) if op.kind is Kind.REDO}
     for rank, at in redo.items():
         wrong = next((i for i in range(g.first[rank], at) if not g.layout.rows[g.ops[i].kind].repeats), -1)

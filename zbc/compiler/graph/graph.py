@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import filterfalse
 from typing import NamedTuple
 
 from zbc.compiler.graph.layout import EMPTY, CellColumns, Channel, Layout
@@ -209,7 +210,7 @@ def run(
             if stuck and i in stuck:
                 break
             if behind and i in behind:
-                held = next((node for node in behind[i] if not done[node]), None)
+                held = next(filterfalse(done.__getitem__, behind[i]), None)
                 if held is not None:
                     sleeping.setdefault(held, []).append(r)
                     break
@@ -217,9 +218,9 @@ def run(
                 done[i] = 1
                 if timed[row_of[i]]:
                     order.append(i)
-                coming = () if party[i] < 0 else [party[i], *more[i]] if i in more else [party[i]]
-                while coming:
-                    e = coming.pop()
+                e = party[i]
+                coming = [*more[i]] if i in more else []
+                while e >= 0:
                     left[e - n] -= 1
                     if not left[e - n]:
                         done[e] = 1
@@ -228,6 +229,7 @@ def run(
                             ready += sleeping.pop(e)
                         if e in later:
                             coming += later[e]
+                    e = coming.pop() if coming else -1
             if blocks and i in blocks and not done[party[i]]:
                 sleeping.setdefault(party[i], []).append(r)
                 break
@@ -246,8 +248,7 @@ def _blocking(g: Graph, *, sends: bool) -> frozenset[int]:
 
 def happens(g: Graph, done: bytearray) -> bool:
     """Whether all ops, and the events they take part in, happen."""
-    n = len(g.ops)
-    return 0 not in done[:n] and all(done[e] for e in g.party if e >= 0)
+    return 0 not in done or (0 not in done[: len(g.ops)] and all(done[e] for e in g.party if e >= 0))
 
 
 class Read(NamedTuple):

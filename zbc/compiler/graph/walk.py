@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from zbc.compiler.graph.graph import MESSAGE, NOTHING, Graph, Mixed, Unmet, start_of
 from zbc.compiler.graph.layout import FREED, Channel, Layout, members, rows_of
@@ -31,7 +32,7 @@ def build(program: Program, rows: Rows | None = None) -> Graph:
         hint = "give every stage an F and a BW (or B and W) for every microbatch"
         raise ZbcError("E202", f"program: {program.size} ops are too few for {claims}", hint=hint)
     layout = Layout.of(program, rows_of(program) if rows is None else rows)
-    g = Graph(layout, [op for ops in program.ranks for op in ops], cyclic=cyclic)
+    g = Graph(layout, [*chain.from_iterable(program.ranks)], cyclic=cyclic)
     _Walk(g).run()
     return g
 
@@ -88,8 +89,9 @@ class _Walk:
         g.mixed = list(self._disorder())
         self._absent()
         if self.layout.explicit:
-            every = [(i, g.rows[r].every) for i, r in enumerate(g.row_of) if r >= 0 and g.rows[r].every]
-            g.late = [(i, j) for i, columns in every for j in self._late(i, columns)]
+            every = {r: row.every for r, row in enumerate(g.rows) if row.every}
+            found = [(i, every[r]) for i, r in enumerate(g.row_of) if r in every] if every else []
+            g.late = [(i, j) for i, columns in found for j in self._late(i, columns)]
         self._close()
 
     def _close(self) -> None:

@@ -68,7 +68,7 @@ def _rank(program: Program, rank: int, costs: Costs, by_ledger: _Most) -> RankMe
     flight = at_peak = 0
     where: Op | None = None
     changes = Activations(costs)
-    for op in program.ranks[rank]:
+    for op in [op for op in program.ranks[rank] if not op[0].is_transfer]:
         change = changes.of(op)
         if change is None:
             continue

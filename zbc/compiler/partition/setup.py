@@ -102,8 +102,9 @@ class Ordered:
 
     @property
     def judged(self) -> Context:
-        """The program that time and memory are read of."""
-        return self.compute if self.plain else self.complete
+        """The program that time and memory are read of: the complete one, unless the order tells the same for less."""
+        timed = "complete" in vars(self) and "timeline" in vars(self.complete)
+        return self.compute if self.plain and not timed else self.complete
 
     @cached_property
     def memory(self) -> list[RankMemory]:

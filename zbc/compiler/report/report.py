@@ -188,7 +188,7 @@ def build(
         "span_ms": timeline.span,
         "bubble_rate_makespan": timeline.bubble_rate_makespan,
         "bubble_rate_span": timeline.bubble_rate_span,
-        "steady_state_ms": steady_state(timeline.graph, costs),  # steps in a row without a barrier, of the order alone
+        "steady_state_ms": steady_state(timeline, costs),  # steps in a row without a barrier, of the order alone
         "barrier_ms": timeline.makespan,  # a step in steady state with the optimizer's barrier and the optimizer's time
         "ahead_ms": None,  # without the barrier, with the ops that replace it; None if it is needed, or not told
         "lower_bound_makespan_ms": bounds.makespan,
@@ -295,8 +295,9 @@ def _stage(
 def _rank(program: Program, costs: Costs, timeline: Timeline, rank: int, memory: RankMemory, begin: float) -> Facts:
     """One rank: times within the step, memory at its peak, and bytes that it sends in a step."""
     ops = program.ranks[rank]
-    sends = Counter(op._replace(mb=0) for op in ops if op.kind.is_send)
-    waits = (costs.of("messages", op.stage, costs.part(op.mb, 0)) for op in ops if op.kind.row.cost in ("f", "b", "bw"))
+    alike = Counter(ops if costs.unequal else [(*op[:2], 0, *op[3:]) for op in ops])
+    each = [(Op(*op), count) for op, count in alike.items()]
+    waits = [n * costs.of("messages", op.stage, costs.part(op.mb, 0)) for op, n in each if op.kind.row.cost in _WAITING]
     return told(
         rank=rank,
         stages=program.placement.stages_of(rank),
@@ -313,11 +314,14 @@ def _rank(program: Program, costs: Costs, timeline: Timeline, rank: int, memory:
         activation_bytes=round(memory.activations),
         buffer_bytes=round(memory.buffers),
         logit_bytes=round(memory.logits),  # the part of activation_bytes with an entry per word of the vocabulary
-        sent_bytes=round(sum(count * _message(program, costs, op) for op, count in sends.items())),  # to neighbours
-        summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op.kind.row.cost == "reduce")),
+        sent_bytes=round(sum(n * _message(program, costs, op) for op, n in each if op.kind.is_send)),  # to neighbours
+        summed_bytes=round(sum(n * _sent(program, costs, op) for op, n in each if op.kind.row.cost == "reduce")),
         kv_bytes=round(memory.kv) if program.slices > 1 else None,  # of activation_bytes: shared by slices
         messages_ms=sum(waits) or None,  # of busy_ms: messages keep it from computing
     )
+
+
+_WAITING = ("f", "b", "bw")  # the costs of ops that messages keep from computing
 
 
 def _message(program: Program, costs: Costs, op: Op) -> float:

@@ -17,6 +17,8 @@ order of 2p - 1 with the ops of the missing ones left out.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from zbc.compiler.schedules.request import Request
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.ops import round_trip
@@ -27,18 +29,13 @@ class _VshapeRank:
 
     def __init__(self, r: int, p: int) -> None:
         self.stages = (r, 2 * p - 1 - r)
-        self.done: dict[tuple[Kind, int], int] = {}
+        self.done = Counter[tuple[Kind, int]]()
         self.ops: list[Op] = []
 
     def run(self, *steps: tuple[Kind, int], times: int = 1) -> None:
-        for _ in range(times):
-            for kind, chunk in steps:
-                mb = self.count(kind, chunk)
-                self.ops.append(Op(kind, self.stages[chunk], mb))
-                self.done[kind, chunk] = mb + 1
-
-    def count(self, kind: Kind, chunk: int) -> int:
-        return self.done.get((kind, chunk), 0)
+        for step in steps * times:
+            self.ops.append(Op(step[0], self.stages[step[1]], self.done[step]))
+            self.done[step] += 1
 
 
 def zb_v(request: Request) -> Program:
@@ -54,12 +51,12 @@ def _rank_ops(r: int, p: int, m: int) -> list[Op]:
     rank.run(f, times=2 * (p - r) - 1)
     rank.run(up_f, f, times=r)
     rank.run(up_f, up_b, up_w, times=p - r)
-    while rank.count(*up_f) < m:
-        if rank.count(*f) < m:
+    while rank.done[up_f] < m:
+        if rank.done[f] < m:
             rank.run(f)
         rank.run(b, w, up_f, up_b, up_w)
     rank.run(b, up_b, times=r)
     rank.run(b, w, times=p - r)
-    rank.run(up_w, times=m - rank.count(*up_w))
-    rank.run(w, times=m - rank.count(*w))
+    rank.run(up_w, times=m - rank.done[up_w])
+    rank.run(w, times=m - rank.done[w])
     return rank.ops

@@ -172,7 +172,7 @@ class Problem:
         """The program of a rank-major order of op numbers."""
         rows = self.rows()
         ops = [
-            nth(row.kind, row.stage, row.pipe + self.pipes * unit, self.slices)._replace(pipe=row.pipe)
+            nth(row.kind, row.stage, row.pipe + self.pipes * unit, self.slices, row.pipe)
             for row in rows.rows
             for unit in range(row.units)
         ]
@@ -181,7 +181,7 @@ class Problem:
 
 
 def _exact(costs: Costs, kind: Kind, pipe: int, stage: int, pipes: int) -> Exact:
-    ops = [nth(kind, stage, n, costs.slices)._replace(pipe=pipe) for n in range(pipe, costs.parts, pipes)]
+    ops = [nth(kind, stage, n, costs.slices, pipe) for n in range(pipe, costs.parts, pipes)]
     return tuple(map(costs.duration, ops)), tuple(map(costs.held, ops))
 
 

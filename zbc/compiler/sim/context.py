@@ -50,5 +50,5 @@ class Context:
     def step_ms(self, objective: str) -> float:
         """ms of a step, by an objective: "makespan", "span", or "period" (see `steady_state`)."""
         if objective == "period":
-            return steady_state(self.graph, self.costs)
+            return steady_state(self.timeline, self.costs)
         return self.timeline.makespan if objective == "makespan" else self.timeline.span

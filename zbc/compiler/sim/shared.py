@@ -47,6 +47,8 @@ def sums_of(timeline: Timeline, costs: Costs) -> Sums | None:
 
 def shared(timeline: Timeline, costs: Costs, rank: int) -> Iterator[Shared]:
     """Yields the collectives inside the ops of a rank, in order."""
+    if not costs.has_sums:
+        return
     graph = timeline.graph
     skip = 0
     for i in graph.mine(rank):

@@ -129,8 +129,12 @@ class Timeline:
         last = max(self.graph.arrivals(op), key=self.end.__getitem__, default=-1)
         return self.graph.before[last] if last >= 0 else -1
 
+    @cached_property
+    def _busy(self) -> list[float]:
+        return [sum([self.end[i] - self.start[i] for i in self.ops(rank)]) for rank in range(self.ranks)]
+
     def busy(self, rank: int) -> float:
-        return sum(self.end[i] - self.start[i] for i in self.ops(rank))
+        return self._busy[rank]
 
     @property
     def makespan(self) -> float:
@@ -154,16 +158,16 @@ class Timeline:
     @property
     def idle_rate(self) -> float:
         """The mean over ranks of 1 - busy / makespan."""
-        return idle_rate([self.busy(r) for r in range(self.ranks)], self.makespan)
+        return idle_rate(self._busy, self.makespan)
 
     @property
     def balance(self) -> float:
         """The mean work of a rank relative to the busiest rank's."""
-        return balance([self.busy(r) for r in range(self.ranks)])
+        return balance(self._busy)
 
     def _rate(self, cost: float) -> float:
         """The share of `cost` in which even the busiest rank is idle."""
-        return (cost - max(self.busy(r) for r in range(self.ranks))) / cost if cost > 0 else 0.0
+        return (cost - max(self._busy)) / cost if cost > 0 else 0.0
 
     def idle(self, rank: int) -> Idle:
         begin = min(self._edges[0])
@@ -183,19 +187,18 @@ def run(graph: Graph, costs: Costs, free_from: Sequence[float] | None = None, *,
     return replay(graph, costs, lengths(graph, costs, closing=closing), free_from, closing=closing)
 
 
-def steady_state(graph: Graph, costs: Costs, steps: int = 8) -> float:
-    """ms of a step in steady state, when steps follow one another without a barrier.
+def steady_state(first: Timeline, costs: Costs, steps: int = 8) -> float:
+    """ms of a step in steady state, when steps follow one another without a barrier, the `first` of them as given.
 
     Each rank starts the next step right after its own last op. The time between two ends of a rank converges after a
     few steps, and stays once it is the same for all ranks. It can exceed the span: a rank may have to wait for a late
     one.
     """
-    ranks = len(graph.first) - 1
-    ends, period = [0.0] * ranks, 0.0
-    length = lengths(graph, costs)
-    for _ in range(steps):
-        timeline = replay(graph, costs, length, ends)
-        fresh = [max(timeline.closes(r), ends[r]) for r in range(ranks)]
+    timeline, ends, period = first, [0.0] * first.ranks, 0.0
+    length = lengths(first.graph, costs)
+    for step in range(steps):
+        timeline = replay(first.graph, costs, length, ends) if step else first
+        fresh = [max(timeline.closes(r), end) for r, end in enumerate(ends)]
         periods = [b - a for a, b in zip(ends, fresh, strict=True)]
         ends, period = fresh, max(periods)
         if period - min(periods) <= SAME * period:

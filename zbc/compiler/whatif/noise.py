@@ -84,7 +84,7 @@ def spread(program: Program, costs: Costs, noise: Noise, *, barrier: bool = True
         predicted, noisy = period_of(program, costs), _cycles(program, costs, noise)
     else:
         once = replay(graph, costs, lengths(graph, costs))
-        predicted = max(map(once.closes, range(ranks))) if barrier else steady_state(graph, costs)
+        predicted = max(map(once.closes, range(ranks))) if barrier else steady_state(once, costs)
         noisy = _steps(graph, costs, noise, barrier=barrier)
     slow, steps, paths = zip(*noisy, strict=True)
     total = sum(path.total for path in paths) or 1.0
