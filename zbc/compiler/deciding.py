@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 from zbc import excludes
 from zbc.compiler.check.memory import check_memory, shares
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cards import with_card
-from zbc.compiler.cost.footprint import GRAD_BYTES
-from zbc.compiler.cost.machine import Machine
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.initial import is_open
-from zbc.compiler.partition.replicas import Problem, joined, plans
 from zbc.compiler.partition.setup import limited
 from zbc.compiler.schedules import AUTO, find
 from zbc.compiler.schedules.replicated import NAME
@@ -33,7 +31,7 @@ WORTH = 0.002  # of a step: least saving for twice as many slices, or for vocabu
 MOST = 64  # slices
 CHUNK = 1024  # tokens whose logits a loss makes at once
 LOGIT = 16  # bytes that a logit takes at most, in both types and with its gradient
-_LAYERS, _SLACK, _PLANNED = 10, 0.05, 6  # layers of the closed form, slack of plans, and number of plans
+_REPLICAS, _TINY = 60, 1e-9  # numbers of ranks of stages that are planned, about
 
 
 def decided(job: Job) -> Job:
@@ -44,10 +42,7 @@ def decided(job: Job) -> Job:
         ends, shared = job.with_vocabulary("ends"), job.with_vocabulary("shared")
         job = (_shortest((ends, shared)) if shareable(job) else None) or ends
     if job.parallel.replicas == "auto" and job.schedule.kind.lower() == NAME:
-        made = [job.with_replicas(counts) for counts in replicas(job, estimate.layers(job))]
-        if not made:
-            raise ZbcError("E110", "config: no replicas can be planned", where=job.where("parallel", "replicas"))
-        job = _shortest(made, worth=0.0) or made[0]
+        job = _replicated(job)
     return _by_layers(job) if OPEN_LAYERS in job.memory.chosen() else job
 
 
@@ -148,17 +143,31 @@ def _counts(job: Job) -> Iterator[int]:
         count *= 2
 
 
-def replicas(job: Job, table: Sequence[estimate.Layer]) -> list[tuple[int, ...]]:
-    """Ranks of each stage: the best by the closed form (partition/replicas.py) first, then equally many for each."""
-    machine, pp, m = Machine.of(job), job.parallel.pp, job.schedule.microbatches
-    before = [0.0, *(layer.size.result for layer in table[:-1])]
-    grads = [float(GRAD_BYTES * layer.params) for layer in table]
-    times = [layer.f for layer in table], [layer.bw for layer in table]
-    near, far = machine.near.speed, machine.far.speed
-    problem = Problem(*times, grads, before, pp, job.hardware.ranks_per_node, near, far, m)
-    best = plans(joined(problem, _LAYERS), _SLACK)
-    found = list(dict.fromkeys(tuple(stage[2] for stage in plan.stages) for plan in best))[:_PLANNED]
-    equal = [(pp // count,) * count for count in range(1, pp + 1) if pp % count == 0]
-    fewest, _ = fewest_microbatches(vars(job))
-    fits = (counts for counts in dict.fromkeys([*found, *equal]) if max(counts) <= fewest)
-    return [counts for counts in fits if len(counts) <= len(table)]
+def _replicated(job: Job) -> Job:
+    """The job with the numbers of ranks of each stage of the shortest step, from equal ones to ever better neighbours;
+    with the most stages if none fits."""
+    pp, (fewest, _), layers = job.parallel.pp, fewest_microbatches(vars(job)), len(estimate.layers(job))
+    asked = set[tuple[int, ...]]()
+    near = [(pp // count,) * count for count in range(1, min(pp, layers) + 1) if pp % count == 0]
+    best, least = job.with_replicas(near[-1]), float("inf")
+    while near and len(asked) < _REPLICAS:
+        new = [counts for counts in near if counts not in asked and max(counts) <= fewest]
+        asked.update(new)
+        near = []
+        for counts in new:
+            step = quick_ms(made := job.with_replicas(counts))
+            if step is not None and step < least * (1 - _TINY):
+                best, least, near = made, step, [*_beside(counts)]
+    return best
+
+
+def _beside(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields counts with a rank moved between two stages, with two neighbours as one stage, and with one as two."""
+    stages = range(len(counts))
+    for a, b in permutations(stages, 2):
+        if counts[a] > 1:
+            yield tuple(count + (s == b) - (s == a) for s, count in enumerate(counts))
+    for s in stages[1:]:
+        yield (*counts[: s - 1], counts[s - 1] + counts[s], *counts[s + 1 :])
+    for s in stages:
+        yield from ((*counts[:s], k, counts[s] - k, *counts[s + 1 :]) for k in range(1, counts[s]))
