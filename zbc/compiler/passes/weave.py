@@ -10,7 +10,6 @@ right after its own part, never later than it happens, so the common order costs
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from typing import ClassVar
 from zbc.compiler.blocks import SLOTS, Offsets, later, walking
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.context import Context
-from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Kind, Op, Placement, Program, nth
 
 SAME = 1e-9  # ms
@@ -46,8 +44,8 @@ class Weave:
     def run(self, program: Program, context: Context) -> Program:
         shared = replace(program, vocabulary=self.sums)
         room = [in_flight(ops) + self.sums * len(program.placement.stages_of(r)) for r, ops in enumerate(program.ranks)]
-        orders = [*_moved(context, self.sums)]
-        orders += [] if self.quick else [_block(shared, offsets) for offsets in self._blocks(shared, context, room)]
+        blocks = [] if self.quick else self._blocks(shared, context, room)
+        orders = [*_moved(context, self.sums), *(_block(shared, offsets) for offsets in blocks)]
         played = [_Play(shared, context.costs, self.late, order, room) for order in orders]
         best = min((run for run in played if run.whole), key=lambda run: (run.over_room, round(run.end, 9), run.most))
         return shared.with_ranks(best.lists(), by=self.name)
@@ -67,15 +65,22 @@ Orders = list[list[Op]]  # F and backwards of each rank
 
 def _moved(context: Context, sums: int) -> Iterator[Orders]:
     """Yields orders with each backward moved by whole periods: by time, which keeps simultaneous ops together, and by
-    the number of forwards, of all stages of a rank and of each."""
+    the number of forwards."""
     program, timeline = context.program, context.timeline
     period = max(timeline.busy(rank) for rank in range(timeline.ranks)) / (program.microbatches * program.slices)
-    ranks = program.ranks
-    yield [widened(ops, by_time(timeline, r, sums * period)) for r, ops in enumerate(ranks)]
-    stages = [len(program.placement.stages_of(r)) for r in range(len(ranks))]
-    yield [widened(ops, by_count(ops, sums * v)) for ops, v in zip(ranks, stages, strict=True)]
-    if max(stages) > 1:
-        yield [widened(ops, by_stage(ops, sums)) for ops in ranks]
+    nodes = [timeline.ops(rank) for rank in range(timeline.ranks)]
+    ranks = [[timeline.graph.ops[i] for i in mine] for mine in nodes]
+    begins = ([timeline.start[i] for i in mine] for mine in nodes)
+    yield [_late(ops, at, sums * period - SAME) for ops, at in zip(ranks, begins, strict=True)]
+    stages = [len(program.placement.stages_of(rank)) for rank in range(timeline.ranks)]
+    counts = (accumulate(op.kind is Kind.F for op in ops) for ops in ranks)
+    yield [_late(ops, at, sums * v + 0.5) for ops, at, v in zip(ranks, counts, stages, strict=True)]
+
+
+def _late(ops: Sequence[Op], places: Iterable[float], more: float) -> list[Op]:
+    """F and backwards of a rank in the order of their places, of which backwards have `more`; W ops are left out."""
+    kept = [(at + more * op.kind.is_backward, k) for k, (op, at) in enumerate(zip(ops, places, strict=True))]
+    return [ops[k] for _, k in sorted(kept) if ops[k].kind is not Kind.W]
 
 
 def _best_blocks(program: Program, costs: Costs, late: int, room: Sequence[int]) -> Iterator[Offsets]:
@@ -107,48 +112,6 @@ def _block(program: Program, offsets: Offsets) -> Orders:
                 at.append((offsets[leg][r] + SLOTS * n, nth(Kind.B if leg > 1 else Kind.F, stage, n, k)))
         orders.append([op for _, op in sorted(at, key=lambda entry: entry[0])])
     return orders
-
-
-def widened(ops: Sequence[Op], behind: Sequence[int]) -> list[Op]:
-    """F and backwards of a rank, with `behind[k]` forwards before the k-th backward; W ops are left out."""
-    forwards = [op for op in ops if op.kind is Kind.F]
-    listed, done = list[Op](), 0
-    for op, wanted in zip((op for op in ops if op.kind.is_backward), behind, strict=True):
-        listed += [*forwards[done:wanted], op]
-        done = max(done, wanted)
-    return listed + forwards[done:]
-
-
-def by_time(timeline: Timeline, rank: int, more: float) -> list[int]:
-    """For each backward, the number of the rank's forwards that begin up to `more` ms after it."""
-    graph, begins = timeline.graph, list[float]()
-    timed = [(timeline.start[i], graph.ops[i]) for i in timeline.ops(rank)]
-    begins = [at for at, op in timed if op.kind is Kind.F]
-    return [bisect_left(begins, at + more - SAME) for at, op in timed if op.kind.is_backward]
-
-
-def by_count(ops: Sequence[Op], more: int) -> list[int]:
-    """For each backward, the number of forwards before it plus `more`."""
-    counts, seen, count = list[int](), 0, sum(op.kind is Kind.F for op in ops)
-    for op in ops:
-        seen += op.kind is Kind.F
-        if op.kind.is_backward:
-            counts.append(min(count, seen + more))
-    return counts
-
-
-def by_stage(ops: Sequence[Op], more: int) -> list[int]:
-    """Like `by_count`, with `more` forwards of each stage."""
-    places: dict[int, list[int]] = {}  # of the forwards of each stage
-    for place, op in enumerate(op for op in ops if op.kind is Kind.F):
-        places.setdefault(op.stage, []).append(place)
-    counts, seen = list[int](), dict.fromkeys(places, 0)
-    for op in ops:
-        if op.kind is Kind.F:
-            seen[op.stage] += 1
-        elif op.kind.is_backward:
-            counts.append(max(spots[min(len(spots), seen[s] + more) - 1] + 1 for s, spots in places.items()))
-    return counts
 
 
 def in_flight(ops: Iterable[Op]) -> int:
