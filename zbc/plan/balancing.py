@@ -4,9 +4,9 @@ A microbatch is `rows` rows of `room` tokens; a row holds several samples, then 
 padding included, while samples of one row do not attend to each other: a microbatch takes
 `1 + quadratic * sum(length**2) / (rows * room)` times as long as its rows alone.
 
-`balanced` divides costs among ranks: by the largest differencing method (Karmarkar and Karp 1982) and by longest
-processing time first (Graham 1969), each improved by moves and swaps, the better of both. `deal` gives each replica its
-microbatches: the fastest of samples divided so, whole rows divided so, and samples in their order.
+`balanced` divides costs among ranks: by longest processing time first (Graham 1969), improved by moves and swaps.
+`deal` gives each replica its microbatches: the fastest of samples divided so, whole rows divided so, and samples in
+their order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 Row = tuple[int, ...]  # numbers of samples
 Microbatch = tuple[Row, ...]
@@ -65,20 +64,7 @@ class Shape:
 
 def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """The indices of the costs that each rank gets, so that the largest load is near the mean."""
-    divisions = [refined(costs, way(costs, ranks)) for way in (differencing, longest_first)]
-    return min(divisions, key=lambda parts: fullest(costs, parts))
-
-
-def fullest(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
-    """The largest load of a rank."""
-    return max(sum(costs[i] for i in part) for part in parts)
-
-
-def least(costs: Sequence[float], ranks: int) -> float:
-    """A lower bound of the largest load: the mean, the largest cost, or the smallest two of the ranks + 1 largest."""
-    first = sorted(costs, reverse=True)
-    pair = first[ranks - 1] + first[ranks] if len(first) > ranks else 0.0
-    return max(sum(costs) / ranks, first[0] if first else 0.0, pair)
+    return refined(costs, longest_first(costs, ranks))
 
 
 def longest_first(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -90,22 +76,6 @@ def longest_first(costs: Sequence[float], ranks: int) -> list[list[int]]:
         parts[rank].append(i)
         heapq.heapreplace(load, (have + costs[i], rank))
     return parts
-
-
-def differencing(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Starts with a division per cost; repeatedly joins the two least even divisions, fullest parts to emptiest."""
-    turn = count()
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for i, cost in enumerate(costs):
-        parts = [(cost, [i]), *((0.0, list[int]()) for _ in range(ranks - 1))]
-        heap.append((-cost, next(turn), parts))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        least, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [(a + b, [*x, *y]) for (a, x), (b, y) in zip(least, reversed(other), strict=True)]
-        joined.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], next(turn), joined))
-    return [part for _, part in heap[0][2]] if heap else [[] for _ in range(ranks)]
 
 
 def refined(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> list[list[int]]:
