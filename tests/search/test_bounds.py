@@ -67,7 +67,7 @@ def test_no_random_order_beats_the_bounds(block, compiled):
         v, least = given.problem.v, given.bounds
         bench = Recorder(given.problem, compiled, rng.choice(("span", "makespan")))
         bench.order(given.simplest[0][1], "one by one")
-        for recipe in [*policies(v)[:6], *rng.sample(learned(v), 18)]:
+        for recipe in [*policies(v)[:6], *rng.sample(learned(v), 12)]:
             bench.decode(recipe, "decoded")
         bench.anneal(bench.found[0], 400, 0.1, seed, 0.0)
         bench.anneal(bench.found[-1], 400, 1.0, seed, 0.0)

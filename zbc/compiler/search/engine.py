@@ -29,21 +29,6 @@ _INLINED = (  # called in every step: passing their arguments would take as long
     "too_long",
     "tails",
 )
-_CALLED = (
-    "locate",
-    "run",
-    "measure",
-    "period",
-    "first_calls",
-    "by_turns",
-    "trace",
-    "take_back",
-    "tails_of_starts",
-    "hold",
-    "carry",
-    "any_instant",
-)
-_KERNELS = (*_INLINED, *_CALLED, "list_schedule", "anneal")  # each after its callees
 
 
 class Engine:
@@ -82,6 +67,12 @@ def _names() -> dict[str, Any]:
     return {name: value for module in _MODULES for name, value in vars(module).items()}
 
 
+def _kernels() -> list[str]:
+    """The functions of the modules; each is compiled when it is first called."""
+    own = ((module.__name__, *item) for module in _MODULES for item in vars(module).items())
+    return [name for home, name, value in own if inspect.isfunction(value) and value.__module__ == home]
+
+
 @cache  # loading them takes longer than a small search
 def _compile() -> dict[str, Any]:
     """The kernels jitted in a namespace of their own, so that they call one another compiled.
@@ -96,7 +87,7 @@ def _compile() -> dict[str, Any]:
         vars(numba.config)["CACHE_DIR"] = str(kept)  # it has no declaration
     names = _names()
     version = _version()
-    for name in _KERNELS:
+    for name in _kernels():
         function = names[name]
         copy = type(function)(function.__code__, names, name, function.__defaults__)
         copy.__qualname__ = f"{name}_{version}"
