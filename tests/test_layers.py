@@ -36,7 +36,7 @@ compiler.check  compiler.search  compiler.lowering
 compiler.report  compiler.schedules  compiler.steps
 compiler.partition
 compiler.planner
-interop  compiler.graphs  exact
+interop  exact
 compiler.order
 compiler.deciding compiler.seating  compiler.freezing  compiler.adapting
 compiler.numbering  compiler.compiled  compiler.reading

@@ -5,8 +5,7 @@ import pytest
 from tests.jobs import job, write_job
 from zbc.compiler import compile as compiling
 from zbc.compiler.compile import compile_job
-from zbc.compiler.whatif.others import others
-from zbc.compiler.whatif.sharing import sharing
+from zbc.compiler.whatif.others import others, sharing
 from zbc.compiler.whatif.why import what_ifs
 from zbc.errors import ZbcError
 from zbc.host import until

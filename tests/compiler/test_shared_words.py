@@ -23,7 +23,7 @@ from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.compare import Asked, compare
-from zbc.compiler.whatif.sharing import sharing
+from zbc.compiler.whatif.others import sharing
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job.job import RESERVE

@@ -18,8 +18,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import engine as engines
 from zbc.compiler.search import moves
-from zbc.compiler.search.learned import learned
-from zbc.compiler.search.policies import policies
+from zbc.compiler.search.learned import learned, policies
 from zbc.compiler.search.portfolio import search
 
 

@@ -19,8 +19,7 @@ from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import moves, patterns, portfolio, retiming, timing
 from zbc.compiler.search.cyclic import stretched
 from zbc.compiler.search.feasible import least_of
-from zbc.compiler.search.learned import learned
-from zbc.compiler.search.policies import policies
+from zbc.compiler.search.learned import learned, policies
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Placement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -227,7 +227,7 @@ def check_plan(target: Path) -> Checked:
     costs = recall.costs_of(manifest) if manifest.slices == job.slices else None
     transfers = None if costs is None else either_transfer(graph, costs)
     limits, told = limits_of(job, manifest.schedule, costs), manifest.predicted
-    extra = {"limits": asdict(limits)}
+    extra: dict[str, Any] = {"limits": limits}
     extra |= {} if transfers is None else transfers._asdict()
     predicted = {**told, **headline(manifest)}
     with prediction():

@@ -50,8 +50,7 @@ def plan(
     from zbc.commands.worlds import of_world
     from zbc.compiler.compile import compile_job
     from zbc.compiler.shapes import load_job
-    from zbc.compiler.whatif.others import Others, kept, others, speedup
-    from zbc.compiler.whatif.sharing import sharing
+    from zbc.compiler.whatif.others import Others, kept, others, sharing, speedup
     from zbc.exact.solve import solver
     from zbc.host.until import Until
     from zbc.plan.directory import refuse_unwritable

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from zbc.compiler.check import Survival
     from zbc.compiler.compiled import Compiled
     from zbc.compiler.report.report import Facts, Report
-    from zbc.compiler.whatif.others import Other, Others
-    from zbc.compiler.whatif.sharing import Sharing
+    from zbc.compiler.whatif.others import Other, Others, Sharing
     from zbc.compiler.whatif.why import Path, WhatIf
     from zbc.host.until import Until
     from zbc.job.profile import Profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from zbc.compiler import alternatives, ramps
 from zbc.compiler.adapting import adapter_report
@@ -97,7 +97,7 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
         chosen,
         barrier_ms=barrier,
         ahead_ms=None if job.freeze.share else ahead,  # frozen layers need the barrier
-        limits=report.told(**asdict(limits_of(job, found.name, found.costs))),
+        limits=limits_of(job, found.name, found.costs),
         freezing=freeze_report(job, before, found),
         adapter=adapter_report(job, found),
         unequal=unequal,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Any
 
 from zbc import excludes
@@ -163,11 +163,10 @@ def _replicated(job: Job) -> Job:
 
 def _beside(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yields counts with a rank moved between two stages, with two neighbours as one stage, and with one as two."""
-    stages = range(len(counts))
-    for a, b in permutations(stages, 2):
-        if counts[a] > 1:
-            yield tuple(count + (s == b) - (s == a) for s, count in enumerate(counts))
-    for s in stages[1:]:
-        yield (*counts[: s - 1], counts[s - 1] + counts[s], *counts[s + 1 :])
-    for s in stages:
-        yield from ((*counts[:s], k, counts[s] - k, *counts[s + 1 :]) for k in range(1, counts[s]))
+    for giver, taker in permutations(range(len(counts)), 2):
+        if counts[giver] > 1:
+            yield tuple(count + (at == taker) - (at == giver) for at, count in enumerate(counts))
+    for at, (one, other) in enumerate(pairwise(counts)):
+        yield (*counts[:at], one + other, *counts[at + 2 :])
+    for at, count in enumerate(counts):
+        yield from ((*counts[:at], part, count - part, *counts[at + 1 :]) for part in range(1, count))

@@ -11,16 +11,18 @@ from pathlib import Path
 from zbc.compiler.check.faults import op_faults
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import excess
-from zbc.compiler.cost import estimate
+from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import refuse_slices
-from zbc.compiler.graphs import of_graph
-from zbc.compiler.partition.limits import bounds_of
-from zbc.compiler.partition.setup import Ordered, finished, lowering_of, start_of
+from zbc.compiler.partition import groups
+from zbc.compiler.partition.limits import bounds_of, limit_of
+from zbc.compiler.partition.moving import moving
+from zbc.compiler.partition.setup import Ordered, finished, lowering_of, moves, refusals, start_of, with_recompute
 from zbc.compiler.partition.userpass import refuse_what_is_no_op
 from zbc.compiler.planner.planner import entrants, planned
 from zbc.compiler.planner.planner import glance as looked
 from zbc.compiler.schedules import AUTO, Request, ScheduleCard, find, replicated
-from zbc.errors import ZbcError
+from zbc.compiler.schedules.branched import branched
+from zbc.errors import ZbcError, raise_all
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
 from zbc.ir import Placement, Program
@@ -40,7 +42,7 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
     if job.schedule.file is not None:
         return _file(job, table)
     if job.model.graph:
-        return of_graph(job, table)
+        return _of_graph(job, table)
     return planned(job, table, _cards(job), budget)
 
 
@@ -66,6 +68,25 @@ def _replicas(job: Job) -> list[int]:
     """The ranks of each stage; one if not given."""
     asked = job.parallel.replicas
     return asked if isinstance(asked, list) else [1] * job.parallel.pp
+
+
+def _of_graph(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
+    """The order of a model that is a graph of groups of layers.
+
+    Raises E110 for a schedule without an order for graphs, E110 or E130 for impossible stages, E303 for a limit.
+    """
+    kind = job.schedule.kind.lower()
+    if kind != AUTO:
+        raise_all(refusals(job, find(kind)))
+    stages, placement = groups.stages_of(job, table)
+    costs = pricing.build(with_recompute(job, (), placement), placement, stages, table)
+    request = Request(job.parallel.pp, job.schedule.microbatches, costs=costs, objective=job.objective)
+    made = branched(kind, placement, request)
+    program = finished(job, made, costs, stages)
+    limit, lowering = limit_of(job, placement, costs), lowering_of(job)
+    if limit.units is not None and moves(job, placement):
+        lowering = moving(job, placement, limit, limit.units)
+    return Ordered(made.history[0], program, stages, costs, bounds_of(job, placement, costs), lowering)
 
 
 # ---- orders from elsewhere: files and plugins -----------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.report.report import Facts, told
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.sim.bounds import Bounds, bounds, with_sums, without_a_flush
@@ -125,24 +126,16 @@ def _same(costs: Costs, counted: Costs) -> bool:
     return all(abs(a - b) <= 1e-9 for pair in names for a, b in zip(*pair, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimits:
-    """Limits of a rank: activations in units and in bytes, and bytes of everything; None for no such limit."""
-
-    activation_units: float | None
-    activation_bytes: float | None
-    device_bytes: float | None
-
-
-def limits_of(job: Job, schedule: str, costs: Costs | None) -> MemoryLimits:
-    """The limits that a plan of the job by this schedule has to keep."""
+def limits_of(job: Job, schedule: str, costs: Costs | None) -> Facts:
+    """The limits of a rank that a plan of the job by this schedule has to keep: activations in units and in bytes, and
+    bytes of everything; None for no such limit."""
     p, asked = job.parallel.pp, _asked(job)
     own = own_limit(schedule, p, costs)
     units = [] if own is None else [own + job.vocabulary / job.slices]
     if asked is not None and asked[1] == "x":
         units.append(asked[0] * p)
     in_bytes = asked[0] if asked is not None and asked[1] == "bytes" else None
-    return MemoryLimits(min(units, default=None), in_bytes, job.room)
+    return told(activation_units=min(units, default=None), activation_bytes=in_bytes, device_bytes=job.room)
 
 
 def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float | None, tuple[float, ...] | None]:

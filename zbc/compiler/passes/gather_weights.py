@@ -10,8 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from zbc.compiler.graph.layout import rows_of
 from zbc.compiler.memory.per_rank import peaks
-from zbc.compiler.passes.insert_comm import sent
-from zbc.compiler.passes.with_experts import with_experts
+from zbc.compiler.passes.insert_comm import sent, with_experts
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program, groups

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import WHOLE, Message, Op, Placement, Program, groups
-from zbc.ops import VALUES, At, Kind, Lane
+from zbc.ops import MAKER, VALUES, At, Kind, Lane, experts_of
 
 POSTED = 1  # compute ops between the post of a receive and the op that waits for it
 
@@ -78,6 +78,16 @@ def sent(ops: Sequence[Op], i: int, *kinds: Kind) -> int:
     while i + 1 < len(ops) and (ops[i + 1].kind.is_send or ops[i + 1].kind in kinds):
         i += 1
     return i
+
+
+def with_experts(ops: Sequence[Op], program: Program, *kinds: Kind) -> list[Op]:
+    """Puts in place of each of these ops of a stage: the op, and the same op of its experts, each if several replicas
+    hold the same weights."""
+    listed: list[Op] = []
+    for op in ops:
+        both = (op, op._replace(stage=experts_of(op.stage))) if op.kind in kinds and op.stage >= 0 else ()
+        listed += [one for one in both if program.shared(Op(MAKER["weights"], one.stage))] if both else [op]
+    return listed
 
 
 def _arriving(program: Program, made: _Places, timeline: Timeline | None) -> list[list[_Line]]:

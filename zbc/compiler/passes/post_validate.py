@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar, NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph
-from zbc.compiler.passes.warmup import closed, forwards, leading
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import SAME, lengths, replay
 from zbc.ir import COPY, Kind, Op, Program
@@ -213,3 +212,59 @@ def _receive_in_time(ops: Sequence[Op], twice: set[Op]) -> list[Op]:
     if early:
         tail = [op for op in tail if not op[0].is_recv or op not in twice]
     return [*head, *early, ops[redo], *late, *tail]
+
+
+# ---- the warm-up: forwards that ranks can run before they know whether the previous step is valid ----------------
+# A *reach* is, per rank, a number of its first compute ops; closed if all that these depend on are among them.
+
+
+def forwards(graph: Graph) -> list[int]:
+    """The largest closed reach of forwards alone: no backward precedes them, on any rank, directly or not."""
+    reach = [leading(graph, rank) for rank in range(len(graph.computing))]
+    place = _ranked(graph)
+    shrinking = True
+    while shrinking:
+        shrinking = False
+        for r, nodes in enumerate(graph.computing):
+            for k in range(reach[r]):
+                if any(at >= reach[peer] for peer, at in _needs(graph, place, nodes[k])):
+                    reach[r], shrinking = k, True
+                    break
+    return reach
+
+
+def leading(graph: Graph, rank: int) -> int:
+    """The number of forwards, none overlapping a backward, at the start of a rank's ops."""
+    nodes = graph.computing[rank]
+    return next((k for k, i in enumerate(nodes) if not graph.ops[i].kind.is_forward or i in graph.group_of), len(nodes))
+
+
+def closed(graph: Graph, reach: Sequence[int]) -> list[int]:
+    """The smallest closed reach that covers `reach`."""
+    covered, place = list(reach), _ranked(graph)
+    pending = list(range(len(covered)))
+    seen = [0] * len(covered)  # per rank, the number of examined ops
+    while pending:
+        r = pending.pop()
+        for k in range(seen[r], covered[r]):
+            for peer, at in _needs(graph, place, graph.computing[r][k]):
+                if at >= covered[peer]:
+                    covered[peer] = at + 1
+                    pending.append(peer)
+        seen[r] = covered[r]
+    return covered
+
+
+_Ranked = dict[int, tuple[int, int]]  # op -> its rank, and its place among the compute ops there
+
+
+def _ranked(graph: Graph) -> _Ranked:
+    return {i: (rank, k) for rank, nodes in enumerate(graph.computing) for k, i in enumerate(nodes)}
+
+
+def _needs(graph: Graph, place: _Ranked, op: int) -> Iterator[tuple[int, int]]:
+    """Yields the places of an op's dependencies on other ranks."""
+    for message in graph.arrivals(op):
+        sender = graph.before[message]
+        if sender in place:
+            yield place[sender]

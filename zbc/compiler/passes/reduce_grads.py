@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from zbc.compiler.passes.insert_comm import sent
-from zbc.compiler.passes.with_experts import with_experts
+from zbc.compiler.passes.insert_comm import sent, with_experts
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program, groups
 from zbc.ops import COUNTED, TIED, WORDS, experts_of, home_of

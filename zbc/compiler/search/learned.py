@@ -1,8 +1,9 @@
-"""Gene vectors that do well on many instances: the starting points of the search.
+"""Gene vectors and policies that do well on many instances: the starting points of the search.
 
-Found offline by chains of mutations, then chosen by greedy cover: first vectors for the published profiles and unit
-times (8 and 16 ranks, limits from half to twice the memory of 1F1B, both objectives), then for random instances around
-them (uneven stages, 2 to 16 ranks, limits from 0.4). Times are rounded to 1/100 op. Columns as in `keys.Genes`.
+Gene vectors were found offline by chains of mutations, then chosen by greedy cover: first for the published profiles
+and unit times (8 and 16 ranks, limits from half to twice the memory of 1F1B, both objectives), then for random
+instances around them (uneven stages, 2 to 16 ranks, limits from 0.4). Times are rounded to 1/100 op. Columns as in
+`keys.Genes`. Policies of the list scheduler were chosen likewise, over a grid; columns as in listing.py.
 """
 
 from __future__ import annotations
@@ -123,3 +124,41 @@ def _stretch(genes: Genes, v: int) -> Genes:
     legs = (*(down,) * (v - 1), up, back_up, *(back_down,) * (v - 1))
     turns = (*(first,) * (v - 1), middle, *(last,) * (v - 1))
     return genes._replace(legs=legs, turns=turns)
+
+
+# mode, w_gap, w_slack, first_b, look, pick_f, pick_b, w_memory, reserve_later
+_POLICIES = (
+    (1, 0.5, 1, 0.5, 0.25, 0, 0, 1, 0.0),
+    (1, 0.75, 0, 0, 0.25, 0, 0, 1, 0.0),
+    (1, 0.75, 1, 0, 0.75, 0, 0, 0, 0.0),
+    (1, 0, 0, 99, 0.25, 0, 0, 0, 0.0),
+    (1, 0.5, 0, 0, 1, 0, 0, 1, 0.0),
+    (1, 0.5, 0, 0, 0, 0, 0, 1, 0.0),
+    (2, 0.75, 0, 0, 0.25, 0, 0, 0, 0.0),
+    (1, 1, 1, 0, 0.25, 0, 0, 1, 0.0),
+    (1, 0, 0, 1, 1, 0, 0, 0, 0.0),
+    (1, 0.75, 1, 0, 1, 0, 0, 1, 0.0),
+    (0, 1, 0, 0, 0.75, 0, 0, 0, 0.0),
+    (1, 0.75, 1, 0, 0.5, 0, 0, 0, 0.0),
+    (1, 0.5, 1, 0, 0.5, 0, 0, 0, 0.0),
+)
+_POLICIES_OF_CHUNKS = (
+    (1, 0.25, 0, 99, 0, 0, 0, 0, 0.5),
+    (0, 0.75, 1, 99, 0, 0, 1, 1, 0.0),
+    (2, 0.75, 0, 99, 0, 0, 1, 1, 0.0),
+    (1, 0.25, 0, 1, 0.25, 0, 1, 1, 0.5),
+    (2, 0.75, 1, 1, 0.25, 0, 1, 0, 0.5),
+    (2, 0.75, 0, 99, 1, 0, 0, 1, 0.0),
+    (1, 0.25, 0, 0, 0.25, 0, 0, 0, 0.5),
+    (2, 0.75, 0, 1, 1, 0, 1, 0, 0.0),
+    (0, 0.25, 0, 99, 0, 0, 1, 1, 0.0),
+    (1, 0.75, 0, 99, 1, 0, 0, 1, 0.0),
+    (0, 0.25, 1, 1, 0, 0, 1, 0, 0.5),
+    (2, 1, 0, 99, 0.25, 0, 1, 0, 0.0),
+)
+
+
+def policies(v: int) -> list[tuple[float, ...]]:
+    """Policy vectors for v chunks per rank."""
+    rows = _POLICIES if v == 1 else _POLICIES_OF_CHUNKS
+    return [tuple(float(x) for x in (*row[:8], 1.0, row[8], 0.0, 0.0)) for row in rows]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from zbc.compiler.check.memory import excess
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
+from zbc.compiler.deciding import shareable
 from zbc.compiler.order import glance
 from zbc.compiler.partition.moving import planned
 from zbc.compiler.partition.setup import Ordered
@@ -27,6 +28,8 @@ SMALL = 5_000  # up to which the best of these is planned with each of its parti
 NEAR = 0.03  # of a step, within which that may make it faster
 HARDLY = 0.05  # of the memory of the fullest rank, below which recompute saves too little
 WORTH = 0.01  # of a step, below which a faster schedule is not reported
+HEAVY = 1.0  # blocks, from which on an output layer is worth sharing
+FEW = 500  # F, B and W up to which each partition is tried with it; above, that took longer than the plan itself
 
 
 class Other(NamedTuple):
@@ -110,3 +113,41 @@ def _ordered(job: Job, card: ScheduleCard, chunks: int | None, *, every: bool) -
     case = Case(job, table, card, chunks)
     choice = next(filter(case.may_fit, case.starts), None)
     return None if choice is None else planned(case.setup(choice), 0.0)
+
+
+class Sharing(NamedTuple):
+    """An output layer that takes as long as `blocks` blocks, and a step with it in the other place."""
+
+    blocks: float
+    shared: bool  # now
+    ms: float  # of a step with its optimizer, the other way
+    bytes: float | None  # of the fullest rank then, if known
+
+    @property
+    def other(self) -> str:
+        return "ends" if self.shared else "shared"
+
+    def pays(self, ms: float) -> bool:
+        """Whether the other way is clearly faster than `ms`."""
+        return self.ms < ms * (1 - WORTH)
+
+
+def sharing(compiled: Compiled, until: Until | None = None) -> Sharing | None:
+    """None if the output layer is light, cannot be shared, or the comparison takes a search, or longer than the
+    remaining time."""
+    job, schedule = compiled.job, compiled.job.schedule
+    named = is_name(schedule.kind)
+    ops = 3 * compiled.program.placement.stages * schedule.microbatches * job.slices
+    if not named or ops > LARGE or not (job.vocabulary or shareable(job)):
+        return None
+    table = estimate.layers(job.with_vocabulary("ends"))
+    blocks = table[1:-1]
+    mean = sum(layer.f + layer.bw for layer in blocks) / len(blocks) if blocks else 0.0
+    head = (table[-1].f + table[-1].bw) / mean if mean else 0.0
+    if head < HEAVY:
+        return None
+    if until is not None and until.over(compiled.report.compile_seconds):
+        return None
+    variant = job.with_vocabulary("ends" if job.vocabulary else "shared")
+    plan = quick(variant, compiled.schedule, every=ops <= FEW)
+    return None if plan is None else Sharing(head, bool(job.vocabulary), plan.ms, plan.bytes)
