@@ -486,19 +486,14 @@ class Program(ProgramTraits):
     @property
     def features(self) -> frozenset[str]:
         """The features that its rows depend on: names of `ops.PATCHES`, and of `Row.feature`."""
+        named = ("vocabulary", "sharded", "scatters", "averages", "resident", "flushless")
         there = {
-            "vocabulary": self.vocabulary > 0,
             "two sums": self.vocabulary > 1,
-            "sharded": self.sharded,
-            "scatters": self.scatters,
-            "averages": self.averages > 0,
-            "resident": self.resident > 0,
             "weights for W": self.resident > 0 and self.with_w,
             "waits for averages": self.averages > 1,
-            "flushless": self.flushless,
             "flushless in shares": self.flushless and self.sharded,
         }
-        return frozenset(name for name in there if there[name])
+        return frozenset([*(name for name in named if getattr(self, name)), *(name for name in there if there[name])])
 
     @property
     def patches(self) -> tuple[str, ...]:

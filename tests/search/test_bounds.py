@@ -15,7 +15,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.search import slots
+from zbc.compiler.search import pipes as two_pipes
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.search.learned import learned, policies
@@ -140,7 +140,7 @@ def test_no_order_of_two_pipes_beats_the_bounds(block):
         given = costs(rng, placement)
         odds = rng.choice((0.0, 0.2, 0.5, 1.0))
         starts = sorted((rng.randint(0, 4 * m), int(rng.random() < odds)) for _ in range(m))
-        base = slots.program(placement, starts, "random", split=rng.random() < 0.7)
+        base = two_pipes.by_slots(placement, starts, "random", split=rng.random() < 0.7)
         used = [rank.units for rank in peaks(base, given)]
         room = [units * rng.choice((1.0, 1.5)) for units in used]
         for program in (base, follow(base, given, room, Manner(8, 0.5)), follow(base, given, used, Manner(40))):

@@ -26,7 +26,6 @@ class BuildingBlock(NamedTuple):
     steps: tuple[int, int, int, int, int]
     change: int
     turns: tuple[int, int, int]
-    whole: bool  # W right after its B
 
 
 class Tiles(NamedTuple):
@@ -46,7 +45,7 @@ def walking(p: int) -> list[tuple[AnyBlock, Offsets]]:
         if down + climb > SLOTS or back_down + back_up > SLOTS:
             continue
         for g1, g2, g3 in sorted(product(range(1, SLOTS + 1), repeat=3), key=sum):
-            block = BuildingBlock((down, down, climb, back_down, back_up), p - 1, (g1, g2, g3), whole=False)
+            block = BuildingBlock((down, down, climb, back_down, back_up), p - 1, (g1, g2, g3))
             f0, f1, b1, b0, _, _ = offsets_of(p, block, weights=False)
             if all(len({slot % SLOTS for slot in slots}) == 4 for slots in zip(f0, f1, b1, b0, strict=True)):
                 found.append((block, offsets_of(p, block)))
@@ -82,8 +81,6 @@ def offsets_of(p: int, block: AnyBlock, *, weights: bool = True) -> Offsets:
     f1 = [way[-1] + g1 + climb * u for u in up]
     b1 = [f1[0] + g2 + w for w in back]
     b0 = [b1[-1] + g3 + back_up * u for u in up]
-    if block.whole:
-        return way, f1, b1, b0, b1, b0
     w1, w0 = _weights(p, way, f1, b1, b0) if weights else ([], [])
     return way, f1, b1, b0, w1, w0
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from zbc.compiler.cost.estimate import Layer, on_the_mean
+from zbc.compiler.partition.balance import balance
 from zbc.compiler.partition.initial import Stages, is_open, times
 from zbc.errors import ZbcError
 from zbc.ir import Placement
@@ -74,16 +75,7 @@ def _packed(ms: Sequence[float], most: float) -> list[int]:
 
 def split(ms: Sequence[float], count: int) -> list[int]:
     """The layers of `count` nonempty stages of one group, with the least largest stage."""
-    sums = [0.0, *accumulate(ms)]
-    best = [(sums[k], [k]) for k in range(1, len(ms) + 1)]  # of the first k layers
-    for stage in range(1, count):  # stages before the last
-        best = [
-            min((max(best[a - 1][0], sums[k] - sums[a]), [*best[a - 1][1], k - a]) for a in range(stage, k))
-            if k > stage
-            else (float("inf"), [])
-            for k in range(1, len(ms) + 1)
-        ]
-    return best[-1][1]
+    return [b - a for a, b in pairwise(balance([ms] * count))]
 
 
 def _largest(ms: Sequence[float], counts: Sequence[int]) -> float:

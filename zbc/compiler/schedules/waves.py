@@ -2,7 +2,7 @@
 
 A pipe has v legs of p stages each, down the ranks and up again. With two pipes the second is the mirror image of the
 first and holds a replica of every stage. A unit is as many microbatches as there are ranks, dealt to the pipes in turn;
-slots.py places its ops. At T_F = T_B = T_W = 1 and m = p:
+search/pipes.py places its ops. At T_F = T_B = T_W = 1 and m = p:
 
     schedule   pipes   v         makespan         activations, fewest and most       source
     chimera    2       1         3m + 2(p-2)      p/2 + 1 to p                       arXiv 2107.06925
@@ -25,8 +25,7 @@ from dataclasses import replace
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules.request import Request
-from zbc.compiler.search import slots
-from zbc.compiler.search.pipes import paced, with_sums
+from zbc.compiler.search.pipes import by_slots, in_units, paced, with_sums
 from zbc.ir import Op, Placement, Program
 
 
@@ -55,7 +54,7 @@ def _waves(name: str, request: Request, placement: Placement, early: int) -> Pro
     pipes = min(p, len(placement.pipes))  # a single rank gains nothing from a second pipe
     unit = max(1, (request.group or p) // pipes) * pipes
     early = early if request.early is None else request.early
-    plain = slots.program(placement, slots.in_units(placement, m, unit), name)
+    plain = by_slots(placement, in_units(placement, m, unit), name)
     joined = plain.ranks if early == 1 else tuple(tuple(_join(ops, unit, early)) for ops in plain.ranks)
     program = Program(placement, m, joined, (name,))
     if m % unit == 0 and (p % 2 == 0 or pipes == 1):

@@ -115,7 +115,7 @@ def _most(problem: Problem, offsets: Offsets, rank: int) -> tuple[float, float]:
 @lru_cache(maxsize=8)
 def _blocks(p: int, whole: bool) -> list[tuple[AnyBlock, Offsets]]:
     """The blocks of p ranks; for many ranks only some of the places at which the step changes."""
-    found: list[AnyBlock] = [*_tiled(p), *_with_whole_backwards(p)] if whole else [*_with_split_backwards(p)]
+    found: list[AnyBlock] = [*_tiled(p)] if whole else [*_with_split_backwards(p)]
     return [(block, offsets_of(p, block)) for block in found]
 
 
@@ -128,7 +128,7 @@ def _with_split_backwards(p: int) -> Iterator[BuildingBlock]:
                 for g1, g2, g3 in product(range(1, SLOTS + 1), repeat=3):
                     if _meet_at_the_ends(p, ka * change + kb * (p - 1 - change), g1, g2, g3):
                         continue
-                    block = BuildingBlock((ka, kb, 1, 0, 1), change, (g1, g2, g3), whole=False)
+                    block = BuildingBlock((ka, kb, 1, 0, 1), change, (g1, g2, g3))
                     f0, f1, b1, b0, _, _ = offsets_of(p, block, weights=False)
                     pairs = ((f0, f1), (f0, b1), (f1, b1), (f0, b0), (f1, b0), (b1, b0))
                     if not any(collide(a, b) for a, b in pairs):
@@ -140,12 +140,6 @@ def _meet_at_the_ends(p: int, way: int, g1: int, g2: int, g3: int) -> bool:
     first = (0, way + g1 + p - 1, way + g1 + p - 1 + g2, 2 * way + g1 + 2 * (p - 1) + g2 + g3)
     last = (way, way + g1, 2 * way + g1 + p - 1 + g2, 2 * way + g1 + p - 1 + g2 + g3)
     return any(len({slot % SLOTS for slot in ends}) < len(ends) for ends in (first, last))
-
-
-def _with_whole_backwards(p: int) -> Iterator[BuildingBlock]:
-    for down, up, back_down, back_up in product((1, 2), (1, 2), (2, 3, 4), (2, 3, 4)):
-        for turns in product((1, 2), (1, 2), (2, 3, 4)):
-            yield BuildingBlock((down, down, up, back_down, back_up), p - 1, turns, whole=True)
 
 
 def _tiled(p: int) -> list[Tiles]:

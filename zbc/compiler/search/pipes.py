@@ -4,6 +4,13 @@ The microbatches of each pipe start at an even pace; a list scheduler follows th
 Good orders differ in the pace, the delay of the second pipe, the scheduler's look-ahead and its waiting time. The
 combinations below were chosen by greedy cover over some hundred cases (p 3-8, m p-4p, even and uneven times, limits of
 0.6 to 1.5 times p), and some more at published times.
+
+They begin as orders of slots, turns without a time. With S stages per pipe, a microbatch that starts at slot t runs
+
+    F s at slot  t + s,    B s (or BW s) at slot  t + 2S - 1 - s,    W s right after its B
+
+For any starts, the ops of each rank in the order of their slots are an order without deadlock: an op's inputs from
+another rank have smaller slots, and ops that share a slot do not need each other.
 """
 
 from __future__ import annotations
@@ -15,13 +22,14 @@ from typing import NamedTuple
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.passes.reduce_grads import ReduceGrads
-from zbc.compiler.search import slots
 from zbc.compiler.search.follow import Manner, fits, follow
 from zbc.compiler.sim.context import Context
-from zbc.ir import Placement, Program
+from zbc.ir import Op, Placement, Program
+from zbc.ops import round_trip
 
 LEAST_TRIED, MOST_OPS = 3, 150_000  # of large programs only orders for a few seconds
 FAR = 40  # examined ops that amount to no limit
+Start = tuple[int, int]  # the slot at which a microbatch begins, and its pipe
 
 
 class Recipe(NamedTuple):
@@ -95,22 +103,22 @@ def _followed(costs: Costs, limits: Sequence[float], orders: Iterable[Program]) 
 
 
 def _by_recipes(placement: Placement, m: int, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Program]:
-    full = slots.full_distance(placement)
+    full = full_distance(placement)
     for recipe in _SPLIT if split else _WHOLE:
         distance = max(1, round(recipe.distance * full))
-        base = slots.program(placement, slots.steady(placement, m, distance, recipe.offset), "paced", split=split)
+        base = by_slots(placement, steady(placement, m, distance, recipe.offset), "paced", split=split)
         if fits(base, costs, limits):
             yield follow(base, costs, limits, recipe.manner)
 
 
 def _spread(placement: Placement, m: int, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Program]:
     """With little memory: microbatches ever farther apart, finally one after another."""
-    distance, alone = 2 * slots.full_distance(placement), 2 * placement.stages
+    distance, alone = 2 * full_distance(placement), 2 * placement.stages
     pipes = len(placement.pipes)
     while True:
         distance = min(distance, pipes * alone)
-        starts = slots.steady(placement, m, distance, distance // pipes)
-        base = slots.program(placement, starts, "paced", split=split)
+        starts = steady(placement, m, distance, distance // pipes)
+        base = by_slots(placement, starts, "paced", split=split)
         if fits(base, costs, limits):
             yield base
             yield from (follow(base, costs, limits, Manner(look, wait)) for look, wait in ((8, 0.0), (FAR, 0.5)))
@@ -118,3 +126,47 @@ def _spread(placement: Placement, m: int, costs: Costs, limits: Sequence[float],
         if distance == pipes * alone:
             return
         distance = distance * 5 // 4 + 1
+
+
+# ---- orders of slots -------------------------------------------------------------------------------------------------
+
+
+def in_units(placement: Placement, m: int, unit: int) -> list[Start]:
+    """Units of `unit` microbatches, dealt to the pipes in turn, two slots apart within a pipe.
+
+    With even p and two pipes, or one, a unit of p fills the slots of every rank without two ops in one, and the next
+    unit begins where its ops fit into the remaining slots.
+    """
+    pipes, stages = len(placement.pipes), placement.stages
+    period = max(2 * stages, 2 * stages * unit // placement.ranks)
+    starts = []
+    for i in range(m):
+        number, place = divmod(i, unit)
+        j, pipe = divmod(place, pipes)
+        starts.append((number * period + 2 * j, pipe))
+    return starts
+
+
+def steady(placement: Placement, m: int, distance: int, offset: int) -> list[Start]:
+    """Microbatches of a pipe `distance` slots apart, without units; the second pipe `offset` slots after the first."""
+    pipes = len(placement.pipes)
+    return [(i // pipes * distance + i % pipes * offset, i % pipes) for i in range(m)]
+
+
+def full_distance(placement: Placement) -> int:
+    """The distance that just fills the slots of a rank, with fused backwards."""
+    return 2 * placement.stages * len(placement.pipes) // placement.ranks
+
+
+def by_slots(placement: Placement, starts: Iterable[Start], name: str, *, split: bool = False) -> Program:
+    """The order of slots as a program; microbatch i starts as `starts[i]` says."""
+    stages = placement.stages
+    slots: list[list[tuple[int, int, Op]]] = [[] for _ in range(placement.ranks)]
+    count = 0
+    for i, (start, pipe) in enumerate(starts):
+        count += 1
+        for s in range(stages):
+            listed, back = slots[placement.rank_of(s, pipe)], start + 2 * stages - 1 - s
+            ops = enumerate(Op(kind, s, i, pipe) for kind in round_trip(split=split))
+            listed += [(back if k else start + s, k, op) for k, op in ops]
+    return Program(placement, count, tuple(tuple(op for *_, op in sorted(listed)) for listed in slots), (name,))

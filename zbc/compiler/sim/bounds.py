@@ -22,9 +22,8 @@ from math import ceil
 from operator import itemgetter
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.sim.bounds_branched import branched
 from zbc.compiler.sim.bounds_mirrored import mixed
-from zbc.compiler.sim.ways import INF, ROOM, Way, fill
+from zbc.compiler.sim.ways import INF, ROOM, Way, fill, longest
 from zbc.ir import Placement
 
 
@@ -69,11 +68,38 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
         makespan, span = mixed(placement, costs, m, limits)
         return Bounds(min(makespan, *(b.makespan for b in alone)), min(span, *(b.span for b in alone)))
     if placement.branches:
-        return Bounds(*branched(placement, costs, costs, m))
+        return Bounds(*_branched(placement, costs, costs, m))
     way = Way(placement, costs)
     others = _busiest(way, m, limits)
     single = [_RankBounds(way, m, limits, r, others[r]).bounds() for r in range(p) if way.stages[r]]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
+
+
+def _branched(placement: Placement, costs: Costs, least: Costs, m: int) -> tuple[float, float]:
+    """Makespan and span in ms for a graph of stages, under any limit; no op or transfer takes less than in `least`.
+
+    Before its first backward a microbatch takes the longest path to the loss and back, while the rank can run forwards
+    only. After its last backward the longest path back to the data and one W are left.
+    """
+    f, b, w = map(least.column, ("f", "b", "w"))
+    links = least.lags(0)
+    down = longest(placement, f, links, placement.sources)  # to the end of F of each stage, from the data
+    ahead = longest(placement, f, links, placement.sinks)  # from its beginning to the end of the last F
+    back = longest(placement, b, links, placement.sinks)  # from the loss to the end of its B
+    last = [ms + (0.0 if placement.sources(s) else w[s]) for s, ms in enumerate(b)]
+    up = longest(placement, last, links, placement.sources)
+    makespan = span = 0.0
+    for rank in range(placement.ranks):
+        mine = placement.stages_of(rank)
+        forward, backward, later = (m * sum(each[s] for s in mine) for each in map(costs.column, ("f", "b", "w")))
+        work = forward + backward + later
+        head = min((down[s] - f[s] for s in mine), default=0.0)
+        warm = min((ahead[s] + back[s] - b[s] for s in mine), default=0.0)  # from its first F to its first B
+        tail = min((up[s] - b[s] for s in mine), default=0.0)
+        idle = max(0.0, warm - forward) if len(mine) == 1 else 0.0
+        span = max(span, work + idle)
+        makespan = max(makespan, head + work + idle, head + forward + idle + backward + tail)
+    return makespan, span
 
 
 def relaxed(costs: Costs) -> Costs:
@@ -100,7 +126,7 @@ def _of_parts(placement: Placement, costs: Costs, m: int, limit: Sequence[float]
         share = m * (sum(f) + sum(b) + sum(w)) / placement.ranks
         return Bounds(max(makespan, share), max(span, share))
     if placement.branches:
-        other = branched(placement, costs, least, m)
+        other = _branched(placement, costs, least, m)
         return Bounds(max(makespan, other[0]), max(span, other[1]))
     way = Way(placement, least)
     for stages in way.stages:
