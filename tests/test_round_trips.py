@@ -38,9 +38,7 @@ def test_programs_survive_plan_files(data):
     stages = program.placement.stages
     manifest, files = plans.assemble(
         program,
-        parameters={},
         layers=[[f"layers.{s}"] for s in range(stages)],
-        boundaries=[None] * (stages - 1),
         microbatch_size=data.draw(st.integers(1, 4)),
         predicted={"makespan_ms": data.draw(st.floats(0, 1e6))},
         planning={},

@@ -107,9 +107,8 @@ def make_plan(
     told |= {} if checkpoint is None else {"checkpoint": checkpoint}
     manifest, _ = assemble(
         program,
-        parameters={},
         layers=[names[a:b] for a, b in pairwise(cuts)],
-        boundaries=[None] * (stages - 1) if boundaries is None else boundaries,
+        boundaries=boundaries,
         microbatch_size=size,
         cuts=rows,
         words=words if program.vocabulary else (),

@@ -130,12 +130,12 @@ def test_it_is_told_of_whatever_the_last_layer_returns(what):
 
 def test_each_rank_keeps_the_targets_of_its_own_replica_and_no_longer_than_they_wait():
     source = make_worker(plan_of([1, 2, 3, 4] * 2, ("1f1b", 2, 2, "before-step")), 1).batches
-    assert source.weight(0, 7) == pytest.approx(8 * {0: 1, 1: 2, 2: 3, 3: 4}[int(source.indices(0, 7)[0]) % 4] / 20)
+    assert source.weight(0, 7) == pytest.approx(8 * {0: 1, 1: 2, 2: 3, 3: 4}[int(source.numbers(0, 7)[0]) % 4] / 20)
     assert sorted(source._kept[0]) == [0, 1, 2, 3]
     for step in range(6):
         for mb in range(3):
             source.targets(step, mb)
-    assert sum(map(len, source._kept.values())) <= 3 + 1 and source._weights.of.cache_info().currsize <= 3
+    assert sum(map(len, source._kept.values())) <= 3 + 1 and source.weights.of.cache_info().currsize <= 3
 
 
 @pytest.mark.parametrize("number", [-1.0, float("nan")])

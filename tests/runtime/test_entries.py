@@ -176,7 +176,7 @@ def test_entries_give_the_loss_and_gradients_of_plain_torch(case):
     found = {k: p.grad for w in workers for o in w.optimizers.values() for k, p in o.parameters.items()}
     samples = build_samples(settings.data, settings.model, settings.train.seed)
     order = Batches(samples, seed=settings.train.seed, microbatches=M, size=SIZE)
-    value = by_torch(settings, form, names, loss, [index for mb in range(M) for index in order.indices(0, mb)])
+    value = by_torch(settings, form, names, loss, [index for mb in range(M) for index in order.numbers(0, mb)])
     value.backward()
     checked, gradients = plain_gradients(plan)  # of `zbc check --gradients`
     assert workers[0].results[0].loss == pytest.approx(value.item(), rel=1e-6) == checked

@@ -144,7 +144,7 @@ EACH = {"sync": "asynchronous", "every": 2}
 def test_a_mean_is_over_the_microbatches_that_a_step_of_a_stage_or_replica_has(how, group, tmp_path):
     _, plan = planned(job_of(1, 4, **how), tmp_path)
     source = build_worker(RankPlan(0, plan.program.ranks[0], plan.manifest), Hub(2).end(int(4 in group)), CPU).batches
-    given = source._steps.step(source._number(0))
+    given = source._steps.step(*source._order.taken(0, 1))
     weights = [given[number].weight for number in group]
     expected = [weight * len(group) / sum(weights) for weight in weights]
     assert [source.weight(0, number) for number in group] == pytest.approx(expected)

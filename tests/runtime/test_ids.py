@@ -15,7 +15,7 @@ from zbc.job import spec
 from zbc.training.data.data import all_samples, build_dataset
 from zbc.training.data.pairs import Words
 from zbc.training.data.split import Steps
-from zbc.training.data.unequal import Padded, all_documents
+from zbc.training.data.unequal import all_documents
 
 HERE, VOCAB, LENGTH, COUNT = "tests.runtime.test_ids", 61, 16, 12
 MODEL = {**GPT, "vocab": VOCAB, "seq_len": LENGTH}
@@ -68,7 +68,7 @@ def read(kind, odd, dtype, loss):
             build_dataset(data, chosen, 1), "Lists", 1, count=1, size=1, length=LENGTH, ignores=ignores, words=words
         )
         return [steps.step(n) for n in range(COUNT)]
-    samples = all_samples(data, chosen, 1) if kind == "samples" else Padded(all_documents(data, chosen, 1), LENGTH)
+    samples = (all_samples if kind == "samples" else all_documents)(data, chosen, 1)
     return [getattr(samples, what)([n, n + 1]) for what in ("inputs", "targets") for n in range(0, COUNT, 2)]
 
 

@@ -141,8 +141,8 @@ def test_a_rank_with_both_ends_reads_each_sample_once(p, looks, monkeypatch):
 
 def test_orders_of_epochs_long_gone_are_not_kept():
     data = Batches(pairs([]), seed=3, microbatches=1, size=6)
-    seen = [sorted(data.indices(step, 0)) for step in range(50)]
-    assert seen == [[*range(6)]] * 50 and data._order.cache_info().currsize <= 4
+    seen = [sorted(data.numbers(step, 0)) for step in range(50)]
+    assert seen == [[*range(6 * step, 6 * step + 6)] for step in range(50)] and data._order.cache_info().currsize <= 4
 
 
 def test_a_worker_reads_once_only_where_its_inputs_meet_their_targets():

@@ -53,9 +53,10 @@ def reading(seen, *, count, microbatches):
     """Makes ranks read from `count` samples, and records which ones."""
 
     class Noted(RandomTokens):
-        def targets(self, indices):
-            seen.append(tuple(indices))
-            return super().targets(indices)
+        def rows(self, indices, which):
+            if which:
+                seen.append(tuple(indices))
+            return super().rows(indices, which)
 
     def setup(worker):
         if worker.batches is not None:
@@ -116,4 +117,4 @@ def test_a_plan_with_other_batches_goes_on_behind_the_last_sample_that_was_read(
     plain = make_plan(make_program("1f1b", 2, 2), optimizer=FAST, steps=STEPS)
     run_threads(plain, STEPS, resume=folder_of(tmp_path, 3), setup=note)
     order = Batches(RandomTokens(61, 16, seed=7, count=40), seed=7, microbatches=1, size=2)
-    assert seen == [tuple(order.indices(step, 0)) for step in range(5 + 2 * 2)], "5 microbatches, then 2 a step"
+    assert seen == [tuple(order.numbers(step, 0)) for step in range(5 + 2 * 2)], "5 microbatches, then 2 a step"

@@ -157,17 +157,11 @@ class Recorded:
     def __len__(self):
         return self._count
 
-    def inputs(self, indices):
-        return self._get("inputs", indices)
-
-    def targets(self, indices):
-        return self._get("targets", indices)
-
     def expect(self, indices):
         pass
 
-    def _get(self, kind, indices):
-        self.read.append((kind, tuple(indices), threading.current_thread().name))
+    def rows(self, indices, which):
+        self.read.append((which, tuple(indices), threading.current_thread().name))
         if self.bad in indices:
             raise ZbcError("E501", "data: damaged")
         return torch.tensor(indices)
@@ -175,8 +169,8 @@ class Recorded:
 
 def prefetched(wants, **options):
     recorded = Recorded(**options)
-    batches = Batches(recorded, seed=1, microbatches=4, size=2)
-    return Prefetched(batches, [wants]), Batches(Recorded(), seed=1, microbatches=4, size=2), recorded
+    how = {"seed": 1, "microbatches": 4, "size": 2}
+    return Prefetched(recorded, [wants], **how), Batches(Recorded(), **how), recorded
 
 
 WANTS = [("inputs", 0), ("inputs", 1), ("targets", 0), ("inputs", 2), ("targets", 1), ("inputs", 3)]
@@ -203,7 +197,7 @@ def test_the_thread_that_makes_tensors_for_a_gpu_is_told_which(monkeypatch):
     told, pinned = [], []
     monkeypatch.setattr("torch.cuda.set_device", lambda device: told.append((threading.current_thread().name, device)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    ready = Prefetched(Batches(Recorded(), seed=1, microbatches=4, size=2), [WANTS], torch.device("cuda", 3))
+    ready = Prefetched(Recorded(), [WANTS], torch.device("cuda", 3), seed=1, microbatches=4, size=2)
     for kind, mb in WANTS:
         getattr(ready, kind)(0, mb)
     ready.close()
@@ -212,7 +206,7 @@ def test_the_thread_that_makes_tensors_for_a_gpu_is_told_which(monkeypatch):
 
 def test_an_error_is_raised_where_its_tensor_is_asked_for():
     _, plain, _ = prefetched(WANTS)
-    ready, _, _ = prefetched(WANTS, bad=plain.indices(0, 2)[0])
+    ready, _, _ = prefetched(WANTS, bad=plain.numbers(0, 2)[0])
     ready.inputs(0, 0)
     ready.inputs(0, 1)
     ready.targets(0, 0)
@@ -252,7 +246,7 @@ def test_a_pipeline_trains_on_token_files_and_every_window_is_seen_once_an_epoch
     plan = make_plan(make_program(schedule, p, 4), model=GPT, data={"kind": "tokens", "path": path})
     workers = run_threads(plan, 3)  # 3 steps of 4 microbatches of 2: one epoch of 24 windows
     batches = next(w.batches for w in workers if w.batches is not None)
-    seen = [i for step in range(3) for mb in range(4) for i in batches._batches.indices(step, mb)]
+    seen = [i for step in range(3) for mb in range(4) for i in batches.numbers(step, mb)]
     assert sorted(seen) == list(range(24)) and seen != sorted(seen)
     expected = run_threads(make_plan(make_program("1f1b", 1, 4), model=GPT, data={"kind": "tokens", "path": path}), 3)
     assert losses_of(workers) == losses_of(expected)

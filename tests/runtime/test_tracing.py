@@ -29,7 +29,7 @@ def traced(tmp_path, plan, steps, total, change=lambda worker: None):
     manifest = plan.manifest
     fields = ("layers", "boundaries", "microbatch_size", "planning", "training")
     how = {name: getattr(manifest, name) for name in fields}
-    write(tmp_path / "plan", *assemble(plan.program, parameters={}, predicted={}, **how))
+    write(tmp_path / "plan", *assemble(plan.program, **how))
     trace.start(folder, tmp_path / "plan")
     tracers = {}
 

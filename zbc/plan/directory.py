@@ -140,20 +140,20 @@ def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
 def assemble(
     program: Program,
     *,
-    parameters: Mapping[str, Any],
     layers: Sequence[Sequence[str]],
-    boundaries: Sequence[Boundary | None],
     microbatch_size: int,
-    predicted: Mapping[str, Any],
     planning: Mapping[str, Any],
     training: Mapping[str, Any],
+    parameters: Mapping[str, Any] | None = None,
+    boundaries: Sequence[Boundary | None] | None = None,
+    predicted: Mapping[str, Any] | None = None,
     ramp: Sequence[RampPlan] = (),
     cuts: Sequence[int] = (),
     words: Sequence[int] = (),
     balance: Unequal | None = None,
 ) -> tuple[Manifest, dict[str, str]]:
-    """The manifest of a program and the text of every rank file; `words`: the first row of each rank in a shared
-    vocabulary, and its end."""
+    """The manifest of a program and the text of every rank file; `boundaries`: None: the layers decide; `words`: the
+    first row of each rank in a shared vocabulary, and its end."""
     lines = [_op_lines(program, rank) for rank in range(len(program.ranks))]
     seed = json.dumps([FORMAT, VERSION, planning, list(program.history)], sort_keys=True)
     identity = hashlib.sha256(seed.encode())
@@ -175,7 +175,7 @@ def assemble(
         version=VERSION,
         id=plan_id,
         schedule=program.history[0],
-        parameters=dict(parameters),
+        parameters=dict(parameters or {}),
         passes=list(program.history[1:]),
         ranks=placement.ranks,
         stages=placement.stages,
@@ -185,9 +185,9 @@ def assemble(
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         edges=[list(edge) for edge in placement.edges] if placement.branches else [],
         layers=[list(names) for names in layers],
-        boundaries=list(boundaries),
+        boundaries=list(boundaries or [None] * (len(layers) - 1)),
         capabilities=sorted(map(str, program.kinds)) + features,
-        predicted=dict(predicted),
+        predicted=dict(predicted or {}),
         planning=dict(planning),
         training=dict(training),
         files={name: sha(text.encode()) for name, text in files.items()},

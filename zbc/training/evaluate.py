@@ -37,7 +37,7 @@ from zbc.training.building.context import Site
 from zbc.training.checkpoint.folder import Best
 from zbc.training.data.counted import counting
 from zbc.training.data.data import Batches, all_samples, build_validation, place
-from zbc.training.data.unequal import whole_rows
+from zbc.training.data.unequal import all_documents
 from zbc.training.guest import Guest
 
 KEY = "checkpoint.keep_best"
@@ -107,7 +107,7 @@ def build_evaluation(site: Site, layout: VectorLayout, counts: Callable[[Tensor]
 
 def _kept(site: Site, name: str) -> Kept:
     manifest, settings, train = site.manifest, site.settings, site.settings.train
-    every = all_samples if site.dealer is None else whole_rows
+    every = all_samples if site.dealer is None else all_documents
     kept = build_validation(settings.data, settings.model, train.seed, every, name) if site.reads else None
     if kept is None:
         return Kept()

@@ -33,9 +33,10 @@ from zbc.runtime.features.words.words import PLAIN
 from zbc.topology import At
 from zbc.training.building.context import Settings, steps_of
 from zbc.training.data.data import Batches, Tokens, all_samples, place, tokens_of
+from zbc.training.data.documents import Documents
 from zbc.training.data.pairs import Samples
 from zbc.training.data.split import SplitBatches, Steps
-from zbc.training.data.unequal import Padded, whole_rows
+from zbc.training.data.unequal import all_documents
 from zbc.training.evaluate import EvaluationRun, forward_run, forwards, total
 from zbc.training.models.losses import log_probabilities_of
 
@@ -61,7 +62,7 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
     if data.items == "steps":
         samples = steps_of(settings, manifest, as_given=True)
     elif data.balance != "none":
-        samples = whole_rows(data, chosen, settings.train.seed)
+        samples = all_documents(data, chosen, settings.train.seed)
     else:
         samples = all_samples(data, chosen, settings.train.seed)
     total, per_batch = len(samples), count * size
@@ -79,7 +80,7 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
 
         return InOrder(given, total, rows_of)
     batches = Batches(samples, seed=None, microbatches=count, size=size, lowered=lowered, tokens=tokens)
-    lengths = samples.lengths if isinstance(samples, Padded) else None
+    lengths = samples.lengths.tolist() if isinstance(samples, Documents) else None
 
     def cut(batch: int, rows: Tensor) -> tuple[Tensor, list[int] | None]:
         first = batch * per_batch

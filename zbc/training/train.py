@@ -415,7 +415,7 @@ def agree_on_samples(worker: Worker) -> None:
     dealt, source = isinstance(worker.work, Dealer), worker.batches
     if not dealt and worker.plan.manifest.training["data"]["kind"] in KINDS:
         return
-    own = worker.work.digest if isinstance(worker.work, Dealer) else None if source is None else source.digest()
+    own = worker.work.documents.digest() if isinstance(worker.work, Dealer) else source and source.digest()
     told = torch.tensor([float(own or 0), own is not None], dtype=torch.float64, device=worker.device)
     worker.all_reduce(told, worker.everyone)
     total, readers = told.tolist()

@@ -23,7 +23,7 @@ from zbc.runtime.transports.transport import Transport
 from zbc.training.data.data import KINDS, Tokens, build_dataset, build_samples, input_spec, place, tokens_of
 from zbc.training.data.pairs import Samples, Targets, Words
 from zbc.training.data.split import Steps, count_of_step
-from zbc.training.data.unequal import ByTokens, Dealer, Fixed, Padded, build_documents, dealer_of
+from zbc.training.data.unequal import ByTokens, Dealer, Fixed, build_documents, dealer_of
 from zbc.training.models import adapters, model, pretrained
 from zbc.training.models.shared_words import ends_of, trunk
 from zbc.training.probing.shapes import Shapes, derive, in_a_slice
@@ -131,7 +131,7 @@ class Site:
     def samples(self) -> Samples | None:
         """The data, if this rank reads them; a factory's on every rank, since it determines the model's input."""
         if self.dealer is not None:
-            return Padded(self.dealer.documents, self.dealer.shape.room)
+            return self.dealer.documents
         if not self.reads and self.settings.data.kind in KINDS:
             return None
         if self.settings.data.items == "steps":
@@ -269,7 +269,7 @@ def samples_of(settings: Settings, *, both: bool = False) -> Samples:
     """The training samples in whole rows. Raises as `build_samples`."""
     data, chosen, seed = settings.data, settings.model, settings.train.seed
     if data.balance != "none" and data.kind not in KINDS:
-        return Padded(build_documents(data, chosen, seed), chosen.seq_len or 1)
+        return build_documents(data, chosen, seed)
     return build_samples(data, chosen, seed, both=both)
 
 

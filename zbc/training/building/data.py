@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from zbc.ir import NEXT
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
-from zbc.runtime.core.state import BatchSource, PhaseRun, Work, run_of
+from zbc.runtime.core.state import BatchSource, PhaseRun
 from zbc.runtime.core.tensors import Loss
-from zbc.topology import Topology
 from zbc.training.building.context import Settings, Site
 from zbc.training.data.counted import Count, Weights, count_of, counting, no_mean, rows_of
 from zbc.training.data.data import KINDS, Batches, RankBatches, Tokens
@@ -28,8 +27,7 @@ def batches_of(site: Site, phases: Phases, runs: Sequence[PhaseRun], count: Coun
     weighs = count is not None or isinstance(source, SplitBatches)
     if not weighs or not isinstance(source, RankBatches) or not (site.last or site.manifest.vocabulary is not None):
         return source
-    groups = Groups(runs, site.work, site.topology, site.rank)
-    source.weigh(Weights(groups.of, parts=runs[0].layout.weighted, tell=site.ranks), count or counting, groups.own)
+    source.weights = Weights(runs, site.work, site.topology, site.rank, count or counting)
     return source
 
 
@@ -43,61 +41,25 @@ def _source(site: Site, phases: Phases) -> BatchSource | None:
     if isinstance(site.samples, Steps):
         return split_batches(settings, site.samples, site.tokens)
     order = [wants(plan, site.rank) for plan in site.parts]
-    batches = Batches(
-        site.samples,
-        seed=settings.train.seed,
-        microbatches=manifest.topology.batch,
-        size=manifest.microbatch_size,
-        phases=phases,
-        lowered=settings.lowered,
-        where=settings.where,
-        tokens=site.tokens,
-        lengths=site.lengths,
-        order=[[*dict.fromkeys(mb for _, mb in step)] for step in order],
-    )
-    if settings.data.kind not in KINDS:
-        return batches
-    return Prefetched(batches, order, site.device)
+    how: dict[str, Any] = {
+        "seed": settings.train.seed,
+        "microbatches": manifest.topology.batch,
+        "size": manifest.microbatch_size,
+        "phases": phases,
+        "lowered": settings.lowered,
+        "where": settings.where,
+        "tokens": site.tokens,
+        "lengths": site.lengths,
+        "order": [[*dict.fromkeys(mb for _, mb in step)] for step in order],
+    }
+    if settings.data.kind in KINDS:
+        return Prefetched(site.samples, order, site.device, **how)
+    return Batches(site.samples, **how)
 
 
 def split_batches(settings: Settings, steps: Steps, tokens: Tokens | None = None) -> SplitBatches:
     lowered, where = settings.lowered, settings.where
     return SplitBatches(steps, seed=settings.train.seed, lowered=lowered, where=where, tokens=tokens)
-
-
-@dataclass
-class Groups:
-    """The microbatches of a replica in each step, and those with a common mean."""
-
-    runs: Sequence[PhaseRun]  # by phase
-    work: Work
-    topology: Topology
-    rank: int
-
-    def _numbers(self, step: int, replica: int) -> range:
-        """The microbatches of a replica in a step."""
-        run, here = run_of(self.runs, self.work, self.work.phases, step, self.replica), self.work.count(step, replica)
-        first = replica * (self.work.most or run.count)
-        return range(first, first + (run.count if here is None else here))
-
-    @property
-    def replica(self) -> int:
-        return self.topology.of(self.rank).dp
-
-    def own(self, step: int, number: int) -> bool:
-        """Whether this rank's replica runs a microbatch of a step."""
-        return number in self._numbers(step, self.replica)
-
-    def of(self, step: int) -> list[list[int]]:
-        """All microbatches of a step, those of replicas that average weights, or of a stage's step without a flush."""
-        run = run_of(self.runs, self.work, self.work.phases, step, self.replica)
-        together = self.topology.dp // run.layout.apart
-        first = self.replica // together * together
-        replicas = [self._numbers(step, replica) for replica in range(first, first + together)]
-        if run.layout.weighted:
-            return [[number for span in replicas for number in span]]
-        every = run.ending.every or run.count
-        return [[number for span in replicas for number in span[i : i + every]] for i in range(0, run.count, every)]
 
 
 def count_of_targets(site: Site) -> Count | None:

@@ -19,8 +19,10 @@ from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.core.bundle import ByName, shown, taken_apart
+from zbc.runtime.core.state import PhaseRun, Work, run_of
 from zbc.runtime.core.tensors import IGNORED, Batch, Loss, each
 from zbc.runtime.seeding import seed_of, seeded
+from zbc.topology import Topology
 
 Count = Callable[[Any], float]  # of a `Batch`
 _STEPS = 3  # cached steps: without a flush the next step begins before the end of one
@@ -92,19 +94,43 @@ def no_mean(name: str, loss: Loss, output: Any, targets: Batch) -> str | None:
 
 
 class Weights:
-    """The weights of microbatches; `groups` are the microbatches of a step with a common mean."""
+    """The weights of microbatches by the `count` of their targets, on a rank of the run; `runs` by phase."""
 
-    def __init__(self, groups: Callable[[int], Sequence[Sequence[int]]], *, parts: bool = False, tell: int = 1) -> None:
-        """`parts`: weights are shares of the whole, not 1 on average. `tell`: number of ranks over which the tokens of
-        a microbatch are sharded."""
-        self._groups, self._parts, self._tell = groups, parts, tell
+    def __init__(self, runs: Sequence[PhaseRun], work: Work, topology: Topology, rank: int, count: Count) -> None:
+        self._runs, self._work, self.count = runs, work, count
+        self._dp, self._replica = topology.dp, topology.of(rank).dp
         self.of = lru_cache(_STEPS)(self._counted)
 
+    def own(self, step: int, number: int) -> bool:
+        """Whether this rank's replica runs a microbatch of a step."""
+        return number in self._numbers(step, self._replica)
+
+    def _numbers(self, step: int, replica: int) -> range:
+        """The microbatches of a replica in a step."""
+        run, here = self._run_of(step), self._work.count(step, replica)
+        first = replica * (self._work.most or run.count)
+        return range(first, first + (run.count if here is None else here))
+
+    def _run_of(self, step: int) -> PhaseRun:
+        return run_of(self._runs, self._work, self._work.phases, step, self._replica)
+
+    def _groups(self, step: int) -> list[list[int]]:
+        """All microbatches of a step, those of replicas that average weights, or of a stage's step without a flush."""
+        run = self._run_of(step)
+        together = self._dp // run.layout.apart
+        first = self._replica // together * together
+        replicas = [self._numbers(step, replica) for replica in range(first, first + together)]
+        if run.layout.weighted:
+            return [[number for span in replicas for number in span]]
+        every = run.ending.every or run.count
+        return [[number for span in replicas for number in span[i : i + every]] for i in range(0, run.count, every)]
+
     def _counted(self, step: int, counts: Callable[[int, int], tuple[float, float]]) -> dict[int, float]:
-        """By microbatch, from the counts of this rank's tokens and of all tokens of each."""
-        found = dict[int, float]()
+        """By microbatch, from the counts of this rank's tokens and of all tokens of each: shares of the whole if losses
+        are parts of the step's, otherwise 1 on average."""
+        found, layout = dict[int, float](), self._runs[0].layout
         for group in self._groups(step):
             each = [counts(step, mb) for mb in group]
-            total, size = sum(every for _, every in each), 1 if self._parts else len(group) * self._tell
+            total, size = sum(every for _, every in each), 1 if layout.weighted else len(group) * layout.tell
             found |= {mb: own * size / total if total else 0.0 for mb, (own, _) in zip(group, each, strict=True)}
         return found

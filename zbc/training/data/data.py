@@ -31,7 +31,7 @@ from zbc.runtime.features.context_parallel import rows_in, rows_of
 from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
 from zbc.training.data.chat import CHAT, Chat
-from zbc.training.data.counted import Count, Weights
+from zbc.training.data.counted import Weights
 from zbc.training.data.pairs import ANY, Samples, UnfitError, Words, copied, pair_of
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.tokens import TokenWindows
@@ -47,15 +47,14 @@ class Windows(Samples):
     """Consecutive windows of `seq_len` tokens; a target is its window shifted by one token."""
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
-        count = max(0, (len(tokens) - 1) // seq_len)
-        self._inputs = tokens[: count * seq_len].view(count, seq_len)
-        self._targets = tokens[1 : count * seq_len + 1].view(count, seq_len) if count else self._inputs
+        self._tokens, self._seq_len = tokens, seq_len
 
     def __len__(self) -> int:
-        return len(self._inputs)
+        return max(0, (len(self._tokens) - 1) // self._seq_len)
 
     def rows(self, indices: Sequence[int], which: int) -> Tensor:
-        return (self._inputs, self._targets)[which][torch.tensor(indices) % len(self)].long()
+        every = self._tokens[which:][: len(self) * self._seq_len].view(-1, self._seq_len)
+        return every[torch.tensor(indices) % len(self)].long()
 
 
 class RandomTokens(Samples):
@@ -105,17 +104,14 @@ class Pairs(Samples):
     def _count(self) -> int:
         return int(userobject.call(partial(len, self._dataset), {}, f"len({self._name})", "data.kind"))
 
-    def inputs(self, indices: Sequence[int]) -> Any:
-        pairs = self.read(indices)
-        if self._both and len(self._targets) < _KEPT:
-            self._targets |= {number: target for number, (_, target) in zip(indices, pairs, strict=True)}
-        return self._stacked(indices, 0, [x for x, _ in pairs])
-
-    def targets(self, indices: Sequence[int]) -> Any:
-        found = [self._targets.pop(number, None) for number in indices]
-        if any(target is None for target in found):
-            found = [target for _, target in self.read(indices)]
-        return self._stacked(indices, 1, found)
+    def rows(self, indices: Sequence[int], which: int) -> Any:
+        found = [self._targets.pop(number, None) if which else None for number in indices]
+        if any(one is None for one in found):
+            pairs = self.read(indices)
+            found = [pair[which] for pair in pairs]
+            if self._both and not which and len(self._targets) < _KEPT:
+                self._targets |= {number: target for number, (_, target) in zip(indices, pairs, strict=True)}
+        return self._stacked(indices, which, found)
 
     def digest(self) -> int:
         seen = hashlib.sha256()
@@ -197,8 +193,8 @@ class SampleRange(Samples):
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def rows(self, indices: Sequence[int], which: int) -> Batch:
-        return (self._samples.inputs, self._samples.targets)[which](self._numbers(indices))
+    def rows(self, indices: Sequence[int], which: int) -> Any:
+        return self._samples.rows(self._numbers(indices), which)
 
     def expect(self, indices: Sequence[int]) -> None:
         self._samples.expect(self._numbers(indices))
@@ -240,51 +236,54 @@ def tokens_of(manifest: Manifest, model: spec.Model, at: Sequence[int]) -> Token
 
 
 class RankBatches(BatchSource):
-    """Microbatches of which a rank has its `tokens`, if not all; real inputs are cast to `lowered`, if any."""
+    """Microbatches of `samples`, of which a rank has its `tokens`, if not all; real inputs are cast to `lowered`, if
+    any. On ranks that compute losses they may have `weights`."""
 
-    def __init__(self, lowered: torch.dtype | None, tokens: Tokens | None) -> None:
-        self._lowered, self._tokens = lowered, tokens
-        self._weights: Weights | None = None
+    weights: Weights | None = None
+
+    def __init__(self, samples: Samples, lowered: torch.dtype | None, tokens: Tokens | None) -> None:
+        self._samples, self._lowered, self._tokens = samples, lowered, tokens
         self._kept: dict[int, dict[int, Batch]] = {}  # by step, targets that were counted, until they are requested
 
-    def weigh(self, weights: Weights, count: Count, own: Callable[[int, int], bool]) -> None:
-        """Gives microbatches `weights`, by the `count` of their targets. `own`: whether this rank's replica runs a
-        microbatch of a step."""
-        self._weights, self._counting, self._runs = weights, count, own
+    @abstractmethod
+    def read(self, step: int, mb: int, which: int) -> Any:
+        """The inputs (`which` = 0) or the targets (1) of a microbatch with the tokens of all context parallel ranks."""
+
+    @property
+    def count(self) -> int:
+        return len(self._samples)
+
+    def digest(self) -> int:
+        return self._samples.digest()
 
     def follow(self, phases: Phases) -> None:
         self._kept.clear()
-        if self._weights is not None:
-            self._weights.of.cache_clear()
-
-    @abstractmethod
-    def whole(self, step: int, mb: int) -> Batch:
-        """The targets of a microbatch with the tokens of all context parallel ranks."""
+        if self.weights is not None:
+            self.weights.of.cache_clear()
 
     def counts(self, step: int, mb: int) -> tuple[float, float]:
         """The numbers of targets that count: of this rank's tokens, and of all tokens of a microbatch."""
-        whole = self.whole(step, mb)
-        target, every = self.own(whole), self._counting(whole)
-        if self._runs(step, mb):
+        assert self.weights is not None
+        whole, count = self.read(step, mb, 1), self.weights.count
+        target, every = self.own(whole), count(whole)
+        if self.weights.own(step, mb):
             self._kept.setdefault(step, {})[mb] = target
             while len(self._kept) > _STEPS:
                 del self._kept[next(iter(self._kept))]
-        return every if target is whole else self._counting(target), every
+        return every if target is whole else count(target), every
 
     def weight(self, step: int, mb: int) -> float | None:
-        return None if self._weights is None else self._weights.of(step, self.counts)[mb]
+        return None if self.weights is None else self.weights.of(step, self.counts)[mb]
 
-    def given(self, x: Any) -> Any:
-        """This rank's part of an input."""
-        x = self.own(x)
-        low = self._lowered
+    def inputs(self, step: int, mb: int) -> Any:
+        """The model input of a microbatch, on the CPU."""
+        x, low = self.own(self.read(step, mb, 0)), self._lowered
         return x if low is None else each(lambda t: t.to(low) if t.is_floating_point() else t, x)
 
-    def targets(self, step: int, mb: int) -> Batch:
-        if self._weights is not None:
-            self._weights.of(step, self.counts)
+    def targets(self, step: int, mb: int) -> Any:
+        self.weight(step, mb)  # counts those of the step
         known = self._kept.get(step, {}).pop(mb, None)
-        return self.own(self.whole(step, mb)) if known is None else known
+        return self.own(self.read(step, mb, 1)) if known is None else known
 
     def own(self, whole: Any) -> Any:
         """This rank's part of `whole`."""
@@ -322,15 +321,11 @@ class Batches(RankBatches):
             hint = "give more data, shorter sequences, or fewer or smaller microbatches"
             raise ZbcError("E504", text, where=where, hint=hint)
         self.phases = phases or Phases.even(needed)
-        super().__init__(lowered, tokens)
+        super().__init__(samples, lowered, tokens)
         self._lengths, self._asked = lengths, order
-        self._samples, self._seed, self._size = samples, seed, size
+        self._seed, self._size = seed, size
         self._order, self._of_step = lru_cache(_ORDERS)(self._shuffled), lru_cache(_STEPS)(self._expected)
         self._ahead = True
-
-    @property
-    def count(self) -> int:
-        return self._count
 
     def follow(self, phases: Phases) -> None:
         super().follow(phases)
@@ -345,45 +340,28 @@ class Batches(RankBatches):
     def open(self) -> None:
         self._ahead = True
 
-    def inputs(self, step: int, mb: int) -> Any:
-        """The model input of a microbatch, on the CPU."""
-        return self.given(self._cut(mb, self._samples.inputs(self._numbers(step, mb))))
-
-    def whole(self, step: int, mb: int) -> Any:
-        return self._cut(mb, self._samples.targets(self._numbers(step, mb)))
-
-    def _cut(self, mb: int, whole: Any) -> Any:
-        return whole[:, : self._lengths[mb % len(self._lengths)]] if self._lengths else whole
-
-    def digest(self) -> int:
-        return self._samples.digest()
-
-    def _numbers(self, step: int, mb: int) -> list[int]:
-        """The numbers of its samples over epochs, as in `Samples`."""
+    def read(self, step: int, mb: int, which: int) -> Any:
         found = self._of_step(step)
-        return found[mb] if mb in found else self._at(step, mb)
+        whole = self._samples.rows(found[mb] if mb in found else self.numbers(step, mb), which)
+        return whole[:, : self._lengths[mb % len(self._lengths)]] if self._lengths else whole
 
     def _expected(self, step: int) -> dict[int, list[int]]:
         every = self._asked[self.phases.index(step)] if self._asked and self._ahead else ()
-        found = {one: self._at(step, one) for one in every}
+        found = {one: self.numbers(step, one) for one in every}
         self._samples.expect([number for numbers in found.values() for number in numbers])
         return found
 
-    def _at(self, step: int, mb: int) -> list[int]:
-        place = self.phases.position(step) + mb * self._size
-        return in_epochs(self.indices(step, mb), place, self._count)
-
-    def indices(self, step: int, mb: int) -> list[int]:
-        """The indices of its samples."""
+    def numbers(self, step: int, mb: int) -> list[int]:
+        """The numbers over epochs (see `Samples`) of the samples of a microbatch."""
         return self.taken(self.phases.position(step) + mb * self._size, self._size)
 
     def taken(self, position: int, count: int) -> list[int]:
-        """The indices of `count` samples from a position on."""
+        """Those of `count` samples from a position on."""
         epoch, place = divmod(position, self._count)
         found: list[int] = []
         while len(found) < count:
             order, end = self._order(epoch), min(self._count, place + count - len(found))
-            found += [order[i] for i in range(place, end)]
+            found += [order[i] + epoch * self._count for i in range(place, end)]
             epoch, place = epoch + 1, 0
         return found
 
@@ -391,11 +369,6 @@ class Batches(RankBatches):
         if self._seed is None:
             return range(self._count)
         return Permutation(self._count, seed_of(self._seed, "epoch", epoch))
-
-
-def in_epochs(indices: Sequence[int], position: int, count: int) -> list[int]:
-    """The numbers over epochs (see `Samples`) of `indices`, samples of `count` from a position on."""
-    return [index + (position + k) // count * count for k, index in enumerate(indices)]
 
 
 def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,33 +18,57 @@ from zbc.errors import ZbcError
 from zbc.runtime.core.tensors import IGNORED
 from zbc.runtime.seeding import seed_of
 from zbc.training.data.data import Pairs
+from zbc.training.data.pairs import Samples
 from zbc.training.data.tokens import TokenFile
 
 AT_ONCE = 2**24  # tokens of a file that are scanned at a time
 SPREAD = 1.1  # standard deviation of the logarithm of random lengths
 
 
-class Documents(Protocol):
-    """A map-style dataset of sequences with lengths known in advance."""
+class Documents(Samples):
+    """A map-style dataset of sequences with lengths known in advance; as `Samples` each is in a row of its own, of
+    `room` tokens, with padding behind it."""
 
     lengths: Tensor  # (samples,) int64
+    room: int
     padding: int = IGNORED  # the target of padding, which does not count
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @abstractmethod
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
-        """The input and the target of a sample, both (tokens, ...); numbers and `digest` as in `Samples`."""
+        """The input and the target of a sample, both (tokens, ...)."""
+
+    def looks(self) -> int:
+        """A digest of a few samples that do not depend on files and the seed alone."""
+        return 0
 
     def digest(self) -> int:
-        return 0
+        raw = self.lengths.numpy().tobytes() + self.looks().to_bytes(5, "big")
+        return int.from_bytes(hashlib.sha256(raw).digest()[:5], "big")
+
+    def rows(self, indices: Sequence[int], which: int) -> Tensor:
+        return self.filled([[i] for i in indices], self.room, which)
+
+    def filled(self, rows: Sequence[Sequence[int]], room: int, which: int) -> Tensor:
+        """Inputs or targets of rows of several samples, with padding behind them: (rows, room, ...)."""
+        parts = [[self.pair(i)[which] for i in row] for row in rows]
+        like = next((sample for row in parts for sample in row), None)
+        like = self.pair(0)[which] if like is None else like
+        found = like.new_full((len(rows), room, *like.shape[1:]), (0, self.padding)[which])
+        for target, row in zip(found, parts, strict=True):
+            if row:
+                joined = torch.cat(row)
+                target[: len(joined)] = joined
+        return found
 
 
 class RandomDocuments(Documents):
     """Random tokens of log-normal lengths, made on demand from the sample's number."""
 
     def __init__(self, vocab: int, longest: int, seed: int, count: int = 2**16) -> None:
-        self._vocab, self._seed = vocab, seed
+        self._vocab, self._seed, self.room = vocab, seed, longest
         source = torch.Generator().manual_seed(seed_of(seed, "lengths"))
         drawn = torch.empty(count, dtype=torch.float64).log_normal_(math.log(longest / 6), SPREAD, generator=source)
         self.lengths = drawn.ceil().clamp(1, longest).long()
@@ -61,12 +88,10 @@ class TokenDocuments(Documents):
 
     def __init__(self, paths: Sequence[str], dtype: str | None, longest: int, vocab: int | None) -> None:
         self._files = [TokenFile(Path(path), dtype, vocab) for path in paths]
-        found = [_pieces(file, longest) for file in self._files]
+        found, self.room = [_pieces(file, longest) for file in self._files], longest
         self._starts = torch.cat([starts for starts, _ in found])
         self.lengths = torch.cat([lengths for _, lengths in found])
-        self._firsts = [0]
-        for starts, _ in found:
-            self._firsts.append(self._firsts[-1] + len(starts))
+        self._firsts = [*accumulate((len(starts) for starts, _ in found), initial=0)]
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
         index = number % len(self)
@@ -100,7 +125,7 @@ class PairDocuments(Documents):
     """
 
     def __init__(self, pairs: Pairs, dataset: Any, name: str, longest: int) -> None:
-        self._pairs, self._name = pairs, name
+        self._pairs, self._name, self.room = pairs, name, longest
         given = getattr(dataset, "lengths", None)
         if given is None or len(given) != len(pairs):
             found = "has no lengths" if given is None else f"has {len(given)} lengths for {len(pairs)} samples"
@@ -113,7 +138,7 @@ class PairDocuments(Documents):
             text = f"data: sample {first} of {name} has {int(self.lengths[first])} tokens, a row has room for {longest}"
             raise ZbcError("E110", text, hint="cut it, or set a larger model.seq_len")
 
-    def digest(self) -> int:
+    def looks(self) -> int:
         return self._pairs.digest()
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
@@ -129,15 +154,15 @@ class PairDocuments(Documents):
 
 
 class Some(Documents):
-    """The documents `start` to `stop` of `documents`."""
+    """The first `count` of `documents`."""
 
-    def __init__(self, documents: Documents, start: int, stop: int) -> None:
-        self._documents, self._start, self.padding = documents, start, documents.padding
-        self.lengths = documents.lengths[start:stop]
+    def __init__(self, documents: Documents, count: int) -> None:
+        self._documents, self.padding, self.room = documents, documents.padding, documents.room
+        self.lengths = documents.lengths[:count]
 
-    def digest(self) -> int:
-        return self._documents.digest()
+    def looks(self) -> int:
+        return self._documents.looks()
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
         epoch, index = divmod(number, len(self))
-        return self._documents.pair(self._start + index + epoch * len(self._documents))
+        return self._documents.pair(index + epoch * len(self._documents))

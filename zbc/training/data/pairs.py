@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.job.model_section import TRANSFORMERS
-from zbc.runtime.core.tensors import IGNORED, Batch, each
+from zbc.runtime.core.tensors import IGNORED, each
 from zbc.training.data.chat import CHAT
 from zbc.training.models.model import LOSSES
 
@@ -32,26 +32,21 @@ _TOKENS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 _ELSE = frozenset({"token_type_ids", "special_tokens_mask", "length"})  # keys that tokenizers add
 
 
-class Samples:
+class Samples(Protocol):
     """A map-style dataset that returns whole microbatches.
 
     Numbers continue after the last sample: in epoch `e` sample `i` has the number i + e x len.
     """
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    def __len__(self) -> int: ...
+    def rows(self, indices: Sequence[int], which: int) -> Any:
+        """The inputs (`which` = 0) or the targets (1) of these samples, stacked along a new first dimension."""
 
-    def inputs(self, indices: Sequence[int]) -> Batch:
-        """The inputs of these samples, stacked along a new first dimension."""
+    def inputs(self, indices: Sequence[int]) -> Any:
         return self.rows(indices, 0)
 
-    def targets(self, indices: Sequence[int]) -> Batch:
-        """Their targets, stacked."""
+    def targets(self, indices: Sequence[int]) -> Any:
         return self.rows(indices, 1)
-
-    def rows(self, indices: Sequence[int], which: int) -> Batch:
-        """One of both, for datasets of tokens."""
-        raise NotImplementedError
 
     def expect(self, indices: Sequence[int]) -> None:
         """Samples that are about to be read, in this order."""

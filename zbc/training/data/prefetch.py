@@ -5,41 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zbc.plan.phases import Phases
-from zbc.runtime.core.state import BatchSource
 from zbc.training.data.data import Batches
+from zbc.training.data.pairs import Samples
 
 CPU = torch.device("cpu")
 
 Want = tuple[str, int]  # "inputs" or "targets", and the microbatch
 
 
-class Prefetched(BatchSource):
-    """Prefetched batches: `wants` has the requests of a step of every phase, in order. While a step runs, a thread
+class Prefetched(Batches):
+    """Prefetched `Batches`: `wants` has the requests of a step of every phase, in order. While a step runs, a thread
     reads the next one.
 
     Others than these are read when they are requested, and so is a tensor that the thread failed to read: the error is
     raised where it belongs. Tensors for a GPU, `device`, are pinned, so that their copy does not block.
     """
 
-    def __init__(self, batches: Batches, wants: Sequence[Sequence[Want]], device: torch.device = CPU) -> None:
-        self._batches, self._wants, self._device = batches, wants, device
+    def __init__(
+        self, samples: Samples, wants: Sequence[Sequence[Want]], device: torch.device = CPU, **how: Any
+    ) -> None:
+        super().__init__(samples, **how)
+        self._wants, self._device = wants, device
         self.most = max(map(len, wants), default=0)  # tensors of a step
         self._thread: ThreadPoolExecutor | None = None
         self._steps: dict[int, Future[dict[Want, Tensor]]] = {}
         self.open()
 
     def open(self) -> None:
-        self._batches.open()
+        super().open()
         self._thread = ThreadPoolExecutor(1, "zbc-data", _begin, (self._device,))  # not of `self`, which it would keep
-
-    @property
-    def count(self) -> int:
-        return self._batches.count
 
     def inputs(self, step: int, mb: int) -> Tensor:
         return self._take(step, ("inputs", mb))
@@ -47,13 +47,10 @@ class Prefetched(BatchSource):
     def targets(self, step: int, mb: int) -> Tensor:
         return self._take(step, ("targets", mb))
 
-    def digest(self) -> int:
-        return self._batches.digest()
-
     def follow(self, phases: Phases) -> None:
         """Starts the steps from the position of `phases`; the number of phases is unchanged."""
         self._forget({})
-        self._batches.follow(phases)
+        super().follow(phases)
 
     def close(self) -> None:
         """The thread ends after its current read."""
@@ -61,7 +58,7 @@ class Prefetched(BatchSource):
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(cancel_futures=True)
-        self._batches.close()
+        super().close()
 
     def _forget(self, but: dict[int, None]) -> None:
         for step in self._steps.keys() - but.keys():
@@ -80,7 +77,7 @@ class Prefetched(BatchSource):
     def _read(self, step: int) -> dict[Want, Tensor]:
         made = dict[Want, Tensor]()
         with suppress(Exception):
-            for want in self._wants[self._batches.phases.index(step)]:
+            for want in self._wants[self.phases.index(step)]:
                 if self._thread is None:
                     break
                 made[want] = self._make(step, want)
@@ -88,7 +85,7 @@ class Prefetched(BatchSource):
 
     def _make(self, step: int, want: Want) -> Tensor:
         kind, mb = want
-        tensor: Tensor = getattr(self._batches, kind)(step, mb)
+        tensor: Tensor = getattr(super(), kind)(step, mb)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
 

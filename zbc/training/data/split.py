@@ -20,7 +20,8 @@ from zbc.errors import ZbcError
 from zbc.plan.manifest import Manifest
 from zbc.runtime.core.bundle import taken_apart
 from zbc.runtime.core.tensors import IGNORED, Batch, Loss, each
-from zbc.training.data.data import Batches, Pairs, RankBatches, Tokens, in_epochs
+from zbc.training.data.counted import counting
+from zbc.training.data.data import Batches, Pairs, RankBatches, Tokens
 from zbc.training.data.pairs import ANY, UnfitError, Words, pair_of
 
 _KEPT = 3  # cached steps
@@ -65,12 +66,10 @@ class Steps(Pairs):
         """The microbatches of a step, padded. Raises E505 for others than the plan has."""
         return self._split(number % len(self), *self._look([number]))
 
-    def inputs(self, indices: Sequence[int]) -> Any:
-        """Inputs of the first microbatch of the first of these steps."""
-        return each(lambda t: self._filled(t, 0, self._length), self.step(indices[0])[0].inputs)
-
-    def targets(self, indices: Sequence[int]) -> Tensor:
-        return self.step(indices[0])[0].target
+    def rows(self, indices: Sequence[int], which: int) -> Any:
+        """Those of the first microbatch of the first of these steps."""
+        first = self.step(indices[0])[0]
+        return first.target if which else each(lambda t: self._filled(t, 0, self._length), first.inputs)
 
     def _bytes(self, index: int) -> bytes:
         every = self._split(index, self._look([index])[0])
@@ -175,37 +174,22 @@ class SplitBatches(RankBatches):
         self, steps: Steps, *, seed: int | None, lowered: torch.dtype | None, where: str, tokens: Tokens | None = None
     ) -> None:
         """`seed`: as of `Batches`; `tokens`: this rank's tokens of each sequence, if ranks share them."""
-        super().__init__(lowered, tokens)
+        super().__init__(steps, lowered, tokens)
         self._steps = steps
         self._order = Batches(steps, seed=seed, microbatches=1, size=1, where=where)
 
-    @property
-    def count(self) -> int:
-        """The number of steps in the dataset."""
-        return len(self._steps)
-
-    def digest(self) -> int:
-        return self._steps.digest()
-
-    def inputs(self, step: int, mb: int) -> Batch:
-        steps = self._steps.step(self._number(step))
-        found: Batch = self.given(steps[mb % len(steps)].inputs)  # a profile runs more of them
-        return found
-
-    def whole(self, step: int, mb: int) -> Any:
-        found = self._steps.step(self._number(step))
-        return found[mb % len(found)].target
+    def read(self, step: int, mb: int, which: int) -> Any:
+        found = self._microbatch(step, mb)
+        return found.target if which else found.inputs
 
     def counts(self, step: int, mb: int) -> tuple[float, float]:
         """As the dataset weighs a microbatch."""
-        given = self._steps.step(self._number(step))
-        weight = given[mb % len(given)].weight
+        found = self._microbatch(step, mb)
         if self._tokens is None:
-            return weight, weight
-        whole = self.whole(step, mb)
-        own, every = (t.numel() - int((t == IGNORED).sum()) for t in (self.own(whole), whole))
-        return weight * own / (every or 1), weight
+            return found.weight, found.weight
+        own, every = counting(self.own(found.target)), counting(found.target)
+        return found.weight * own / (every or 1), found.weight
 
-    def _number(self, step: int) -> int:
-        (number,) = in_epochs(self._order.taken(step, 1), step, len(self._steps))
-        return number
+    def _microbatch(self, step: int, mb: int) -> Microbatch:
+        found = self._steps.step(*self._order.taken(step, 1))
+        return found[mb % len(found)]  # a profile runs more of them

@@ -6,7 +6,6 @@ only check at the beginning that they have the same lengths. All steps have the 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ from zbc.plan.balancing import Microbatch, Shape, deal, deal_by_tokens, dealt_ev
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import Work
-from zbc.runtime.core.tensors import IGNORED, Batch, Length
+from zbc.runtime.core.tensors import IGNORED, Length
 from zbc.runtime.features.packing import Rows
-from zbc.training.data.data import KINDS, Batches, Pairs, RankBatches, Tokens, build_dataset, in_epochs, kept_of, place
+from zbc.training.data.data import KINDS, Batches, Pairs, RankBatches, Tokens, build_dataset, kept_of, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
-from zbc.training.data.pairs import Samples, Words
+from zbc.training.data.pairs import Words
 from zbc.training.models.model import loss as load_loss
 
 LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a step
@@ -57,12 +56,7 @@ def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     """The training samples of `[data]`. Raises E110, E501 to E505."""
     found = all_documents(data, model, seed)
     kept = kept_of(data, found)
-    return Some(found, 0, len(found) - kept) if kept else found
-
-
-def whole_rows(data: spec.Data, model: spec.Model, seed: int) -> Padded:
-    """All samples, each in a whole row. Raises as `build_documents`."""
-    return Padded(all_documents(data, model, seed), model.seq_len or 1)
+    return Some(found, len(found) - kept) if kept else found
 
 
 def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
@@ -117,7 +111,7 @@ class Dealer(Work):
         self.documents, self.shape, self.most, self._own = documents, shape, shape.most, own
         self._lengths: list[int] = documents.lengths.tolist()
         least, size = self._least()
-        self._order = Batches(Padded(documents, shape.room), seed=seed, microbatches=least, size=size, where=where)
+        self._order = Batches(documents, seed=seed, microbatches=least, size=size, where=where)
         self.samples = self._samples(microbatches)
         self.phases = Phases.even(self.samples)
         self.step = lru_cache(KEPT)(self._dealt)
@@ -138,24 +132,17 @@ class Dealer(Work):
         self.phases = phases
         self.step.cache_clear()
 
-    @property
-    def digest(self) -> int:
-        """A digest of all lengths and a few samples: a number of 40 bits."""
-        raw = self.documents.lengths.numpy().tobytes() + self.documents.digest().to_bytes(5, "big")
-        return int.from_bytes(hashlib.sha256(raw).digest()[:5], "big")
-
     def _dealt(self, step: int) -> StepWork:
         """The work of a step. Raises E110 if its samples do not fit into `max_microbatches`."""
-        position = self.phases.position(step)
-        samples = self._order.taken(position, self.samples)
-        lengths = [self._lengths[i] for i in samples]
+        samples = self._order.taken(self.phases.position(step), self.samples)
+        lengths = [self._lengths[number % len(self._lengths)] for number in samples]
         replicas = self._deal(lengths)
         if replicas is None:
             needs, shape = max(map(len, dealt_evenly(lengths, self.shape))), self.shape
             text = f"data: the samples of step {step + 1} do not fit into {shape.most} microbatches of"
             hint = f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches"
             raise ZbcError("E110", f"{text} {shape.tokens} tokens", hint=hint)
-        return StepWork(in_epochs(samples, position, len(self._lengths)), lengths, replicas)
+        return StepWork(samples, lengths, replicas)
 
     def tokens(self, step: int) -> int:
         return sum(self.step(step).lengths)
@@ -285,60 +272,10 @@ class PackedBatches(RankBatches):
     """A `BatchSource` of microbatches with packed rows; the rest of a row is padding."""
 
     def __init__(self, dealer: Dealer, lowered: torch.dtype | None = None, tokens: Tokens | None = None) -> None:
-        super().__init__(lowered, tokens)
+        super().__init__(dealer.documents, lowered, tokens)
         self._dealer = dealer
 
-    @property
-    def count(self) -> int:
-        """The number of samples."""
-        return len(self._dealer.documents)
-
-    def digest(self) -> int:
-        """A digest of a few samples and all lengths."""
-        return self._dealer.digest
-
-    def inputs(self, step: int, mb: int) -> Batch:
-        """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
-        found: Batch = self.given(self._filled(step, mb, 0))
-        return found
-
-    def whole(self, step: int, mb: int) -> Tensor:
-        return self._filled(step, mb, 1)
-
-    def _filled(self, step: int, mb: int, which: int) -> Tensor:
+    def read(self, step: int, mb: int, which: int) -> Tensor:
         shape, rows, length = self._dealer.shape, self._dealer.of(step, mb), self._dealer.length(step, mb)
         room = shape.room if length is None else length.tokens
-        return filled(self._dealer.documents, [*rows, *([[]] * (shape.rows - len(rows)))], room, which)
-
-
-def filled(documents: Documents, rows: Sequence[Sequence[int]], room: int, which: int) -> Tensor:
-    """Inputs (`which` = 0) or targets (1) of rows of samples, with padding behind them: (rows, room, ...)."""
-    parts = [[documents.pair(i)[which] for i in row] for row in rows]
-    like = next((sample for row in parts for sample in row), None)
-    like = documents.pair(0)[which] if like is None else like
-    found = like.new_full((len(rows), room, *like.shape[1:]), (0, documents.padding)[which])
-    for target, row in zip(found, parts, strict=True):
-        if row:
-            joined = torch.cat(row)
-            target[: len(joined)] = joined
-    return found
-
-
-class Padded(Samples):
-    """Documents as `Samples` of one length: each in a row of its own, with padding behind it."""
-
-    def __init__(self, documents: Documents, room: int) -> None:
-        self._documents, self._room = documents, room
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    @property
-    def lengths(self) -> list[int]:
-        return self._documents.lengths.tolist()
-
-    def rows(self, indices: Sequence[int], which: int) -> Tensor:
-        return filled(self._documents, [[i] for i in indices], self._room, which)
-
-    def digest(self) -> int:
-        return self._documents.digest()
+        return self._dealer.documents.filled([*rows, *([[]] * (shape.rows - len(rows)))], room, which)

@@ -145,11 +145,9 @@ def _alone(plan: StoredPlan, slices: int) -> tuple[StoredPlan, Worker]:
     whole_rows = {key: value for key, value in manifest.planning.get("schedule", {}).items() if key != "tokens"}
     single, _ = assemble(
         program,
-        parameters={},
         layers=manifest.layers,
-        boundaries=[None] * len(manifest.boundaries) if whole else manifest.boundaries,
+        boundaries=None if whole else manifest.boundaries,
         microbatch_size=manifest.microbatch_size,
-        predicted={},
         cuts=() if whole else manifest.cuts,
         planning={**manifest.planning, "schedule": whole_rows, "optimizer": {"sync": "before-step"}},
         training={**manifest.training, "optimizer": {**manifest.training["optimizer"], "sync": "before-step"}},

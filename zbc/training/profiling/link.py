@@ -144,11 +144,8 @@ def _manifest(messages: int, tp: int = 1) -> Manifest:
     ops = tuple((forward(stage),) for stage in range(stages))
     manifest, _ = assemble(
         Program(Placement.linear(stages), messages, ops, ("link",), tp=tp),
-        parameters={},
         layers=[[f"{stage}"] for stage in range(stages)],
-        boundaries=[None] if tp == 1 else [],
         microbatch_size=1,
-        predicted={},
         planning={},
         training={},
     )

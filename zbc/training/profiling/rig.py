@@ -217,11 +217,8 @@ def _plan(
     still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step"}
     manifest, _ = assemble(
         program,
-        parameters={},
         layers=[[name] for name in names],
-        boundaries=[None] * (len(names) - 1),
         microbatch_size=job.schedule.microbatch_size,
-        predicted={},
         cuts=cuts,
         planning={**planning, "memory": {**planning.get("memory", {}), "activations": policy}},
         training={
