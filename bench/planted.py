@@ -154,7 +154,7 @@ BUGS = (
     ),
     Bug(
         "both pipes answer for a stage in the norm",
-        "zbc/runtime/core/answers.py",
+        "zbc/runtime/core/optimizer.py",
         "or (alone and (optimizer.apart or first)):",
         "or (optimizer.apart or first):",
         (RUNTIME + "test_two_pipes.py", RUNTIME + "test_gradients.py"),
@@ -210,7 +210,7 @@ BUGS = (
     ),
     Bug(
         "every replica answers for its experts in the norm",
-        "zbc/runtime/core/answers.py",
+        "zbc/runtime/core/optimizer.py",
         "first = run.first(worker.rank, worker.layout.apart) if owner <= EXPERTS",
         "first = True if owner <= EXPERTS",
         (RUNTIME + "test_expert_parallel.py",),
@@ -308,7 +308,7 @@ BUGS = (
     ),
     Bug(
         "a checkpoint forgets the optimizer's count of steps",
-        "zbc/training/checkpoint/loading.py",
+        "zbc/training/checkpoint/state.py",
         "        if name.startswith(OPTIM):\n",
         '        if name.startswith(OPTIM) and not name.endswith(".step"):\n',
         (RUNTIME + "test_checkpoints.py",),

@@ -25,8 +25,8 @@ from zbc.runtime.core.state import Worker
 from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings
-from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
+from zbc.training.checkpoint.state import load
 from zbc.training.evaluate import Evaluations
 from zbc.training.guest import Guest, Skips
 from zbc.training.launch.board import Board

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbc
 from zbc.ir import Kind
-from zbc.runtime.core.answers import primary
+from zbc.runtime.core.optimizer import primary
 from zbc.runtime.core.state import Worker
 from zbc.runtime.cuda import StreamHub
 from zbc.runtime.transports.hub import Hub

@@ -11,9 +11,9 @@ import torch
 from zbc.ir import Kind
 from zbc.ops import WORDS
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.core.answers import primary
 from zbc.runtime.core.execute import finish, run_step
 from zbc.runtime.core.feature import Pause
+from zbc.runtime.core.optimizer import primary
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.features.tensor_parallel import SharedLayers

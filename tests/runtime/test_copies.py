@@ -15,9 +15,9 @@ from tests.tiers import dealt, few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.ops import TIED
-from zbc.runtime.core.answers import primary
 from zbc.runtime.core.bucket import Bucket
 from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.optimizer import primary
 from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.transports.hub import Hub
 

@@ -21,7 +21,7 @@ from zbc.errors import ZbcError
 from zbc.job import hfconfig, hffolder
 from zbc.job.hffolder import INDEX, SINGLE
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.answers import counted
+from zbc.runtime.core.optimizer import counted
 from zbc.training.building.context import Settings
 from zbc.training.models import pretrained
 from zbc.training.models.stacks import stacks_of, unstacked

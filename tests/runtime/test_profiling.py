@@ -29,7 +29,7 @@ from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.training import devices
 from zbc.training.models.model import LayerPlan
-from zbc.training.profiling import slices, times, words
+from zbc.training.profiling import times, words
 from zbc.training.profiling.alike import chain, describe, kinds
 from zbc.training.profiling.link import fit, share_of
 from zbc.training.profiling.rig import IDLE, build_rig
@@ -356,14 +356,14 @@ def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
     rig = build_rig(job(model={"seq_len": 24}, schedule={"slices": 2}, data={"kind": "synthetic"}), CPU)
     now = [0.0]
     monkeypatch.setattr(devices.time, "perf_counter", lambda: now[0])
-    real = slices._measured
+    real = times._measured
 
     def measured(rig, device, cuts):
         built = type(rig).worker
 
         def worker(self, *arguments, **options):
             made = built(self, *arguments, **options)
-            stage = self.kinds.index(slices.BLOCK)
+            stage = self.kinds.index(times.BLOCK)
 
             def ticking(handler, worker, op):
                 handler(worker, op)
@@ -377,13 +377,13 @@ def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
             patch.setattr(type(rig), "worker", worker)
             return real(rig, device, cuts)
 
-    monkeypatch.setattr(slices, "_measured", measured)
-    found = slices.slice_times(rig, CPU)
+    monkeypatch.setattr(times, "_measured", measured)
+    found = times.slice_times(rig, CPU)
     places = [(24, 0), (12, 0), (12, 12), *((6, at) for at in range(0, 24, 6)), *((3, at) for at in range(0, 24, 3))]
     assert sorted(found) == sorted(places)
     for (rows, past), took in found.items():
         assert took == pytest.approx(dict.fromkeys(("f", "b", "w"), rows + past / 10))
-    assert slices.slice_times(build_rig(job(data={"kind": "synthetic"}), CPU), CPU) == {}
+    assert times.slice_times(build_rig(job(data={"kind": "synthetic"}), CPU), CPU) == {}
 
 
 def test_a_job_whose_ranks_may_share_the_vocabulary_has_their_shares_measured(monkeypatch):

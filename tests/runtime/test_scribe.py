@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zbc.training.recording.scribe import Scribe
+from zbc.training.recording.tracing import Scribe
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_closing_does_what_is_left_and_ends_the_thread():
 
 def test_a_process_that_ends_by_an_error_has_written_down_all_it_recorded():
     code = (
-        "import time; from zbc.training.recording.scribe import Scribe; one = Scribe()\n"
+        "import time; from zbc.training.recording.tracing import Scribe; one = Scribe()\n"
         "for i in range(3): one.add(lambda i=i: (time.sleep(0.05), print(i, flush=True)))\n"
         "raise SystemExit(7)"
     )

@@ -14,7 +14,7 @@ from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.cuda import StreamHub
 from zbc.runtime.features.words.vocabulary import Output
 from zbc.runtime.features.words.vocabulary_state import Meeting
-from zbc.runtime.transports.chains import StreamChains
+from zbc.runtime.transports.background import StreamChains
 
 _here = threading.local()
 

@@ -24,7 +24,7 @@ from zbc.compiler.shapes import load_job
 from zbc.job import hffolder, hfmodel, userobject
 from zbc.job.hffolder import INDEX, SINGLE
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.answers import primary
+from zbc.runtime.core.optimizer import primary
 from zbc.training.building.context import Settings
 from zbc.training.models.stacks import stacks_of, unstacked
 from zbc.training.probing import mixing

@@ -2,7 +2,7 @@
 
 Tests on a CPU run it with stand-ins only (tests/runtime/test_clock.py, test_copying.py, test_streams.py);
 tests/runtime/test_on_a_gpu.py and bench/gpu.py run it. A few lines elsewhere use CUDA: transports/network.py (NCCL),
-chains.py and features/shards/windows.py (side streams), seeding.py and core/validate.py (generators, peaks of memory).
+background.py and features/shards/windows.py (side streams), seeding.py (generators), core/validate.py (peaks).
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ from zbc.training.data.pairs import Samples
 from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.data.unequal import all_documents
 from zbc.training.evaluate import EvaluationRun, forward_run, forwards, total
-from zbc.training.models.losses import log_probabilities_of
+from zbc.training.models.model import log_probabilities_of
 
-_DIMS = 8  # length of a message with the number of dimensions of a row and their sizes
+_DIMS = 7  # of a row, at most
 _HEADER = 512  # bytes of a file before its tensors
 _SIZES = {"F32": 4, "I64": 8}
 
@@ -175,10 +175,7 @@ def _shape(worker: Worker, rows: dict[int, Tensor], tokens: Tokens | None) -> li
     own = list(rows[0].shape[1:]) if here else []
     if own and tokens is not None:
         own[0] = tokens.length
-    told = torch.zeros(_DIMS, dtype=torch.float64, device=worker.device)
-    told[: len(own) + 1] = torch.tensor([len(own) if here else 0, *own], dtype=torch.float64)
-    worker.all_reduce(told, worker.everyone)
-    dims, *sizes = (int(size) for size in told.tolist())
+    dims, *sizes = total(worker, len(own), *(own + [0] * _DIMS)[:_DIMS])
     return sizes[:dims]
 
 

@@ -30,9 +30,9 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.ops import WORDS
 from zbc.plan.directory import Manifest, RankPlan, read_manifest, read_ramp, read_rank
 from zbc.runtime.core import exhausted
-from zbc.runtime.core.answers import primary
 from zbc.runtime.core.execute import Step, StepResult, finish, run_step
 from zbc.runtime.core.feature import Pause
+from zbc.runtime.core.optimizer import primary
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.filler import Filling, install
 from zbc.runtime.features.groups.units import Braids
@@ -44,12 +44,12 @@ from zbc.training import devices, frames, hook
 from zbc.training.building.context import Settings
 from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.folder import folder_of, is_complete, read_index
-from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
+from zbc.training.checkpoint.state import load
 from zbc.training.checkpoint.together import try_out
 from zbc.training.data.data import KINDS
 from zbc.training.data.unequal import Dealer
-from zbc.training.evaluate import Evaluations
+from zbc.training.evaluate import Evaluations, total
 from zbc.training.forward import forward
 from zbc.training.guest import Guest, Skips
 from zbc.training.launch.board import Place, host_of, hosts_of
@@ -412,16 +412,15 @@ def train_steps(worker: Worker, steps: range, guests: Sequence[Guest], run: Step
 
 def agree_on_samples(worker: Worker) -> None:
     """Raises E110 if ranks that deal samples to replicas have different ones, E505 if ranks that read data do."""
-    dealt, source = isinstance(worker.work, Dealer), worker.batches
-    if not dealt and worker.plan.manifest.training["data"]["kind"] in KINDS:
+    dealt, source = worker.work.documents if isinstance(worker.work, Dealer) else None, worker.batches
+    if dealt is None and worker.plan.manifest.training["data"]["kind"] in KINDS:
         return
-    own = worker.work.documents.digest() if isinstance(worker.work, Dealer) else source and source.digest()
-    told = torch.tensor([float(own or 0), own is not None], dtype=torch.float64, device=worker.device)
-    worker.all_reduce(told, worker.everyone)
-    total, readers = told.tolist()
-    if own is not None and total != own * readers:
+    read = source if dealt is None else dealt
+    own = None if read is None else read.digest()
+    together, readers = total(worker, own or 0, own is not None)
+    if own is not None and together != own * readers:
         text = f"data: rank {worker.rank} finds other samples than other ranks, or of other lengths"
-        raise ZbcError("E110" if dealt else "E505", text, hint="let all ranks read the same data")
+        raise ZbcError("E505" if dealt is None else "E110", text, hint="let all ranks read the same data")
 
 
 # ---- after training ------------------------------------------------------------------------------------------

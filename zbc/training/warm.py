@@ -22,8 +22,7 @@ from zbc.ops import At, Lane
 from zbc.plan.directory import judges
 from zbc.plan.groups import of_replica
 from zbc.runtime.core import exhausted
-from zbc.runtime.core.answers import squares
-from zbc.runtime.core.optimizer import Masters, build_optimizer
+from zbc.runtime.core.optimizer import Masters, build_optimizer, squares
 from zbc.runtime.core.remembered import left_alone, places
 from zbc.runtime.core.route import KEEPS, stage_loss
 from zbc.runtime.core.slot import Slot, using

@@ -17,14 +17,13 @@ from zbc.runtime.seeding import Watch
 from zbc.runtime.transports.transport import Transport
 from zbc.training.building.context import Site
 from zbc.training.building.data import batches_of, count_of_targets, warnings_of
-from zbc.training.building.optimizers import optimizers_of, sums_of, tied_weights
 from zbc.training.building.refusals import refuse
-from zbc.training.building.stages import build_stages, compile_stages, forms
+from zbc.training.building.stages import build_stages, compile_stages, forms, optimizers_of, sums_of, tied_weights
 from zbc.training.data.split import Steps
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model
 from zbc.training.models.adapters import Frozen
-from zbc.training.models.losses import loss_of
+from zbc.training.models.model import loss_of
 from zbc.training.models.sharding import share_out
 from zbc.training.models.shared_words import tables_of
 from zbc.training.probing.shapes import Shapes

@@ -150,11 +150,6 @@ class Packing(NamedTuple):
     ends: bool = False
     later: Names = None
 
-    @classmethod
-    def of_entries(cls, entries: Mapping[str, Tensor]) -> Packing:
-        """The packing of a batch with several entries."""
-        return cls.of([*entries.values()], [False] * len(entries), taken_apart(Alongside((), {**entries}))[1])
-
     @property
     def alongside(self) -> Sequence[str]:
         """The names of the other inputs alongside a layer's."""

@@ -109,11 +109,6 @@ def accumulate_weights(weight: Tensor, grad: Tensor, rows: Tensor, groups: Group
         (parts[k].copy_ if total is None else parts[k].add_)(product)
 
 
-def bias_grad(grad: Tensor, groups: Groups) -> Tensor:
-    """The gradient (E, out) of the biases, from that of the outputs."""
-    return torch.stack([part.sum(0) for part in grad.split_with_sizes(groups.counts)])
-
-
 def _weight_grads(grad: Tensor, rows: Tensor, groups: Groups, outputs: int, inputs: int) -> Iterator[Tensor]:
     """Gradients of some matrices at a time."""
     each, at = max(1, STACK // max(1, outputs * inputs)), 0

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Op
-from zbc.runtime.core.answers import squares
-from zbc.runtime.core.optimizer import set_rate
+from zbc.runtime.core.optimizer import set_rate, squares
 from zbc.runtime.core.route import Left
 from zbc.runtime.core.slot import Slot, between, swap_slot
 from zbc.runtime.core.stage import mismatch

@@ -93,7 +93,8 @@ class _Linear(torch.autograd.Function):
             elif rows is not None:
                 accumulate(weight, grad.t().mm(rows).to(weight.dtype))
             if needs_bias:
-                accumulate(bias, (grad.sum(0) if groups is None else grouped.bias_grad(grad, groups)).to(bias.dtype))
+                parts = () if groups is None else grad.split_with_sizes(groups.counts)
+                accumulate(bias, (torch.stack([one.sum(0) for one in parts]) if parts else grad.sum(0)).to(bias.dtype))
 
         if needs_weight or needs_bias:
             ctx.slot.defer(weight_grad)

@@ -17,6 +17,7 @@ from zbc.ir import Key, Kind, Op
 from zbc.runtime.core.current import AGAIN, Current
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.state import Handler, PhaseRun, Worker
+from zbc.runtime.core.tensors import TensorSpec
 
 
 class Adding:
@@ -102,8 +103,8 @@ def add_loss(x: Tensor, value: Tensor) -> Tensor:
     if `value` is not one number.
     """
     if value.numel() != 1 or not value.is_floating_point():
-        shape = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        raise ValueError(f"zbc.add_loss takes one floating-point number as its value, not {shape}: a mean, or a sum")
+        text = f"zbc.add_loss takes one floating-point number as its value, not {TensorSpec.of(value)}"
+        raise ValueError(f"{text}: a mean, or a sum")
     adding = _current.value
     if adding is None:
         return _Added.apply(x, value, 1.0)  # type: ignore[no-any-return, no-untyped-call]

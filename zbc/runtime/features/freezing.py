@@ -13,6 +13,7 @@ and optimizer state stay as they are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -51,26 +52,19 @@ class Turns:
         self._first = seed % len(layers)
         self.microbatches = len(frozen) * replicas
 
-    def _start(self, step: int) -> int:
-        return self._first + (step - self._after) * self._before[-1]
-
     def resting(self, step: int, number: int) -> frozenset[int]:
         """The layers that are frozen in microbatch `number` of a step."""
         replica, mb = divmod(number, len(self._frozen))
         count, number = self._frozen[mb], replica // self._together * len(self._frozen) + mb
         if step < self._after or not count:
             return frozenset()
-        start, ring = self._start(step) + self._before[number], self._layers
+        start, ring = self._first + (step - self._after) * self._before[-1] + self._before[number], self._layers
         return frozenset(ring[(start + turn) % len(ring)] for turn in range(count))
 
     def trained(self, step: int) -> dict[int, int]:
         """For each layer the number of microbatches of a step, over all replicas, in which it is trained."""
-        if step < self._after:
-            return dict.fromkeys(self._layers, self.microbatches)
-        start, size = self._start(step), len(self._layers)
-        rounds, rest = divmod(self._before[-1], size)
-        rests = {layer: rounds + ((place - start) % size < rest) for place, layer in enumerate(self._layers)}
-        return {layer: self.microbatches - self._together * count for layer, count in rests.items()}
+        rests = Counter(layer for number in range(self.microbatches) for layer in self.resting(step, number))
+        return {layer: self.microbatches - rests[layer] for layer in self._layers}
 
 
 def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) -> Turns | None:

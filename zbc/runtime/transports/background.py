@@ -1,4 +1,9 @@
-"""A thread for calls that may block, so that the rank's own thread does not."""
+"""Work beside a rank's own: calls that may block, in a thread; and chains, in a thread or a side stream.
+
+A chain is a collective, arithmetic on its result, another collective, overlapped with the rank's own compute. On gloo a
+thread waits for the first collective and starts the second, chain by chain, in the order in which the rank starts them,
+the same on all ranks. On CUDA a side stream waits, and no thread is needed.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,11 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 Value = TypeVar("Value")
 
@@ -48,3 +55,79 @@ def _run_all(todo: SimpleQueue[Callable[[], None] | None]) -> None:
     while (run := todo.get()) is not None:
         run()
         del run  # it holds tensors
+
+
+First = Callable[[], dist.Work]
+Second = Callable[[Tensor], dist.Work]
+
+
+class ThreadChains:
+    """Runs chains in a thread; `first` starts in the rank's own, to keep its order among other collectives."""
+
+    def __init__(self) -> None:
+        self._background = Background("zbc-chains")
+
+    def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
+        """Starts `first` now; when it has completed, calls `make`, and `second` with its result."""
+        work = first()
+
+        def rest() -> None:
+            work.wait()
+            second(make()).wait()
+
+        return Threaded(self._background.start(rest))
+
+    def close(self) -> None:
+        self._background.close()
+
+
+class Threaded:
+    """Work of a thread, as a `dist.Work` or a `Pending`; its result may be an event of the device."""
+
+    def __init__(self, found: Future[Any]) -> None:
+        self._found = found
+
+    def wait(self) -> None:
+        if isinstance(event := self._found.result(), torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(event)
+
+    def is_completed(self) -> bool:
+        return self._found.done()
+
+    ready = is_completed
+
+
+class StreamChains:
+    """Runs chains on a side stream, after the work enqueued on the current stream. Has not run on GPUs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            first().wait()  # makes the stream wait, not the host
+            made = make()
+            second(made).wait()
+            return _Streamed(stream.record_event(), made)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _Streamed:
+    def __init__(self, over: torch.cuda.Event, made: Tensor) -> None:
+        self._over, self._made = over, made
+
+    def wait(self) -> None:
+        current = torch.cuda.current_stream()
+        current.wait_event(self._over)
+        self._made.record_stream(current)
+
+    def is_completed(self) -> bool:
+        return bool(self._over.query())  # type: ignore[no-untyped-call]
+
+
+Chains = ThreadChains | StreamChains
+Chain = Threaded | _Streamed

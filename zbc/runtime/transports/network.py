@@ -36,8 +36,7 @@ from zbc.plan.directory import Manifest
 from zbc.plan.groups import gatherings, of_replica, pipelines, signalled, swapping
 from zbc.runtime.core.private import symmetric
 from zbc.runtime.features.shards import shared_memory
-from zbc.runtime.transports.background import Background
-from zbc.runtime.transports.chains import Chain, Chains, StreamChains, ThreadChains, Threaded
+from zbc.runtime.transports.background import Background, Chain, Chains, StreamChains, ThreadChains, Threaded
 from zbc.runtime.transports.sends import EventSends, Sends, ThreadSends
 from zbc.runtime.transports.transport import Again, Letter, Offer, Pending, Ranks, Shared, Signal, Then, Transport
 

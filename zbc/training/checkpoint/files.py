@@ -19,7 +19,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,19 +29,8 @@ from zbc.errors import ZbcError
 from zbc.host.linefile import no_link
 from zbc.training.checkpoint import folder as disk
 
-_TYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
+TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(disk.Type)}
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
 _SYNCED = 2**28  # bytes between two fsyncs, so that none takes long
 
 
@@ -69,13 +58,9 @@ class TensorPart(NamedTuple):
 
 def check_type(name: str, tensor: Tensor) -> None:
     """Raises E611 if a tensor has a type that the files cannot store."""
-    if tensor.dtype not in _TYPES:
-        text = f"run: {name} is {_name(tensor.dtype)}, which checkpoints cannot hold"
+    if tensor.dtype not in _NAMES:
+        text = f"run: {name} is {str(tensor.dtype).removeprefix('torch.')}, which checkpoints cannot hold"
         raise ZbcError("E611", text, hint="turn checkpoints off with checkpoint.every = 0")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -107,7 +92,7 @@ def write_parts(
     for part in parts:
         stored = disk.StoredPart(start=part.start, count=part.tensor.numel(), file=name, key=part.key)
         before = tensors[part.name].parts if part.name in tensors else []
-        about = {"dtype": _name(part.tensor.dtype), "shape": list(part.shape), "parts": [*before, stored]}
+        about = {"dtype": _NAMES[part.tensor.dtype], "shape": list(part.shape), "parts": [*before, stored]}
         tensors[part.name] = disk.StoredTensor.model_validate(about)
     return disk.Contents(files={name: file}, tensors=tensors)
 
@@ -139,7 +124,7 @@ def _blocks(parts: Sequence[TensorPart]) -> Iterator[memoryview]:
     end = 0
     for part in parts:
         start, end = end, end + part.tensor.nbytes
-        kind = _TYPES[part.tensor.dtype]
+        kind = _NAMES[part.tensor.dtype].replace("float", "f").replace("int", "i").replace("ui", "u").upper()
         header[part.key] = {"dtype": kind, "shape": part.kept_shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -109,12 +109,6 @@ def _try(other: dict[str, Any]) -> str | None:
     return None
 
 
-def unconnected(who: str, error: BaseException) -> ZbcError:
-    """E609 for a group that cannot be made, with torch's message."""
-    text = f"run: {who} cannot connect to the others"
-    return ZbcError("E609", text, hint=_HINT, details=[str(error).partition("\n")[0]])
-
-
 # ---- the transport ---------------------------------------------------------------------------------------------
 
 
@@ -132,7 +126,8 @@ def connected(
     try:
         dist.init_process_group(backend, store=store, rank=board.rank, world_size=board.ranks, timeout=limit)
     except RuntimeError as error:
-        raise unconnected(manifest.topology.name(board.rank), error) from error
+        text = f"run: {manifest.topology.name(board.rank)} cannot connect to the others"
+        raise ZbcError("E609", text, hint=_HINT, details=[str(error).partition("\n")[0]]) from error
     if not shared:
         return Network(manifest, device, limit), False
     return Staged(Network(manifest, torch.device("cpu"), limit), device), True

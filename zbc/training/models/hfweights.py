@@ -30,7 +30,7 @@ from zbc.job.hffolder import opened, refuse, tensor_files
 from zbc.job.spec import Model
 from zbc.runtime.core.private import valued
 from zbc.training.models.model import LayerPlan
-from zbc.training.models.pretrained import misfit, shown
+from zbc.training.models.pretrained import misfit
 from zbc.training.models.transformers import TakenApart, apart, layers
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -87,7 +87,7 @@ class Weights:
             for name, made in self.made(first).items():
                 for target in (of for other, of in wanted.items() if self.known[other] is self.known.get(name)):
                     if target.shape != made.shape:
-                        raise misfit(name, self._files[self._made_of[first][0][0]], shown(made), target)
+                        raise misfit(name, self._files[self._made_of[first][0][0]], made, target)
                     target.copy_(made)
 
     def made(self, name: str) -> dict[str, Tensor]:

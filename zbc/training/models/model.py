@@ -12,7 +12,7 @@ import copy
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,10 @@ from zbc.runtime.core.bundle import ByName
 from zbc.runtime.core.private import mse_kernel
 from zbc.runtime.core.split import refuse_wrapped
 from zbc.runtime.core.tensors import Loss
+from zbc.runtime.features.tensor_parallel import Group
+from zbc.runtime.features.words import cross_entropy as heads
 from zbc.runtime.features.words import words
+from zbc.runtime.features.words.words import AS_IS, PLAIN, Terms
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models import gpt
 from zbc.training.probing.refusals import refuse_untrainable
@@ -273,3 +276,37 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}
+
+
+# ---- the loss as ranks compute it: of sharded logits, with more terms than torch's, or by chunks ----------------
+
+
+def by_words(chosen: spec.Model) -> bool:
+    """Whether the loss can be computed from sharded logits."""
+    return chosen.causal and chosen.loss == "cross_entropy"
+
+
+def terms_of(chosen: spec.Model) -> Terms:
+    return Terms(chosen.z_losses[0], chosen.label_smoothing, chosen.label_smoothing / (chosen.vocab or 1))
+
+
+def loss_of(chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]) -> Loss:
+    """The loss of a model; `layers` are this rank's, of which the head has the settings of a loss by chunks."""
+    terms = terms_of(chosen)
+    if not by_words(chosen) or (group is None and terms == PLAIN and chosen.loss_chunk is None):
+        return loss(chosen.loss)
+    return heads.cross_entropy(chosen.vocab or 0, terms, group, _chunks(layers))
+
+
+def log_probabilities_of(
+    chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The function that computes log probabilities of targets; None if the model's output is not logits."""
+    if not by_words(chosen):
+        return None
+    return heads.log_probabilities(chosen.vocab or 0, group, _chunks(layers))
+
+
+def _chunks(layers: Iterable[nn.Module]) -> heads.Chunks | None:
+    found: Iterable[Any] = (layer for layer in layers if getattr(layer, "chunk", None) is not None)
+    return next((heads.Chunks(head.logits, head.chunk, getattr(head, "shaped", AS_IS)) for head in found), None)

@@ -21,6 +21,7 @@ from zbc.job.hffolder import opened, refuse, tensor_files
 from zbc.job.hfnames import HEAD, TensorRows, parts
 from zbc.job.model_section import TRANSFORMERS
 from zbc.job.spec import Model
+from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.models.model import LayerPlan
 from zbc.training.models.stacks import stacks_in, unstacked
 
@@ -77,7 +78,7 @@ class Weights:
                     tensor = tensor[:rows]  # of a longer table; hfconfig has refused shorter ones
                 tensor, target = tensor.T if part.transposed else tensor, parameter[start : start + rows]
                 if target.shape != tensor.shape or not tensor.is_floating_point():
-                    raise misfit(part.name, self._files[part.name], shown(tensor), target)
+                    raise misfit(part.name, self._files[part.name], tensor, target)
                 target.copy_(tensor)
                 start += rows
 
@@ -93,13 +94,10 @@ class Weights:
             return tensor
 
 
-def shown(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def misfit(name: str, file: Path, found: str, target: Tensor) -> ZbcError:
+def misfit(name: str, file: Path, found: Tensor | str, target: Tensor) -> ZbcError:
     """E520 for a tensor, `found`, of another shape than the model's."""
-    text = f"model: {name} in {file} is {found}, the model needs {list(target.shape)}"
+    shown = found if isinstance(found, str) else TensorSpec.of(found)
+    text = f"model: {name} in {file} is {shown}, the model needs {list(target.shape)}"
     return ZbcError("E520", text, hint="config.json and the weights belong to different models")
 
 

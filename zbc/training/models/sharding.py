@@ -34,7 +34,7 @@ from zbc.runtime.features.tensor_parallel import Cut, Group, Shared, look_up
 from zbc.training.models.adapters import WithAdapters
 from zbc.training.models.experts import Expert, Experts
 from zbc.training.models.gpt import Block, Embed, GptHead
-from zbc.training.models.losses import by_words
+from zbc.training.models.model import by_words
 from zbc.training.models.parts import Rotary, same
 from zbc.training.models.shared_words import Tables
 

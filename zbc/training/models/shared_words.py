@@ -27,8 +27,7 @@ from zbc.runtime.core.tensors import AUTOCAST, TensorSpec
 from zbc.runtime.features.words.vocabulary import Embedding, Output
 from zbc.runtime.features.words.vocabulary_state import Words, words_of
 from zbc.runtime.features.words.words import AS_IS, Shaped
-from zbc.training.models.losses import by_words, terms_of
-from zbc.training.models.model import TIED, LayerPlan
+from zbc.training.models.model import TIED, LayerPlan, by_words, terms_of
 
 LOGITS = "head.logits.weight"
 

@@ -33,7 +33,7 @@ from zbc.training.building.context import Settings, group_of, layer_plans, sampl
 from zbc.training.building.data import split_batches
 from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, RankBatches
-from zbc.training.models.losses import loss_of
+from zbc.training.models.model import loss_of
 from zbc.training.probing.refusals import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
 from zbc.training.probing.trials import ROUNDING, apart, largest

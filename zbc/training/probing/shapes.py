@@ -23,7 +23,7 @@ from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import Boundary, Manifest
 from zbc.runtime.core.bucket import gradient_type
-from zbc.runtime.core.bundle import Names, Packing, adapt, names_of, taken_apart
+from zbc.runtime.core.bundle import Alongside, Names, Packing, adapt, names_of, taken_apart
 from zbc.runtime.core.private import FakeTensorMode, pytree
 from zbc.runtime.core.stage import Traits
 from zbc.runtime.core.tensors import Laid, Part, TensorSpec, lower_precision
@@ -215,7 +215,8 @@ def _later(plans: Sequence[LayerPlan]) -> dict[str, Names]:
 def _entered(given: Mapping[str, TensorSpec], known: Names, ends: Names) -> tuple[Laid, Packing]:
     """The entries of the data that layers take, alongside of nothing. Raises E505 for one that no layer and no loss
     takes."""
-    packing = Packing.of_entries({n: s.empty(META) for n, s in given.items() if known is None or n in known})
+    taken = {name: spec.empty(META) for name, spec in given.items() if known is None or name in known}
+    packing = Packing.of([*taken.values()], [False] * len(taken), taken_apart(Alongside((), taken))[1])
     lost = [] if known is None or ends is None else [name for name in given if name not in known | ends]
     if lost or not packing.parts:
         text = f"data: samples have {', '.join(lost or given)}, which no parameter of a layer or the loss is called"

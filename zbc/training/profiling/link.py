@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from statistics import median
 
 import torch
@@ -18,13 +19,14 @@ from zbc.ir import Message, Placement, Program, forward
 from zbc.job.profile import Copy, LinkProfile, Point, spread
 from zbc.plan.directory import Manifest, assemble
 from zbc.runtime.transports.network import Network
-from zbc.training.devices import settled
+from zbc.training.devices import Laps, settled
 from zbc.training.profiling.times import quick
 
 _BUSY = 0.002  # seconds that the sender computes
 _LATE = 0.004  # seconds after which a message has surely arrived
 _WARM_UP = 3
 _REPEATS = 6
+_COPIED, _COPIES = 2**26, 10  # bytes of a copy to or from the host, and how many follow one another
 _IN_A_ROW = 4  # sums
 _PRODUCTS, _SIDE = 24, {"cpu": 256, "cuda": 4096}  # of matrices
 _SIZE = {"cpu": 2**22, "cuda": 2**28}  # bytes of a message beside them
@@ -192,13 +194,12 @@ _FASTEST = 1e-9  # us per byte, if the size makes no difference: 1000 TB/s
 class HostCopies:
     """Copies between pinned memory of the host and a cuda device, on one stream per direction."""
 
-    def __init__(self, device: torch.device, size: int = 64 * 2**20, rounds: int = 10, side: int = 4096) -> None:
-        """`size`: bytes of a tensor; `side`: rows and columns of the matrices multiplied during copies."""
-        self.device, self.size, self.rounds = device, size, rounds
-        self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host = [torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._there = [torch.empty(_COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
         self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._factor = torch.randn(side, side, dtype=torch.bfloat16, device=device)
+        self._factor = torch.randn(2 * [_SIDE["cuda"]], dtype=torch.bfloat16, device=device)
 
     def measure(self) -> Copy:
         """Measures each direction alone, both at once, and both during products of matrices."""
@@ -214,28 +215,23 @@ class HostCopies:
         )
 
     def _copies(self, ways: Sequence[int], *, busy: bool) -> list[float]:
-        """GB/s of each direction (0: to the device), with `rounds` copies in a row."""
-        found = list[list[float]]([] for _ in ways)
+        """GB/s of each direction (0: to the device), with some copies in a row."""
+        took, laps = list[list[float]]([] for _ in ways), Laps(self.device)
         for _ in range(_REPEATS):
             torch.cuda.synchronize(self.device)
             if busy:
-                _multiply(self._factor, 8 * self.rounds)
-            pairs = [self._start(way) for way in ways]
-            torch.cuda.synchronize(self.device)
-            for samples, (began, ended) in zip(found, pairs, strict=True):
-                samples.append(self.rounds * self.size / (float(began.elapsed_time(ended)) * 1e6))
-        return [median(samples[1:]) for samples in found]  # the first warms up
+                _multiply(self._factor, 8 * _COPIES)
+            for way, ms in zip(ways, took, strict=True):
+                with torch.cuda.stream(self._streams[way]):
+                    laps.take(partial(self._copy, way), ms)
+            laps.read()
+        return [_COPIES * _COPIED / (median(ms[1:]) * 1e6) for ms in took]  # the first warms up
 
-    def _start(self, way: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._streams[way]):
-            began.record()
-            for _ in range(self.rounds):
-                ends = self._there[way], self._host[way]
-                target, source = ends if way == 0 else reversed(ends)
-                target.copy_(source, non_blocking=True)
-            ended.record()
-        return began, ended
+    def _copy(self, way: int) -> None:
+        ends = self._there[way], self._host[way]
+        target, source = ends if way == 0 else reversed(ends)
+        for _ in range(_COPIES):
+            target.copy_(source, non_blocking=True)
 
 
 def _multiply(factor: torch.Tensor, count: int) -> None:

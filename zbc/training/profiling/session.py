@@ -38,8 +38,19 @@ from zbc.training.launch.forking import fork_server
 from zbc.training.profiling.link import HostCopies, Pair, fit, share_of, sums_of
 from zbc.training.profiling.link import Samples as LinkSamples
 from zbc.training.profiling.rig import IDLE, build_rig
-from zbc.training.profiling.slices import BLOCK, Took, slice_times
-from zbc.training.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, Stopwatch, measured, quick
+from zbc.training.profiling.times import (
+    AGAIN,
+    BLOCK,
+    CLOSE,
+    KEEP,
+    WARM_UP,
+    Samples,
+    Stopwatch,
+    Took,
+    measured,
+    quick,
+    slice_times,
+)
 from zbc.training.profiling.weigh import parts
 from zbc.training.profiling.words import word_times
 from zbc.training.train import RankFailed

@@ -17,7 +17,7 @@ from zbc.runtime.core.tensors import AUTOCAST
 from zbc.runtime.features.words.vocabulary import Embedding, Output, Told
 from zbc.runtime.features.words.words import combine
 from zbc.training.devices import Laps
-from zbc.training.models.losses import terms_of
+from zbc.training.models.model import terms_of
 from zbc.training.models.shared_words import ends_of
 from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import Rig

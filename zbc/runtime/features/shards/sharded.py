@@ -42,8 +42,7 @@ from zbc.runtime.core.private import add_all, copy_all
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tensors import constant, lower_precision
 from zbc.runtime.core.validate import chunks, squares_of
-from zbc.runtime.features.shards.pieces import cut, deal, part_of, places_in
-from zbc.runtime.features.shards.weights import Weights
+from zbc.runtime.features.shards.pieces import Weights, cut, deal, part_of, places_in
 from zbc.runtime.features.shards.windows import SlotSum, Window, WindowCopier
 from zbc.runtime.transports.transport import Pending, Transport
 

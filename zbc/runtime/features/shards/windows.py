@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from zbc.runtime.features.shards.pieces import ALIGNED
-from zbc.runtime.transports.background import Background
-from zbc.runtime.transports.chains import Threaded
+from zbc.runtime.transports.background import Background, Threaded
 from zbc.runtime.transports.transport import Transport
 
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls of counters

@@ -23,10 +23,9 @@ from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
 from zbc.job.sections import Optimizer
 from zbc.ops import home_of, owners_among
-from zbc.runtime.core.answers import counted
 from zbc.runtime.core.ending import Ending, close, refuse_left
 from zbc.runtime.core.feature import Context, Feature
-from zbc.runtime.core.optimizer import set_rate
+from zbc.runtime.core.optimizer import counted, set_rate
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.state import Handler, PhaseRun, Script, Worker
 from zbc.runtime.core.validate import peak_bytes
