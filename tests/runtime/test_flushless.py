@@ -11,7 +11,6 @@ from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.ir import NEXT, Kind
-from zbc.job import spec
 from zbc.runtime.core.ending import leftovers
 from zbc.runtime.core.optimizer import InPlace
 from zbc.runtime.features.unflushed.versions import TwoVersions
@@ -138,7 +137,7 @@ def test_a_stage_whose_gradients_are_not_finite_skips_its_step():
 
 def test_an_op_on_weights_that_are_not_here_is_refused():
     with refused("E703"):
-        TwoVersions(InPlace(spec.Optimizer(), {})).before(None, 2)
+        TwoVersions(InPlace({}, None)).before(None, 2)
 
 
 def test_what_a_step_leaves_behind_is_found():

@@ -11,7 +11,7 @@ from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.job import spec
 from zbc.plan import dealing
-from zbc.runtime.core.optimizer import Masters, torch_optimizer
+from zbc.runtime.core.optimizer import Masters, build_optimizer, torch_optimizer
 
 KINDS = {"adamw": {"kind": "adamw", "lr": 0.01}, "adam": {"kind": "adam", "lr": 0.01}}
 KINDS |= {"sgd": {"kind": "sgd", "lr": 0.1}, "momentum": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}
@@ -62,8 +62,8 @@ def read(parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
 def test_a_tentative_step_shows_the_weights_of_the_commit_and_changes_nothing_else(kind, lowered, monkeypatch):
     monkeypatch.setattr(dealing, "BATCH", 100)  # several batches
     sync, ahead = weights(), weights()
-    plain = Masters(options(kind), sync, lowered=lowered)
-    tentative = Masters(options(kind), ahead, lowered=lowered)
+    plain = build_optimizer(options(kind), sync, lowered=lowered, ahead=True)
+    tentative = build_optimizer(options(kind), ahead, lowered=lowered, ahead=True)
     for step in range(5):
         fill(sync, step)
         fill(ahead, step)
@@ -83,7 +83,10 @@ def test_a_tentative_step_shows_the_weights_of_the_commit_and_changes_nothing_el
 @types
 def test_a_tentative_step_that_does_not_stand_leaves_no_trace(kind, lowered):
     sync, ahead = weights(), weights()
-    plain, tentative = Masters(options(kind), sync, lowered=lowered), Masters(options(kind), ahead, lowered=lowered)
+    plain, tentative = (
+        build_optimizer(options(kind), sync, lowered=lowered, ahead=True),
+        build_optimizer(options(kind), ahead, lowered=lowered, ahead=True),
+    )
     for step, scale in enumerate((0.5, None, 0.25, None, None)):
         fill(sync, step)
         fill(ahead, step)
@@ -116,7 +119,7 @@ def test_fused_kernels_are_not_for_complex_weights(kind, dtype, fused, monkeypat
 
 def test_low_precision_weights_sum_their_gradients_in_float32():
     made = {"w": nn.Parameter(torch.ones(1))}
-    Masters(options("sgd"), made, lowered=torch.bfloat16)
+    build_optimizer(options("sgd"), made, lowered=torch.bfloat16)
     for part in (1.0, 2**-10):
         (made["w"] * torch.tensor([part], dtype=torch.bfloat16)).sum().backward()
     assert made["w"].dtype is torch.bfloat16 and made["w"].grad.item() == 1 + 2**-10

@@ -11,7 +11,7 @@ from tests.threads import side_by_side
 from zbc.compiler.memory import ledger
 from zbc.job import spec
 from zbc.plan import dealing
-from zbc.runtime.core.optimizer import InPlace
+from zbc.runtime.core.optimizer import build_optimizer
 from zbc.runtime.core.validate import CHUNK
 from zbc.runtime.features.shards.pieces import Piece, cut, deal
 from zbc.runtime.features.shards.sharded import Sharded
@@ -71,7 +71,7 @@ def gradients(rank, step):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_make_the_steps_of_the_whole_bit_by_bit(ranks):
-    whole = InPlace(ADAMW, modules())
+    whole = build_optimizer(ADAMW, modules(), lowered=None)
     hub = Hub(ranks)
     parts = [Sharded(ADAMW, modules(), ranks=tuple(range(ranks)), rank=rank) for rank in range(ranks)]
 

@@ -99,17 +99,11 @@ class InPlace(StageOptimizer):
 
     def __init__(
         self,
-        options: spec.Optimizer,
         parameters: Mapping[str, nn.Parameter],
-        casts: Iterable[SplitLinear] = (),
-        wholes: Mapping[str, Whole] = NO_WHOLES,
-        *,
-        lowered: torch.dtype | None = None,
+        optimizer: torch.optim.Optimizer | None,
+        casts: Sequence[SplitLinear] = (),
     ) -> None:
-        self.parameters = parameters
-        lower_precision(parameters.values(), lowered)
-        self.optimizer = torch_optimizer(options, parameters, wholes)
-        self._casts = tuple(casts)
+        self.parameters, self.optimizer, self._casts = parameters, optimizer, casts
 
     def squares(self) -> dict[str, Tensor]:
         return squares_of({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
@@ -143,28 +137,18 @@ class InPlace(StageOptimizer):
 class Masters(InPlace):
     """Working weights that are copies: the optimizer updates master weights, which are then published.
 
-    Working weights that are `lowered` to another type have float32 gradients, summed over microbatches in float32, and
-    if `wide` float32 masters; others have masters of their own type.
+    Working weights that are `lowered` to another type have float32 gradients, summed over microbatches in float32.
     """
 
     def __init__(
         self,
-        options: spec.Optimizer,
         parameters: Mapping[str, nn.Parameter],
-        casts: Iterable[SplitLinear] = (),
-        wholes: Mapping[str, Whole] = NO_WHOLES,
-        *,
-        lowered: torch.dtype | None,
-        wide: bool = True,
+        optimizer: torch.optim.Optimizer | None,
+        casts: Sequence[SplitLinear],
+        masters: Mapping[str, nn.Parameter],
     ) -> None:
-        self.parameters = parameters
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in trained.items()}
-        lower_precision(self.masters.values(), torch.float32 if wide and lowered is not None else lowered)
-        self.optimizer = torch_optimizer(options, self.masters, wholes)
-        self._casts = tuple(casts)
-        self._pairs = [(p, self.masters[name]) for name, p in trained.items()]
-        lower_precision(parameters.values(), lowered)
+        super().__init__(parameters, optimizer, casts)
+        self.masters, self._pairs = masters, [(parameters[name], master) for name, master in masters.items()]
 
     def step(self, scale: float | None) -> None:
         self.commit(scale)
@@ -272,9 +256,14 @@ def build_optimizer(
     `lowered` is the type that forward reads, if it is not the parameters' own; `masters`: it then updates float32
     masters of them; `ahead`: steps may be tentative; `wholes`: for parameters that are sharded over ranks.
     """
-    if ahead or (masters and lowered is not None):
-        return Masters(options, parameters, casts, wholes, lowered=lowered, wide=masters)
-    return InPlace(options, parameters, casts, wholes, lowered=lowered)
+    if not ahead and (lowered is None or not masters):
+        lower_precision(parameters.values(), lowered)
+        return InPlace(parameters, torch_optimizer(options, parameters, wholes), tuple(casts))
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items() if p.requires_grad}
+    lower_precision(copies.values(), torch.float32 if masters and lowered is not None else lowered)
+    made = Masters(parameters, torch_optimizer(options, copies, wholes), tuple(casts), copies)
+    lower_precision(parameters.values(), lowered)
+    return made
 
 
 def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
