@@ -27,7 +27,7 @@ from zbc.ir import Placement
 from zbc.job.links import checked
 from zbc.job.toml import Document
 from zbc.topology import Topology
-from zbc.training.profiling.table import table_of, turns
+from zbc.training.profiling.link import table_of, turns
 
 CASES = Path(__file__).parent.parent / "reference" / "device_order.json"
 

@@ -13,7 +13,7 @@ from zbc.runtime import cuda
 from zbc.runtime.core.progress import Progress
 from zbc.runtime.cuda import LEAD, CudaClock
 from zbc.training.launch.board import Board
-from zbc.training.recording import stamps
+from zbc.training.recording import tracing
 from zbc.training.watchdog import Heard, Watchdog
 
 
@@ -201,7 +201,7 @@ class Device:
             current_stream=lambda device: SimpleNamespace(synchronize=self.wait),  # no wait for the whole device
         )
         monkeypatch.setattr(torch, "cuda", fake)
-        monkeypatch.setattr(stamps.time, "perf_counter_ns", self.now)
+        monkeypatch.setattr(tracing.time, "perf_counter_ns", self.now)
 
     def now(self):
         self.host += 100  # a look at the clock takes time
@@ -229,7 +229,7 @@ class Device:
 
 def test_events_are_put_on_the_clock_of_the_host(monkeypatch):
     device = Device(monkeypatch)
-    made = stamps.CudaStamps(torch.device("cuda", 0))
+    made = tracing.CudaStamps(torch.device("cuda", 0))
     for _ in range(2):  # the second step uses the events of the first again
         made.open()
         began = device.host
@@ -245,8 +245,8 @@ def test_events_are_put_on_the_clock_of_the_host(monkeypatch):
 
 
 def test_the_stamps_of_a_device_are_those_it_can_give():
-    assert isinstance(stamps.stamps_for(torch.device("cpu")), stamps.Stamps)
-    assert isinstance(stamps.stamps_for(torch.device("cuda", 1)), stamps.CudaStamps)
-    host = stamps.stamps_for(torch.device("cpu"))
+    assert isinstance(tracing.stamps_for(torch.device("cpu")), tracing.Stamps)
+    assert isinstance(tracing.stamps_for(torch.device("cuda", 1)), tracing.CudaStamps)
+    host = tracing.stamps_for(torch.device("cpu"))
     a, b = host.stamp(), host.stamp()
     assert host.read([a, b]) == [a, b] and a <= b

@@ -16,8 +16,7 @@ from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, Writer
 from zbc.training.launch.board import Board
 from zbc.training.recording.measure import CATEGORIES
-from zbc.training.recording.stamps import compare_clocks
-from zbc.training.recording.tracing import Recorder, Tracer
+from zbc.training.recording.tracing import Recorder, Tracer, compare_clocks
 
 LIMIT = timedelta(seconds=20)
 

@@ -110,7 +110,7 @@ def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, q
     if "RANK" not in os.environ:
         hint = "torchrun --standalone --nproc-per-node 4 -m zbc profile --links"
         raise ZbcError("E604", "profile: --links measures between ranks, and no launcher has started any", hint=hint)
-    from zbc.training.profiling import table as tables
+    from zbc.training.profiling import link as tables
 
     output = Path("links.toml") if output == Path("profile.json") else output
     if os.environ["RANK"] == "0":

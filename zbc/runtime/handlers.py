@@ -12,7 +12,7 @@ from zbc.runtime.features.averaging import average
 from zbc.runtime.features.groups.units import overlap
 from zbc.runtime.features.offload.offload import OFFLOAD
 from zbc.runtime.features.shards.gathers import GATHERS
-from zbc.runtime.features.words.vocabulary_ops import VOCABULARY
+from zbc.runtime.features.words.vocabulary_state import VOCABULARY
 
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.F: forward,

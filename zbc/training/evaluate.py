@@ -29,8 +29,7 @@ from zbc.runtime.core.remembered import left_alone
 from zbc.runtime.core.state import BatchSource, PhaseRun, Work, Worker
 from zbc.runtime.core.tensors import Batch, Loss
 from zbc.runtime.core.validate import VectorLayout
-from zbc.runtime.features.words.vocabulary_ops import count_loss, settle
-from zbc.runtime.features.words.vocabulary_state import Meeting, Unit, Vocabulary
+from zbc.runtime.features.words.vocabulary_state import Meeting, Unit, Vocabulary, count_loss, settle
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.seeding import seed_of
 from zbc.training.building.context import Site

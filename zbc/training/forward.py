@@ -33,10 +33,9 @@ from zbc.runtime.features.words.words import PLAIN
 from zbc.topology import At
 from zbc.training.building.context import Settings, steps_of
 from zbc.training.data.data import Batches, Tokens, all_samples, place, tokens_of
-from zbc.training.data.documents import Documents
 from zbc.training.data.pairs import Samples
 from zbc.training.data.split import SplitBatches, Steps
-from zbc.training.data.unequal import all_documents
+from zbc.training.data.unequal import Documents, all_documents
 from zbc.training.evaluate import EvaluationRun, forward_run, forwards, total
 from zbc.training.models.model import log_probabilities_of
 

@@ -115,7 +115,7 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
     ops = (op for run in worker.phase_runs for op in run.plan.ops if op.stage == stage.index)
     moved = next((op for op in ops if op.kind.row.lane is Lane.OUT), None)
     keeps = KEEPS if moved is None else worker.features.of(Offloads).moves
-    y, left = keeps.forward(worker, stage, x, 0, finish, slot)
+    y, left = keeps.forward(stage, x, worker.step, 0, finish, slot)
     assert left is not None
     del x  # as in a step, where only the saved state of F has it
     if moved is not None:

@@ -33,7 +33,7 @@ def forward(worker: Worker, op: Op) -> None:
         raise mismatch(f"the input of F {key.name}", x, stage.takes)
     clock = worker.clock
     began = clock.start()
-    y, left = route.keeps.forward(worker, stage, x, number, finish, slot)
+    y, left = route.keeps.forward(stage, x, worker.step, number, finish, slot)
     grad = gives.give(worker, y, op, number)
     if left is not None:
         left.grad, worker.kept[key] = grad, left

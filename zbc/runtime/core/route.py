@@ -249,15 +249,16 @@ def stage_loss(function: Loss, target: Batch, output: Any) -> Tensor:
 # ---- kept between F and B ------------------------------------------------------------------------------------
 
 
+Made = tuple[Tensor, Left | None]  # the output of a forward, and what it saves for its backward
+
+
 class Keeps:
     """Keeps the graph, on the device."""
 
-    def forward(
-        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
-    ) -> tuple[Tensor, Left | None]:
+    def forward(self, stage: Stage, x: Tensor, step: int, number: int, finish: Finish, slot: Slot | None) -> Made:
         if stage.flows:
             x.requires_grad_()  # a tensor for this op only, made here or by the previous stage
-        y, tape = stage.forward(x, worker.step, number, finish, slot)
+        y, tape = stage.forward(x, step, number, finish, slot)
         return y.detach(), Left(x, tape, slot)
 
     def back(self, worker: Worker, op: Op, left: Left) -> Left:
@@ -272,10 +273,8 @@ class Keeps:
 class Evaluates(Keeps):
     """Keeps nothing: no backward follows."""
 
-    def forward(
-        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
-    ) -> tuple[Tensor, None]:
-        return stage.evaluate(x, finish, "evaluation", worker.step, number), None
+    def forward(self, stage: Stage, x: Tensor, step: int, number: int, finish: Finish, slot: Slot | None) -> Made:
+        return stage.evaluate(x, finish, "evaluation", step, number), None
 
 
 KEEPS, EVALUATES = Keeps(), Evaluates()

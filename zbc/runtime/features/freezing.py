@@ -27,7 +27,7 @@ from zbc.ops import owners_among
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import StageOptimizer, inside
-from zbc.runtime.core.route import KEEPS, Keeps, Left, Route
+from zbc.runtime.core.route import KEEPS, Keeps, Made, Route
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Finish, Stage
 from zbc.runtime.core.state import PhaseRun, Worker
@@ -105,12 +105,10 @@ class Rests(Keeps):
 
     turns: Turns
 
-    def forward(
-        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
-    ) -> tuple[Tensor, Left | None]:
-        with stage.resting(self.turns.resting(worker.step, number)) as frozen:
+    def forward(self, stage: Stage, x: Tensor, step: int, number: int, finish: Finish, slot: Slot | None) -> Made:
+        with stage.resting(self.turns.resting(step, number)) as frozen:
             slot = Slot(frozen) if frozen else slot  # it drops gradients that users' layers compute for frozen ones
-            return KEEPS.forward(worker, stage, x, number, finish, slot)
+            return KEEPS.forward(stage, x, step, number, finish, slot)
 
 
 class Resting(Feature):

@@ -18,6 +18,7 @@ from zbc.runtime.core.state import Handler, PhaseRun, Worker
 from zbc.runtime.core.tensors import cached
 
 Rows = tuple[tuple[int, ...], ...]  # lengths of the samples of each row, in their order
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]  # attention of queries, keys and values
 
 
 _current = Current[Rows]()
@@ -38,9 +39,7 @@ def places(rows: Rows, length: int, device: torch.device) -> Tensor:
     return positions.to(device)
 
 
-def each_alone(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows
-) -> Tensor:
+def each_alone(attend: Mix, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     """Attention of (batch, heads, tokens, features), sample by sample; zeros for padding."""
     length, outputs = q.shape[-2], list[Tensor]()
     for number, lengths in enumerate(rows):

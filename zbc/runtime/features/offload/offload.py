@@ -12,7 +12,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
 from zbc.plan.directory import RankPlan
 from zbc.runtime.core.feature import Context, Feature
-from zbc.runtime.core.route import Keeps, Left, Route
+from zbc.runtime.core.route import Keeps, Left, Made, Route
 from zbc.runtime.core.slot import Slot, know
 from zbc.runtime.core.stage import Finish, Stage
 from zbc.runtime.core.state import Handler, PhaseRun, Worker
@@ -61,18 +61,16 @@ class Moves(Keeps):
     def __init__(self, pool: Pool, anchor: Tensor) -> None:
         self._pool, self._anchor = pool, anchor
 
-    def forward(
-        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
-    ) -> tuple[Tensor, Left]:
+    def forward(self, stage: Stage, x: Tensor, step: int, number: int, finish: Finish, slot: Slot | None) -> Made:
         parcel, flows = Parcel(self._pool, x), stage.flows
         if stage.recompute:
-            y, tape = stage.forward(x.requires_grad_() if flows else x, worker.step, number, finish, slot)
+            y, tape = stage.forward(x.requires_grad_() if flows else x, step, number, finish, slot)
             assert isinstance(tape, Inputs)
             parcel.adopt(tape.inputs, [layer.name for layer in stage.layers], flows=flows)
         else:
             with parcel.hooks():
                 entered = parcel.enter(x, self._anchor) if flows else x
-                y, tape = stage.forward(entered, worker.step, number, finish, slot, parcel)
+                y, tape = stage.forward(entered, step, number, finish, slot, parcel)
         parcel.leave(y, *(() if flows else (x,)))
         return y.detach(), Left(parcel, tape, slot)
 

@@ -12,7 +12,7 @@ splitting the backward of linear layers works unchanged. The graphs of all slice
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from zbc.runtime.core.again import Around, around
 from zbc.runtime.core.current import SLICE
 from zbc.runtime.core.tensors import Part, cached
 from zbc.runtime.features.added import tell_peaks
-from zbc.runtime.features.packing import each_alone, places, rows_now
+from zbc.runtime.features.packing import Mix, each_alone, places, rows_now
 from zbc.runtime.features.words.words import wide
 
 
@@ -176,9 +176,6 @@ def attention(
     """
     rows, mix = rows_now(), functools.partial(causal, limits=Limits(window, cap, block))
     return attend(q, k, v, mix) if rows is None else each_alone(mix, q, k, v, rows)
-
-
-Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mix: Mix, ranks: int = 1) -> Tensor:

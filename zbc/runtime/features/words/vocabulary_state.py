@@ -1,4 +1,4 @@
-"""The state of a rank's vocabulary shard: its rows, and units in flight.
+"""The state of a rank's vocabulary shard, its rows and units in flight, and the handlers of its ops (vocabulary.py).
 
 A unit is a microbatch or a slice of it. The path of a unit through the stores, all keyed by (microbatch, slice):
 
@@ -10,10 +10,10 @@ A unit is a microbatch or a slice of it. The path of a unit through the stores, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,17 @@ from zbc.plan.directory import Manifest
 from zbc.runtime.core.feature import Context, Feature, Site
 from zbc.runtime.core.optimizer import Held, StageOptimizer
 from zbc.runtime.core.private import users
-from zbc.runtime.core.route import Edges, Keeps, Left, Route
+from zbc.runtime.core.route import Edges, Keeps, Made, Route, read
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Finish, Stage
 from zbc.runtime.core.state import PhaseRun, Worker
-from zbc.runtime.core.tensors import Part, TensorSpec
+from zbc.runtime.core.tensors import IGNORED, Part, TensorSpec
 from zbc.runtime.core.validate import chunks
 from zbc.runtime.features import optimizer_of
 from zbc.runtime.features.tensor_parallel import Group, bounds
 from zbc.runtime.features.words.vocabulary import Embedding, Output, Told
-from zbc.runtime.features.words.words import Own, combine
-from zbc.runtime.transports.transport import Pending, Transport
+from zbc.runtime.features.words.words import Own, as_one, combine
+from zbc.runtime.transports.transport import Pending, Then, Transport
 
 Unit = tuple[int, int]  # microbatch, slice
 
@@ -214,10 +214,8 @@ class Vocabulary(Feature):
 class Looked(Keeps):
     """Keeps the graph, and frees the looked-up embeddings if backward needs only their gradient."""
 
-    def forward(
-        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
-    ) -> tuple[Tensor, Left | None]:
-        result = super().forward(worker, stage, x, number, finish, slot)
+    def forward(self, stage: Stage, x: Tensor, step: int, number: int, finish: Finish, slot: Slot | None) -> Made:
+        result = super().forward(stage, x, step, number, finish, slot)
         again = stage.recompute or stage.spares  # its forward runs again, from its input
         if not again and users(x.untyped_storage()) == 2:
             x.data = x.new_empty(1).expand_as(x)
@@ -305,3 +303,171 @@ def build(context: Context) -> Vocabulary | None:
         outputs=words.outputs,
         group=context.shared.group,
     )
+
+
+_Where = TypeVar("_Where", Message, Unit)
+_Value = TypeVar("_Value")
+
+
+# ---- the embedding -------------------------------------------------------------------------------------------
+
+
+def look_up(worker: Worker, op: Op) -> None:
+    """I: looks up this rank's words of the inputs; zeros for the words of other ranks."""
+    shared, unit = shared_of(worker, op)
+    tokens, _ = read(worker, worker.source, "inputs", worker.number(op.mb), shared.slice_of(op))
+    began = worker.clock.start()
+    shared.looked[unit], shared.given[unit] = shared.embedding.look_up(tokens)
+    worker.clock.stop(began)
+
+
+def give(worker: Worker, op: Op) -> None:
+    """GIVE: starts the reduce of all ranks' embeddings to the first stage's rank, whose F waits."""
+    shared, unit = shared_of(worker, op)
+    _reduce(worker, op, _take(shared.given, unit, op, "its I has not run"), shared.first, shared.entry(worker, op))
+
+
+def take(worker: Worker, op: Op) -> None:
+    """TAKE: starts the broadcast of the gradient of the first stage's input; E waits."""
+    shared, _ = shared_of(worker, op)
+    _broadcast(worker, op, Message(0, -1, op.mb, 0, op.slice), shared.first, shared.entry(worker, op))
+
+
+def embedding_gradient(worker: Worker, op: Op) -> None:
+    """E: the gradient of this rank's rows of the embedding."""
+    shared, unit = shared_of(worker, op)
+    grad = shared.arrive(worker, Met(Kind.TAKE, *unit))
+    began = worker.clock.start()
+    shared.embedding.learn(_take(shared.looked, unit, op, "its I has not run"), grad)
+    worker.clock.stop(began)
+
+
+# ---- the output layer ----------------------------------------------------------------------------------------
+
+
+def spread(worker: Worker, op: Op) -> None:
+    """SPREAD: starts the broadcast of the last stage's output; S waits."""
+    shared, _ = shared_of(worker, op)
+    edge = Message(shared.last_stage, shared.last_stage + 1, op.mb, 0, op.slice)
+    _broadcast(worker, op, edge, shared.last, shared.exit(worker, op))
+
+
+def tell(worker: Worker, op: Op) -> None:
+    """S: the softmax statistics of this rank's words; with 1 sum its terms of the input gradient, too. Tensor parallel
+    ranks have different words, and merge their statistics for the other ranks of the pipeline."""
+    shared, unit = shared_of(worker, op)
+    part, training = shared.slice_of(op), worker.phase_run.trains
+    targets, share = read(worker, worker.source, "targets", worker.number(op.mb), part)
+    hidden = shared.arrive(worker, Met(Kind.SPREAD, *unit))
+    began = worker.clock.start()
+    counting = (targets != IGNORED).sum().double().clamp(min=1.0)
+    weight = worker.phase_run.weigh(worker, worker.number(op.mb), targets, share) / counting
+    step = worker.phase_run.portion * worker.scale
+    early = training and shared.sums == 1
+    keep = training and (shared.sums == 2 or shared.output.weight.requires_grad)
+    told = shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=keep)
+    if shared.group is not None:
+        told.said = as_one(shared.group.collect(told.mine))
+    worker.clock.stop(began)
+
+
+def meet(worker: Worker, op: Op) -> None:
+    """MEET: starts the all-gather of the statistics of S; with 1 sum followed by the reduce of the gradient of the last
+    stage's output to its rank, whose B waits. T waits."""
+    shared, unit = shared_of(worker, op)
+    told = _take(shared.told, unit, op, "its S has not run")
+    mine = (told.mine if told.said is None else told.said).contiguous()
+    parts = mine.new_empty(len(shared.ranks), *mine.shape)
+    meeting = Meeting(told, parts, shared.exit(worker, op), worker.rank == shared.last)
+    then = None if told.spread is None else Then(meeting.make, shared.last)
+    meeting.pending = worker.transport.start_gather(mine.view(-1), meeting.parts.flatten(1), shared.ranks, then)
+    shared.met[unit] = meeting
+    if then is not None and meeting.here:
+        shared.coming[Met(Kind.MEET, *unit)] = meeting
+
+
+def output_gradient(worker: Worker, op: Op) -> None:
+    """T: the gradient of this rank's rows of the output layer; with 2 sums its part of the input gradient, too."""
+    shared, unit = shared_of(worker, op)
+    meeting = _take(shared.met, unit, op, "its MEET has not been started")
+    worker.wait_for(f"MEET {str(op).partition(' ')[2]}", meeting.pending)
+    began = worker.clock.start()
+    if worker.rank == shared.last:
+        count_loss(worker, unit, meeting)
+    part = shared.output.learn(meeting.told, meeting.known()[0], part=shared.sums == 2)
+    if part is not None:
+        shared.parts[unit] = part
+    worker.clock.stop(began)
+
+
+def add_up(worker: Worker, op: Op) -> None:
+    """SUM: starts the reduce of the gradient of the last stage's output to its rank, whose B waits."""
+    shared, unit = shared_of(worker, op)
+    _reduce(worker, op, _take(shared.parts, unit, op, "its T has not run"), shared.last, shared.exit(worker, op))
+
+
+def settle(worker: Worker, count: Callable[[Worker, Unit, Meeting], None]) -> None:
+    """After forwards without backwards: waits for the statistics of MEET, calls `count` for them on the rank that
+    reports losses, and frees all units."""
+    shared = worker.features.find(Vocabulary)
+    if shared is None:
+        return
+    for unit, meeting in shared.met.items():
+        worker.wait_for("MEET", meeting.pending)
+        if worker.rank == shared.last:
+            count(worker, unit, meeting)
+    shared.met.clear()
+    shared.looked.clear()
+    shared.closes(worker)
+
+
+def count_loss(worker: Worker, unit: Unit, meeting: Meeting) -> None:
+    """Adds the loss on the last stage's rank, which reports losses as it does with a whole output layer."""
+    loss = meeting.told.loss(*meeting.known())
+    worker.losses[unit[0]] = worker.losses.get(unit[0], 0.0) + (loss.item() if worker.on_host else loss)
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------
+
+
+def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
+    """This rank's vocabulary shard, and the unit of an op."""
+    return worker.features.of(Vocabulary), (op.mb, op.slice)
+
+
+def _broadcast(worker: Worker, op: Op, edge: Message, root: int, spec: TensorSpec) -> None:
+    """Starts the broadcast of the tensor that rank `root` has on an edge."""
+    shared, unit = shared_of(worker, op)
+    if worker.rank != root:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=worker.device)
+    else:
+        tensor = _take(worker.edges, edge, op, "what it sends has not been computed").contiguous()
+    pending = worker.transport.start_broadcast(tensor, root, shared.ranks)
+    shared.start(op.kind, unit, pending, tensor, spec, here=True)
+
+
+def _reduce(worker: Worker, op: Op, tensor: Tensor, root: int, spec: TensorSpec) -> None:
+    """Starts the reduce of all ranks' `tensor` to rank `root`."""
+    shared, unit = shared_of(worker, op)
+    pending = worker.transport.start_reduce(tensor, root, shared.ranks)
+    shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == root)
+
+
+def _take(store: dict[_Where, _Value], key: _Where, op: Op, missing: str) -> _Value:
+    value = store.pop(key, None)
+    if value is None:
+        raise ZbcError("E703", f"run: {op}: {missing}", hint="plan again")
+    return value
+
+
+VOCABULARY: dict[Kind, Callable[[Worker, Op], None]] = {
+    Kind.I: look_up,
+    Kind.GIVE: give,
+    Kind.SPREAD: spread,
+    Kind.S: tell,
+    Kind.MEET: meet,
+    Kind.T: output_gradient,
+    Kind.SUM: add_up,
+    Kind.TAKE: take,
+    Kind.E: embedding_gradient,
+}
