@@ -280,7 +280,7 @@ BUGS = (
     ),
     Bug(
         "a send that failed on NCCL counts as delivered",
-        "zbc/runtime/transports/sends.py",
+        "zbc/runtime/transports/background.py",
         "            _check(under_way.popleft())",
         "            under_way.popleft()",
         (RUNTIME + "test_sends.py",),

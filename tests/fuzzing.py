@@ -27,7 +27,7 @@ from zbc.job import hfconfig
 from zbc.job.hffolder import INDEX, tensor_files
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import Reader, TensorPart, put_together, write_parts
-from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
+from zbc.training.data.corpus import Tokens, sidecar, write_sidecar
 from zbc.training.data.tokens import TokenWindows
 
 VALUES: list[Any] = [

@@ -12,7 +12,7 @@ from tests.refusals import refused
 from zbc.cli import main
 from zbc.errors import ZbcError
 from zbc.training.data import tokenize
-from zbc.training.data.tokenfile import describe, sidecar
+from zbc.training.data.corpus import describe, sidecar
 from zbc.training.data.tokenize import Bytes, Json
 
 

@@ -30,7 +30,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.state import Worker
 from zbc.runtime.cuda import StreamHub
 from zbc.runtime.transports.hub import Hub
-from zbc.training.launch.threads import own_stream
+from zbc.training.launch.local import own_stream
 from zbc.training.recording.measure import CATEGORIES, Scale
 
 JOB = """\

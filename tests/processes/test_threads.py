@@ -73,15 +73,15 @@ from pathlib import Path
 from zbc.cli import main
 from zbc.errors import ZbcError
 from zbc.host.contents import contents
-from zbc.training.launch import threads
+from zbc.training.launch import local
 
 def rank(run, number):
     if number:
         run.ends.put((number, ZbcError("E509", "model: refused")))
     else:
-        threads.Place(0, 2, threads.HOST, run.port, threads.PREFIX).board().hear("nobody says this", timedelta(60))
+        local.Place(0, 2, local.HOST, run.port, local.PREFIX).board().hear("nobody says this", timedelta(60))
 
-threads._rank, threads._LEAVE_S = rank, 0.2
+local._in_thread, local._LEAVE_S = rank, 0.2
 main(["run", sys.argv[1], "--local", "2", "--threads"])
 """
 

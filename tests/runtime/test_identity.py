@@ -7,7 +7,7 @@ import pytest
 
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
-from zbc.training.launch.identity import _digest, identity
+from zbc.training.launch.board import _digest, identity
 
 
 @pytest.fixture

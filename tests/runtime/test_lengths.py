@@ -25,8 +25,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.seeding import seed_of
 from zbc.training.building.context import Settings
-from zbc.training.data.data import build_dataset
-from zbc.training.data.permutation import Permutation
+from zbc.training.data.data import Permutation, build_dataset
 from zbc.training.data.unequal import Fixed, RandomDocuments
 
 TOKENS = [32, 4, 16, 2, 32, 8, 24, 4]

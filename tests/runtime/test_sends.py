@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tests.threads import side_by_side
 from zbc.errors import ZbcError
-from zbc.runtime.transports import sends as module
+from zbc.runtime.transports import background as module
+from zbc.runtime.transports.background import EventSends, ThreadSends
 from zbc.runtime.transports.network import Network
-from zbc.runtime.transports.sends import EventSends, ThreadSends
 
 TENSOR = torch.zeros(1)
 LIMIT = 20  # seconds; only a hang takes as long

@@ -16,11 +16,10 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.training.data import permutation
-from zbc.training.data.data import Batches, build_samples, build_validation
-from zbc.training.data.permutation import Permutation
+from zbc.training.data import data as permuting
+from zbc.training.data.corpus import Tokens, sidecar, write_sidecar
+from zbc.training.data.data import Batches, Permutation, build_samples, build_validation
 from zbc.training.data.prefetch import Prefetched
-from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
 
 MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
 
@@ -57,7 +56,7 @@ def test_an_order_is_the_same_whether_its_rounds_are_remembered_or_not(monkeypat
     orders = [Permutation(count, 5) for count in (7, 50, 1000)]
     known = [list(order) for order in orders]
     assert [list(order) for order in orders] == known
-    monkeypatch.setattr(permutation, "_REMEMBERED", 0)
+    monkeypatch.setattr(permuting, "_REMEMBERED", 0)
     assert [list(Permutation(count, 5)) for count in (7, 50, 1000)] == known
     assert not any(Permutation(50, 5)._rounds)
 

@@ -23,8 +23,8 @@ from zbc.plan.directory import StoredPlan
 from zbc.plan.manifest import RampPlan, Unequal
 from zbc.runtime.features.packing import packed
 from zbc.training.building.context import Settings
+from zbc.training.data.corpus import Tokens, write_sidecar
 from zbc.training.data.data import Pairs
-from zbc.training.data.tokenfile import Tokens, write_sidecar
 from zbc.training.data.unequal import Dealer, PairDocuments, RandomDocuments, TokenDocuments
 
 STEPS = 3

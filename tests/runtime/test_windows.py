@@ -19,7 +19,7 @@ from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.features.shards import shared_memory
+from zbc.runtime.features.shards import windows as module
 from zbc.runtime.features.shards.windows import Window, WindowCopier
 from zbc.runtime.transports.hub import Hub
 
@@ -183,8 +183,8 @@ def talking(count, act):
 
 
 def test_memory_is_seen_by_all_and_has_no_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
-    found = talking(3, lambda rank, exchange: shared_memory.share(100, rank, (0, 1, 2), exchange))
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
+    found = talking(3, lambda rank, exchange: module.share(100, rank, (0, 1, 2), exchange))
     assert all(len(tensors) == 3 and not any(t.any() for t in tensors) for tensors in found)
     found[1][2][7] = 9
     assert found[0][2][7] == found[2][2][7] == 9
@@ -201,9 +201,9 @@ def test_too_little_memory_is_told_on_every_rank(tmp_path, monkeypatch):
 
     def act(rank, exchange):
         short.extend([threading.current_thread()] * (rank == 1))
-        return shared_memory.share(64, rank, (0, 1), exchange)
+        return module.share(64, rank, (0, 1), exchange)
 
-    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
     found = talking(2, act)
     assert all(error.code == "E603" for error in found)
@@ -215,13 +215,13 @@ def test_too_little_memory_is_told_on_every_rank(tmp_path, monkeypatch):
 
 def test_ranks_on_other_hosts_are_told(tmp_path, monkeypatch):
     """The file of a rank on another host does not exist."""
-    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
 
     def act(rank, exchange):
         def away(word):
             return [bytes(w).replace(b"zbc-", b"zbc-elsewhere-") if w[:1] == b"/" else w for w in exchange(word)]
 
-        return shared_memory.share(64, rank, (0, 1), away if rank == 0 else exchange)
+        return module.share(64, rank, (0, 1), away if rank == 0 else exchange)
 
     first, second = talking(2, act)
     assert first.code == second.code == "E603"

@@ -52,8 +52,7 @@ from zbc.training.data.unequal import Dealer
 from zbc.training.evaluate import Evaluations, total
 from zbc.training.forward import forward
 from zbc.training.guest import Guest, Skips
-from zbc.training.launch.board import Place, host_of, hosts_of
-from zbc.training.launch.identity import identity
+from zbc.training.launch.board import Place, host_of, hosts_of, identity
 from zbc.training.launch.launch import check_forward
 from zbc.training.launch.options import Ended, RunOptions
 from zbc.training.launch.outages import watch_siblings

@@ -6,8 +6,8 @@ direction are FIFO, as the compiler's proof assumes. On gloo each message of a s
 wrong order hangs and is reported by the watchdog, instead of delivering a tensor to the wrong receive.
 
 On CUDA the calls only enqueue: `wait` makes the current stream wait for the message, and the host runs ahead as far as
-clock.py lets it. NCCL raises nothing there; failures are read from its work objects (sends.py). Only the watchdog is to
-end a run that hangs, so the timeouts of groups are far above its own.
+clock.py lets it. NCCL raises nothing there; failures are read from its work objects (background.py). Only the watchdog
+is to end a run that hangs, so the timeouts of groups are far above its own.
 
 Gradient all-reduces have groups of their own, one for each set of ranks with replicas of a stage, and start without
 blocking. All ranks start them in one order; on NCCL each group has a stream of its own, so that they overlap with each
@@ -35,9 +35,18 @@ from zbc.ir import Placement
 from zbc.plan.directory import Manifest
 from zbc.plan.groups import gatherings, of_replica, pipelines, signalled, swapping
 from zbc.runtime.core.private import symmetric
-from zbc.runtime.features.shards import shared_memory
-from zbc.runtime.transports.background import Background, Chain, Chains, StreamChains, ThreadChains, Threaded
-from zbc.runtime.transports.sends import EventSends, Sends, ThreadSends
+from zbc.runtime.features.shards import windows
+from zbc.runtime.transports.background import (
+    Background,
+    Chain,
+    Chains,
+    EventSends,
+    Sends,
+    StreamChains,
+    ThreadChains,
+    Threaded,
+    ThreadSends,
+)
 from zbc.runtime.transports.transport import Again, Letter, Offer, Pending, Ranks, Shared, Signal, Then, Transport
 
 _MAX_TAG = 2**31
@@ -213,15 +222,15 @@ class Network(Transport):
                 return Shared(symmetric(size, self._circle(ranks), len(ranks), device), _nobody_told)
             except (ImportError, RuntimeError) as error:
                 text = f"run: the GPUs of ranks {', '.join(map(str, ranks))} cannot see each other's memory"
-                raise ZbcError("E603", text, details=[_first_line(error)], hint=shared_memory.COLLECTIVE) from error
-        return Shared(shared_memory.share(size, self.rank, ranks, partial(self._say, ranks)), _nobody_told)
+                raise ZbcError("E603", text, details=[_first_line(error)], hint=windows.COLLECTIVE) from error
+        return Shared(windows.share(size, self.rank, ranks, partial(self._say, ranks)), _nobody_told)
 
     def _say(self, ranks: tuple[int, ...], word: bytes) -> list[bytes]:
         """All-gathers `word` over `ranks`."""
-        mine = torch.zeros(shared_memory.NAME, dtype=torch.uint8)
+        mine = torch.zeros(windows.NAME, dtype=torch.uint8)
         if word:
             mine[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        parts = torch.empty(len(ranks), shared_memory.NAME, dtype=torch.uint8, device=self._device)
+        parts = torch.empty(len(ranks), windows.NAME, dtype=torch.uint8, device=self._device)
         self.start_gather(mine.to(self._device), parts, ranks).wait()
         return [bytes(row).rstrip(b"\0") for row in parts.tolist()]
 

@@ -22,8 +22,7 @@ from typing import BinaryIO
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
-from zbc.training.data.corpus import line_at, not_text, text_files, unreadable
-from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
+from zbc.training.data.corpus import Tokens, line_at, not_text, sidecar, text_files, unreadable, write_sidecar
 
 PIECE = 2**22  # bytes of text at a time
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")

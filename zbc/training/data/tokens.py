@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
+from zbc.training.data.corpus import describe
 from zbc.training.data.pairs import Samples
-from zbc.training.data.tokenfile import describe
 
 _TYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 

@@ -82,7 +82,7 @@ def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> Ended:
 
             ended = run_place(_place(), manifest, options, screen)
         elif options.threads:
-            from zbc.training.launch.threads import run_threads
+            from zbc.training.launch.local import run_threads
 
             ended = run_threads(manifest, options, screen)
         else:

@@ -41,8 +41,7 @@ from zbc.runtime.features.slices.slicing import first_row, now, positions
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.runtime.features.words.words import AS_IS
 from zbc.training.models.experts import keep_own
-from zbc.training.models.hfsharding import Entered, by_words, check, shard
-from zbc.training.models.hfwords import UNLIKE, ends_by_words, output, read, tables
+from zbc.training.models.hfsharding import UNLIKE, Entered, by_words, check, ends_by_words, output, read, shard, tables
 from zbc.training.models.model import hollow
 from zbc.training.models.norms import fused
 from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, stack
