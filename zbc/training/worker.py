@@ -17,8 +17,15 @@ from zbc.runtime.seeding import Watch
 from zbc.runtime.transports.transport import Transport
 from zbc.training.building.context import Site
 from zbc.training.building.data import batches_of, count_of_targets, warnings_of
-from zbc.training.building.refusals import refuse
-from zbc.training.building.stages import build_stages, compile_stages, forms, optimizers_of, sums_of, tied_weights
+from zbc.training.building.stages import (
+    build_stages,
+    compile_stages,
+    forms,
+    optimizers_of,
+    refuse,
+    sums_of,
+    tied_weights,
+)
 from zbc.training.data.split import Steps
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model

@@ -46,7 +46,7 @@ def leftovers(worker: Worker) -> list[str]:
         return worker.phase_run.ending.due(worker, mb)
 
     due = (store for store in STORES[1:] if not any(VALUES[value].stays for value in store.values))
-    texts = [store.left.format(key.name) for store in due for key in worker.store(store) if late(key.mb)]
+    texts = [store.left.format(key.name) for store in due for key in getattr(worker, store.name) if late(key.mb)]
     texts += [_left_on(worker, edge) for edge in worker.edges if late(edge.mb)]
     texts += [text for feature in worker.features for text in feature.leftovers(worker)]
     texts += ["a sum of gradients was started and never used"] * len(worker.summing)

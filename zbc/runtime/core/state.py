@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.bucket import GradientSum
 from zbc.runtime.core.clock import clock_for
-from zbc.runtime.core.ending import REPEATED, STORES, Ending, Store
+from zbc.runtime.core.ending import REPEATED, STORES, Ending
 from zbc.runtime.core.feature import Features
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.progress import Progress, StepResult
@@ -360,17 +360,12 @@ class Worker:
         ops = run.ending.keyed(run.plan.ops)
         run.routes = {op: route for op in ops if (route := route_of(self, run, op)) is not None}
 
-    def store(self, which: Store) -> dict[Any, Any]:
-        """One of `STORES`."""
-        values: dict[Any, Any] = getattr(self, which.name)
-        return values
-
     def drop_repeated(self) -> None:
         """Drops the outputs of the ops that REDO runs again."""
         self.edges = {edge: tensor for edge, tensor in self.edges.items() if not edge.forward}
         for store in STORES[1:]:
             if REPEATED.issuperset(store.values):
-                self.store(store).clear()
+                getattr(self, store.name).clear()
         for feature in self.features:
             feature.repeats(self)
         self.reports.clear()

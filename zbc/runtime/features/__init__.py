@@ -35,7 +35,7 @@ ORDER = (
     "moving",
     "shards.gathers",
     "qk_clip",
-    "experts.routing",
+    "experts.expert_parallel",
     "scaling",
     "slices.stage_slice",
     "tensor_parallel",

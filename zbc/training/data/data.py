@@ -280,7 +280,8 @@ class RankBatches(BatchSource):
         return x if low is None else each(lambda t: t.to(low) if t.is_floating_point() else t, x)
 
     def targets(self, step: int, mb: int) -> Any:
-        self.weight(step, mb)  # counts those of the step
+        if self.weights is not None:
+            self.weights.of(step, self.counts)
         known = self._kept.get(step, {}).pop(mb, None)
         return self.own(self.read(step, mb, 1)) if known is None else known
 

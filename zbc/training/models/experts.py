@@ -14,7 +14,7 @@ Tensor parallel ranks have a shard of the width of each expert, and the whole ro
 of their weights (scores) are all-reduced. Or, `fold`, each has whole experts and routes a share of the tokens, whose
 outputs are all-gathered.
 
-With a `rate` a bias, which STEP changes (features/experts/routing.py), is added to the scores when experts are chosen.
+With a `rate` a bias, which STEP changes (expert_parallel.py), is added to the scores when experts are chosen.
 `balance` c adds c E sum(f P) to the loss, of each block: f the share of all choices that an expert got, P its mean
 share of a token's scores (arXiv 2101.03961, section 2.2; 2412.19437, section 2.1.2); `z` c adds c
 mean(logsumexp(logits)^2) (arXiv 2202.08906).
