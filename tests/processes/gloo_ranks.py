@@ -18,8 +18,8 @@ from zbc.runtime.core.state import Worker
 from zbc.runtime.features.shards.gathers import Gathers
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.words.vocabulary_state import Vocabulary
-from zbc.runtime.transports.around import Staged
 from zbc.runtime.transports.network import Network
+from zbc.runtime.transports.transport import Staged
 from zbc.training.models.experts import Experts
 from zbc.training.warm import warm
 from zbc.training.worker import build_worker

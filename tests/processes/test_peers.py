@@ -10,7 +10,7 @@ import torch
 
 from tests.processes.plans import write_plan
 from zbc.plan.directory import read_manifest
-from zbc.runtime.transports.around import Staged
+from zbc.runtime.transports.transport import Staged
 from zbc.training import devices
 from zbc.training.launch import launch, reach
 from zbc.training.launch.options import RunOptions

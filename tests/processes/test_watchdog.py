@@ -17,8 +17,7 @@ from zbc.host.retrying import Retrying
 from zbc.runtime.core.progress import Progress
 from zbc.topology import Topology
 from zbc.training.launch.board import Beat, Board, Heard
-from zbc.training.launch.outages import Outages, watch_siblings
-from zbc.training.watchdog import Watchdog
+from zbc.training.watchdog import Outages, Watchdog, watch_siblings
 
 
 class Ends:

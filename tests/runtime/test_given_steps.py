@@ -18,8 +18,7 @@ from zbc.plan.directory import RankPlan
 from zbc.runtime.core.bundle import call
 from zbc.runtime.seeding import seed_of
 from zbc.runtime.transports.hub import Hub
-from zbc.training.building.context import Settings, steps_of
-from zbc.training.building.data import split_batches
+from zbc.training.building.context import Settings, split_batches, steps_of
 from zbc.training.data.data import Permutation, build_dataset
 from zbc.training.models import model
 from zbc.training.worker import build_worker

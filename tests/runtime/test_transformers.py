@@ -33,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
 from zbc.training.models import hfsharding, hfweights
-from zbc.training.models.norms import _Fused
+from zbc.training.models.parts import _Fused
 from zbc.training.models.transformers import config_of, facts, layers, shared
 
 transformers.utils.logging.set_verbosity_error()

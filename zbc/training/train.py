@@ -55,7 +55,6 @@ from zbc.training.guest import Guest, Skips
 from zbc.training.launch.board import Place, host_of, hosts_of, identity
 from zbc.training.launch.launch import check_forward
 from zbc.training.launch.options import Ended, RunOptions
-from zbc.training.launch.outages import watch_siblings
 from zbc.training.launch.reach import SHARED, Doorstep, check_reach, connected
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import adapters, pretrained
@@ -63,7 +62,7 @@ from zbc.training.models.stacks import stacks_of, unstacked
 from zbc.training.probing.shapes import Shapes
 from zbc.training.recording.tracing import Tracers, open_tracers
 from zbc.training.warm import warm
-from zbc.training.watchdog import Watchdog, in_time
+from zbc.training.watchdog import Watchdog, in_time, watch_siblings
 from zbc.training.worker import build_worker
 
 _SETTLE_S = 5.0  # for a failed rank to write its recorded steps

@@ -15,8 +15,7 @@ from zbc.runtime.core.validate import VectorLayout
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.seeding import Watch
 from zbc.runtime.transports.transport import Transport
-from zbc.training.building.context import Site
-from zbc.training.building.data import batches_of, count_of_targets, warnings_of
+from zbc.training.building.context import Site, batches_of, count_of_targets, warnings_of
 from zbc.training.building.stages import (
     build_stages,
     compile_stages,

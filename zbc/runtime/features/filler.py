@@ -19,8 +19,7 @@ from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.core.state import Worker
-from zbc.runtime.transports.around import Around, Through
-from zbc.runtime.transports.transport import Letter, Pending, Transport
+from zbc.runtime.transports.transport import Around, Letter, Pending, Through, Transport
 from zbc.text import GIB, size
 
 _RECENT = 8  # steps of a task, the longest of which predicts the time of the next

@@ -38,7 +38,7 @@ from zbc.training.data.split import Steps
 from zbc.training.models import model
 from zbc.training.models.adapters import WithAdapters
 from zbc.training.probing.mixing import refuse_others, try_layers, try_loss, try_packed, try_padded, try_padding
-from zbc.training.probing.refusals import refuse_stage
+from zbc.training.probing.probe import refuse_stage
 from zbc.training.probing.shapes import Shapes
 
 if TYPE_CHECKING:

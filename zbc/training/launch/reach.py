@@ -25,9 +25,8 @@ import torch.distributed as dist
 from zbc.errors import ZbcError
 from zbc.host.interfaces import Interface, interfaces, towards
 from zbc.plan.directory import Manifest
-from zbc.runtime.transports.around import Staged
 from zbc.runtime.transports.network import Network, bind_loopback
-from zbc.runtime.transports.transport import Transport
+from zbc.runtime.transports.transport import Staged, Transport
 from zbc.text import few
 from zbc.training import devices
 from zbc.training.launch.board import Board, Connect, prefixed

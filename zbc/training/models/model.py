@@ -32,7 +32,7 @@ from zbc.runtime.features.words import words
 from zbc.runtime.features.words.words import AS_IS, PLAIN, Terms
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models import gpt
-from zbc.training.probing.refusals import refuse_untrainable
+from zbc.training.probing.probe import refuse_untrainable
 
 TIED = "embed.tokens.weight"  # the weight shared by embedding and head, under its name in the embedding
 

@@ -43,7 +43,7 @@ from zbc.runtime.features.words.words import AS_IS
 from zbc.training.models.experts import keep_own
 from zbc.training.models.hfsharding import UNLIKE, Entered, by_words, check, ends_by_words, output, read, shard, tables
 from zbc.training.models.model import hollow
-from zbc.training.models.norms import fused
+from zbc.training.models.parts import fused
 from zbc.training.models.registered import HINT, ZBC, Stack, Unfit, balance, here, is_experts, refused, stack
 from zbc.training.models.sharding import Shares
 from zbc.training.models.shared_words import Ends

@@ -29,12 +29,11 @@ from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
-from zbc.training.building.context import Settings, group_of, layer_plans, samples_of, steps_of
-from zbc.training.building.data import split_batches
+from zbc.training.building.context import Settings, group_of, layer_plans, samples_of, split_batches, steps_of
 from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, RankBatches
 from zbc.training.models.model import loss_of
-from zbc.training.probing.refusals import overlaps, refuse_stage
+from zbc.training.probing.probe import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
 from zbc.training.probing.trials import ROUNDING, apart, largest
 from zbc.training.profiling.rig import passes

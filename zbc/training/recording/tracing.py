@@ -37,8 +37,7 @@ from zbc.runtime.features.groups.units import Braids
 from zbc.runtime.features.offload.copying import Ticket
 from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.offload.parcels import Pool
-from zbc.runtime.transports.around import Around, Through
-from zbc.runtime.transports.transport import Letter, Pending, Transport
+from zbc.runtime.transports.transport import Around, Letter, Pending, Through, Transport
 from zbc.trace import recording as trace
 from zbc.trace.line import Cause, ClockOffset, Head, MemorySamples, Timing
 from zbc.training.launch.board import Board
