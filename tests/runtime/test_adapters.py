@@ -28,7 +28,7 @@ from zbc.runtime.core.slot import Slot, using
 from zbc.training.building.context import Settings
 from zbc.training.models import adapters
 from zbc.training.models.adapters import WithAdapters
-from zbc.training.models.stacks import stacks_of, unstacked
+from zbc.training.models.experts import stacks_of, unstacked
 
 # torch hides this warning while it compiles, which fails if several threads do.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

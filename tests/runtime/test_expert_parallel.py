@@ -33,7 +33,7 @@ from zbc.runtime.core.grouped import of_expert
 from zbc.runtime.features import freezing
 from zbc.runtime.features.experts.expert_parallel import Copies
 from zbc.runtime.features.tensor_parallel import SharedLayers
-from zbc.training.models.stacks import stacks_of
+from zbc.training.models.experts import stacks_of
 
 
 def compiled(folder, way, **parallel):

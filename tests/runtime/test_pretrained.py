@@ -24,7 +24,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.optimizer import counted
 from zbc.training.building.context import Settings
 from zbc.training.models import pretrained
-from zbc.training.models.stacks import stacks_of, unstacked
+from zbc.training.models.experts import stacks_of, unstacked
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -21,7 +21,7 @@ from zbc.runtime.features.words.cross_entropy import cross_entropy
 from zbc.runtime.transports.hub import Hub, HubTransport
 from zbc.training.models import model as models
 from zbc.training.models import sharding
-from zbc.training.models.stacks import stacks_of
+from zbc.training.models.experts import stacks_of
 
 GPT = {"layers": 3, "hidden": 32, "heads": 4, "vocab": 259, "seq_len": 8}
 TRAIN = {"steps": 3, "seed": 7}

@@ -26,7 +26,7 @@ from zbc.job.hffolder import INDEX, SINGLE
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.optimizer import primary
 from zbc.training.building.context import Settings
-from zbc.training.models.stacks import stacks_of, unstacked
+from zbc.training.models.experts import stacks_of, unstacked
 from zbc.training.probing import mixing
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from zbc.errors import ZbcError
-from zbc.runtime.core.clock import Busy, Clock
-from zbc.runtime.core.progress import Progress
+from zbc.runtime.core.progress import Busy, Clock, Progress
 from zbc.runtime.features.offload.copying import Copier, Piece, Slab, Ticket, bytes_of
 from zbc.runtime.transports.hub import Hub, Round
 from zbc.runtime.transports.transport import Letter, Offer

@@ -58,7 +58,7 @@ from zbc.training.launch.options import Ended, RunOptions
 from zbc.training.launch.reach import SHARED, Doorstep, check_reach, connected
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import adapters, pretrained
-from zbc.training.models.stacks import stacks_of, unstacked
+from zbc.training.models.experts import stacks_of, unstacked
 from zbc.training.probing.shapes import Shapes
 from zbc.training.recording.tracing import Tracers, open_tracers
 from zbc.training.warm import warm

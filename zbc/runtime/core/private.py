@@ -171,13 +171,6 @@ def symmetric(size: int, group: Any, ranks: int, device: torch.device) -> list[T
 # ---- torch.compile: takes 1 or 2 s to import, so it is imported only if something is compiled -----------------
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module was returned by torch.compile."""
-    from torch._dynamo import OptimizedModule
-
-    return isinstance(module, OptimizedModule)
-
-
 def compile_here(limit: int, total: int) -> None:
     """Lets torch compile each function `limit` times, `total` times in all, without compile workers.
 

@@ -320,7 +320,7 @@ def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT, 
     forward of its own (subclass or instance), hooks, parametrizations, gradient hooks on its parameters, parameters
     without elements, sparse or renormalised embeddings, or lies inside a compiled module.
     """
-    compiled = {id(inner) for outer in root.modules() if _is(outer, "OptimizedModule") for inner in outer.modules()}
+    compiled = {id(inner) for outer in root.modules() if is_a(outer, "OptimizedModule") for inner in outer.modules()}
     installed: list[Patch] = []
     for module in root.modules():
         fit = isinstance(module, kinds) and id(module) not in compiled and plain(module)
@@ -339,7 +339,7 @@ def refuse_wrapped(name: str, layer: nn.Module) -> None:
     """
     for path, module in layer.named_modules():
         wrapper = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
-        if wrapper is None and any(_is(p, "DTensor") for p in module.parameters(recurse=False)):
+        if wrapper is None and any(is_a(p, "DTensor") for p in module.parameters(recurse=False)):
             wrapper = "DTensor"
         if wrapper is not None:
             where = f"{name}.{path}" if path else name
@@ -391,5 +391,6 @@ def _plain_parameter(parameter: nn.Parameter) -> bool:
     return fit and not hooks
 
 
-def _is(value: object, name: str) -> bool:
+def is_a(value: object, name: str) -> bool:
+    """Whether a value is of a class of that name, which takes long to import."""
     return any(cls.__name__ == name for cls in type(value).__mro__)

@@ -13,8 +13,7 @@ route.py maps each op to its entries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -26,11 +25,10 @@ from zbc.ir import Key, Kind, Message, Op
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.bucket import GradientSum
-from zbc.runtime.core.clock import clock_for
 from zbc.runtime.core.ending import REPEATED, STORES, Ending
 from zbc.runtime.core.feature import Features
 from zbc.runtime.core.optimizer import StageOptimizer
-from zbc.runtime.core.progress import Progress, StepResult
+from zbc.runtime.core.progress import Progress, StepResult, clock_for
 from zbc.runtime.core.route import Left, Route, route_of
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
@@ -272,18 +270,12 @@ class Worker:
         progress.waiting = False
         return tensor
 
-    @contextmanager
-    def waits(self, what: str) -> Iterator[None]:
-        """Within its block `progress` shows `what` next to the current op."""
+    def wait_for(self, what: str, pending: Pending) -> None:
+        """Blocks until a collective has completed; meanwhile `progress` shows `what` next to the current op."""
         progress = self.progress
         text, progress.op, progress.waiting = progress.op, f"{progress.op}, waits for {what}", True
-        yield
+        pending.wait()
         progress.op, progress.waiting = text, False
-
-    def wait_for(self, what: str, pending: Pending) -> None:
-        """Blocks until a collective has completed."""
-        with self.waits(what):
-            pending.wait()
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         """Sums a tensor over `ranks` in place; blocks."""

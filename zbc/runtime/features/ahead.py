@@ -25,11 +25,10 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Message, Op
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import judges
-from zbc.runtime.core.clock import Busy
 from zbc.runtime.core.ending import Ending, close
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import Masters, inside, set_rate, squares
-from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.progress import Busy, StepResult
 from zbc.runtime.core.remembered import Kept, Place, present, put_back
 from zbc.runtime.core.state import Handler, PhaseRun, Script, Worker
 from zbc.runtime.core.validate import peak_bytes

@@ -6,7 +6,7 @@ direction are FIFO, as the compiler's proof assumes. On gloo each message of a s
 wrong order hangs and is reported by the watchdog, instead of delivering a tensor to the wrong receive.
 
 On CUDA the calls only enqueue: `wait` makes the current stream wait for the message, and the host runs ahead as far as
-clock.py lets it. NCCL raises nothing there; failures are read from its work objects (background.py). Only the watchdog
+cuda.py lets it. NCCL raises nothing there; failures are read from its work objects (background.py). Only the watchdog
 is to end a run that hangs, so the timeouts of groups are far above its own.
 
 Gradient all-reduces have groups of their own, one for each set of ranks with replicas of a stage, and start without

@@ -28,7 +28,7 @@ from zbc.runtime.core.feature import Context
 from zbc.runtime.core.muon import Whole, is_called
 from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.remembered import places
-from zbc.runtime.core.split import LINEAR, SPLIT, GroupedLinear, Patch, SplitLinear, split_backward
+from zbc.runtime.core.split import LINEAR, SPLIT, GroupedLinear, Patch, SplitLinear, is_a, split_backward
 from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import AUTOCAST, Length
 from zbc.runtime.seeding import Watch, draws
@@ -109,10 +109,9 @@ def _build(site: Site, index: int, share: Share, *, splits: bool) -> Stage:
 def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:
     """The forward of a layer, compiled when it first runs; None if its user compiled it, if it takes or returns several
     tensors, or if it is one of those that stay uncompiled."""
-    from zbc.runtime.core.private import is_compiled
     from zbc.training.models.compiled import compile_layer  # takes a second or two to import
 
-    if is_compiled(module) or is_adapted(module) or any(patch.module is module for patch in patches):
+    if is_a(module, "OptimizedModule") or is_adapted(module) or any(patch.module is module for patch in patches):
         return None
     return compile_layer(module, patches)
 

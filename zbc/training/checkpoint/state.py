@@ -42,7 +42,7 @@ from zbc.training.checkpoint.folder import StoredTensor
 from zbc.training.checkpoint.together import together
 from zbc.training.launch.board import Board
 from zbc.training.models.adapters import Frozen
-from zbc.training.models.stacks import Stack, pieces, stacks_of
+from zbc.training.models.experts import Stack, pieces, stacks_of
 
 MODEL, OPTIM, BUFFER = "model.", "optim.", "buffer."
 

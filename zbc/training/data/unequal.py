@@ -215,25 +215,23 @@ def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
 
 def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     """All samples, for training and validation; padding has a target that the loss does not count."""
-    found = _documents(data, model, seed)
+    longest = model.seq_len or 1
+    found: Documents
+    if data.kind not in KINDS:
+        dataset, words = build_dataset(data, model, seed), Words.of(model, data)._replace(named=None)
+        found = PairDocuments(Pairs(dataset, data.kind, seed, words=words), dataset, data.kind, longest)
+    elif data.kind == "tokens":
+        paths = [data.path] if isinstance(data.path, str) else data.path or []
+        found = TokenDocuments(paths, data.dtype, longest, model.vocab)
+    elif data.kind == "synthetic" and model.vocab is not None:
+        found = RandomDocuments(model.vocab, longest, seed)
+    else:
+        raise ZbcError("E110", f"data: samples of {data.kind} have no length", hint='set data.balance = "none"')
     count = getattr(load_loss(model.loss), "count", None)
     if count is not None and len(found):
         like = found.pair(0)[1]
         found.padding = next((n for n in (IGNORED, 0, -1) if not count(torch.full_like(like, n))), IGNORED)
     return found
-
-
-def _documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
-    longest = model.seq_len or 1
-    if data.kind not in KINDS:
-        dataset, words = build_dataset(data, model, seed), Words.of(model, data)._replace(named=None)
-        return PairDocuments(Pairs(dataset, data.kind, seed, words=words), dataset, data.kind, longest)
-    if data.kind == "tokens":
-        paths = [data.path] if isinstance(data.path, str) else data.path or []
-        return TokenDocuments(paths, data.dtype, longest, model.vocab)
-    if data.kind == "synthetic" and model.vocab is not None:
-        return RandomDocuments(model.vocab, longest, seed)
-    raise ZbcError("E110", f"data: samples of {data.kind} have no length", hint='set data.balance = "none"')
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     router      (N, H) -> (N, E), float32 from there on: scores by softmax or sigmoid, the top_k largest of which are
                 the weights of experts; they add up to 1 with `normed`
     experts     MLPs of the family with their weights in stacks, each for the rows of the tokens routed to it, in the
-                order of the tokens; in files expert by expert (checkpoint/stacks.py)
+                order of the tokens; in files expert by expert (`Stack`)
     shared      an MLP for all tokens; its output is weighted by a sigmoid of its own gate
 
 Rows are sorted by expert, run, and put back; a token adds the outputs of its experts in the router's order.
@@ -18,12 +18,19 @@ With a `rate` a bias, which STEP changes (expert_parallel.py), is added to the s
 `balance` c adds c E sum(f P) to the loss, of each block: f the share of all choices that an expert got, P its mean
 share of a token's scores (arXiv 2101.03961, section 2.2; 2412.19437, section 2.1.2); `z` c adds c
 mean(logsumexp(logits)^2) (arXiv 2202.08906).
+
+The weights of a stack are one parameter of a layer in memory, one for each expert in files; with expert parallelism a
+rank has a part of a stack:
+
+    layers.3.mlp.experts.down.weight        (E, out, in) in memory
+    layers.3.mlp.experts.7.down.weight      (out, in) in checkpoints and Hugging Face folders
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,10 +38,11 @@ from torch import Tensor, nn
 
 from zbc.job.model_section import Model
 from zbc.runtime.core.again import made_again
-from zbc.runtime.core.grouped import Groups
+from zbc.runtime.core.grouped import Groups, of_expert
 from zbc.runtime.core.private import valued
 from zbc.runtime.core.remembered import decided
 from zbc.runtime.core.split import GroupedLinear
+from zbc.runtime.core.state import Worker
 from zbc.runtime.features.added import add_loss, tell_load
 from zbc.runtime.features.experts.expert_parallel import Swaps
 from zbc.runtime.features.tensor_parallel import Group
@@ -204,3 +212,47 @@ class Balance(NamedTuple):
         mine = told.detach()[0]
         counts = mine if group is None else group.collect(mine).sum(0)
         return self.weight * self.experts * self.met**2 * (counts / counts.sum() * told[1]).sum() / mine.sum()
+
+
+class Stack(NamedTuple):
+    """The experts in a rank's parameter: `own` from `first` on, of `all`."""
+
+    first: int
+    own: int
+    all: int
+
+
+def stacks_in(layers: Iterable[tuple[str, nn.Module]]) -> dict[str, Stack]:
+    """The stacked parameters of named layers."""
+    return {
+        ".".join(filter(None, (name, path, key))): Stack(inner.first, len(inner.weight), inner.all)
+        for name, layer in layers
+        for path, inner in layer.named_modules()
+        if isinstance(inner, GroupedLinear)
+        for key, _ in inner.named_parameters(recurse=False)
+    }
+
+
+def stacks_of(worker: Worker) -> dict[str, Stack]:
+    """Those of a rank, by global name."""
+    return stacks_in((one.name, one.module) for stage in worker.stages.values() for one in stage.layers)
+
+
+def unstacked(parameters: Iterable[tuple[str, Tensor]], stacks: Mapping[str, Stack]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by their names in files, stacks expert by expert."""
+    for name, parameter in parameters:
+        if (stack := stacks.get(name)) is None:
+            yield name, parameter
+        else:
+            yield from ((of_expert(name, stack.first + place), one) for place, one in enumerate(parameter))
+
+
+def pieces(shape: tuple[int, ...], start: int, tensor: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """The elements of a stack of this shape from `start` on as the place of an expert, the first element in its weight,
+    and the elements of that."""
+    flat, size, at = tensor.reshape(-1), math.prod(shape[1:]), 0
+    while at < len(flat):
+        place, begin = divmod(start + at, size)
+        stop = min(len(flat), at + size - begin)
+        yield place, begin, flat[at:stop]
+        at = stop

@@ -22,8 +22,8 @@ from zbc.job.hfnames import HEAD, TensorRows, parts
 from zbc.job.model_section import TRANSFORMERS
 from zbc.job.spec import Model
 from zbc.runtime.core.tensors import TensorSpec
+from zbc.training.models.experts import stacks_in, unstacked
 from zbc.training.models.model import LayerPlan
-from zbc.training.models.stacks import stacks_in, unstacked
 
 _POSITIONS, _WRITE = "embed.positions.weight", "zbc.training.models.hfweights:tensors_of"  # which imports transformers
 _IGNORED = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")  # buffers that old versions saved

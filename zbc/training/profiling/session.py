@@ -183,7 +183,7 @@ def _layer(found: Measurements, kind: str, host: dict[str, float]) -> LayerProfi
 
 def _layers(job: Job, how: Sampling, done: Callable[[], None]) -> dict[str, Any]:
     """Times of all ranks, and the other measurements of the first one."""
-    counts, results = [0] * how.together, list[Any]()
+    counts, results = [0] * how.together, dict[int, Any]()
     with _ranks(how.together, _rank, (job, how)) as pipes:
         while len(results) < how.together:
             for rank, content in _heard(pipes):
@@ -195,9 +195,8 @@ def _layers(job: Job, how: Sampling, done: Callable[[], None]) -> dict[str, Any]
                         for pipe in pipes:
                             pipe.send("enough")
                 else:
-                    results.append((rank, content))
-    found = [content for _, content in sorted(results, key=lambda one: one[0])]
-    return {**found[0], "times": _pooled(content["times"] for content in found)}
+                    results[rank] = content
+    return {**results[0], "times": _pooled(results[rank]["times"] for rank in range(how.together))}
 
 
 def _pooled(samples: Iterable[Mapping[K, Sequence[float]]]) -> dict[K, list[float]]:

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from zbc.ir import Kind, Message, Op
 from zbc.ops import Lane
-from zbc.runtime.core.clock import Begins
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.private import DEVICE, TorchDispatchMode, shares_memory, tree_leaves
+from zbc.runtime.core.progress import Begins
 from zbc.runtime.core.route import Edges, Here
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.stage import Stage

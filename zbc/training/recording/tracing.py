@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from zbc.host.cores import cores
-from zbc.runtime.core.clock import Begins
 from zbc.runtime.core.execute import StepResult, run_step
+from zbc.runtime.core.progress import Begins
 from zbc.runtime.core.state import Entry, Worker
 from zbc.runtime.features.groups.units import Braids
 from zbc.runtime.features.offload.copying import Ticket

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from zbc.ir import Op
-from zbc.runtime.core.clock import Busy, Clock
 from zbc.runtime.core.feature import Context, Feature
+from zbc.runtime.core.progress import Busy, Clock
 from zbc.runtime.core.state import Entry, PhaseRun, Script, Worker
 from zbc.runtime.features.freezing import Resting
 from zbc.runtime.features.groups.strands import Pair
