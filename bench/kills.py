@@ -36,7 +36,7 @@ from record import Record
 from zbc.compiler.compile import compile_job
 from zbc.compiler.shapes import load_job
 from zbc.training.launch import launch
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 
 RANKS = 4
 JOB = """\

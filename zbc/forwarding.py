@@ -24,7 +24,7 @@ def forward(
     lines of progress. Raises E612 for a run without checkpoints, and the errors of `zbc run`.
     """
     from zbc.training.launch import launch
-    from zbc.training.launch.options import RunOptions
+    from zbc.training.launch.launch import RunOptions
 
     weights = str(run.folder if isinstance(run, Run) else run)
     file, world = Path(out).absolute(), read_manifest(Path(plan)).topology.world

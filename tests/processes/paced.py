@@ -14,7 +14,7 @@ from tests.processes.plans import run_here
 from zbc.training.checkpoint import folder as disk
 from zbc.training.launch import local
 from zbc.training.launch.board import Place
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 
 _TICK_S = 0.002
 _usual = local._rank

@@ -20,7 +20,7 @@ from zbc.compiler.compiled import Compiled
 from zbc.compiler.shapes import load_job
 from zbc.ir import Op
 from zbc.training.launch import launch
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 
 GPT = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
 TABLES: dict[str, dict[str, Any]] = {

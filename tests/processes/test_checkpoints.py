@@ -25,7 +25,7 @@ from zbc.training.checkpoint import together
 from zbc.training.checkpoint.files import TensorPart, write_parts
 from zbc.training.checkpoint.resume import Start, begun, choose
 from zbc.training.launch.board import Board
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 
 
 @pytest.fixture(autouse=True)

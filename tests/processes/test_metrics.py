@@ -21,7 +21,7 @@ from zbc.plan.phases import Phases
 from zbc.runtime.core.progress import EvaluationResult, StepResult
 from zbc.training.checkpoint.resume import Start
 from zbc.training.launch import launch, torchrun
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 from zbc.training.metrics.live import Screen
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 

@@ -13,7 +13,7 @@ from zbc.plan.directory import read_manifest
 from zbc.runtime.transports.transport import Staged
 from zbc.training import devices
 from zbc.training.launch import launch, reach
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 
 HERE, OTHER_GPU, OTHER_HOST = ("", ""), ("GPU-0", "GPU-1"), ("here", "there")
 

@@ -12,7 +12,7 @@ from tests.processes.plans import GPT, killing, metrics, processes, run_here, wr
 from tests.refusals import error_of, refused
 from zbc.errors import ZbcError
 from zbc.training.launch import launch, local
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 from zbc.training.train import RankFailed
 
 STEPS = 12

@@ -29,7 +29,7 @@ from zbc.trace import recording as trace
 from zbc.training import devices, train
 from zbc.training.launch import launch, reach, torchrun
 from zbc.training.launch.board import Board, Place, plain_name
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 from zbc.training.watchdog import Watchdog
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]

@@ -22,7 +22,7 @@ def moved(monkeypatch):
 
     def offload(parcel, op):
         plain(parcel, op)
-        found.append(parcel.moved)
+        found.append(sum(kept.size for kept in parcel._moved))
 
     monkeypatch.setattr(parcels, "SMALL", 1)
     monkeypatch.setattr(parcels.Parcel, "offload", offload)

@@ -413,4 +413,4 @@ def test_categories_of_a_step():
     assert held.masters == 0 and held.activations > 0 and held.buffers > 0
     texts = [str(reading.op) for reading in scale.readings]
     assert texts == ["F s0 m0", "B s0 m0", "W s0 m0", "VALIDATE", "STEP s0"]
-    assert [reading.activations > 1000 for reading in scale.readings] == [True, True, False, False, False]
+    assert [reading.held.activations > 1000 for reading in scale.readings] == [True, True, False, False, False]

@@ -102,7 +102,7 @@ def run(
         StoredPlan.read(folder)
     from zbc.compiler.recorded.log import read
     from zbc.training.launch import launch
-    from zbc.training.launch.options import RunOptions
+    from zbc.training.launch.launch import RunOptions
 
     options = RunOptions(
         folder,

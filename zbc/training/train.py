@@ -53,8 +53,7 @@ from zbc.training.evaluate import Evaluations, total
 from zbc.training.forward import forward
 from zbc.training.guest import Guest, Skips
 from zbc.training.launch.board import Place, host_of, hosts_of, identity
-from zbc.training.launch.launch import check_forward
-from zbc.training.launch.options import Ended, RunOptions
+from zbc.training.launch.launch import Ended, RunOptions, check_forward
 from zbc.training.launch.reach import SHARED, Doorstep, check_reach, connected
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import adapters, pretrained

@@ -219,11 +219,11 @@ class Network(Transport):
         # The failure of a rank is detected by its peers in messages, and by the launcher.
         if device.type == "cuda":
             try:
-                return Shared(symmetric(size, self._circle(ranks), len(ranks), device), _nobody_told)
+                return Shared(symmetric(size, self._circle(ranks), len(ranks), device), lambda: None)
             except (ImportError, RuntimeError) as error:
                 text = f"run: the GPUs of ranks {', '.join(map(str, ranks))} cannot see each other's memory"
                 raise ZbcError("E603", text, details=[_first_line(error)], hint=windows.COLLECTIVE) from error
-        return Shared(windows.share(size, self.rank, ranks, partial(self._say, ranks)), _nobody_told)
+        return Shared(windows.share(size, self.rank, ranks, partial(self._say, ranks)), lambda: None)
 
     def _say(self, ranks: tuple[int, ...], word: bytes) -> list[bytes]:
         """All-gathers `word` over `ranks`."""
@@ -427,10 +427,6 @@ class _Collective(NamedTuple):
 
     def ready(self) -> bool:
         return self.work.is_completed()
-
-
-def _nobody_told() -> None:
-    return None
 
 
 def _started(work: dist.Work | None) -> dist.Work:

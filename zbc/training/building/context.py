@@ -341,8 +341,7 @@ def _source(site: Site, phases: Phases) -> BatchSource | None:
 
 
 def split_batches(settings: Settings, steps: Steps, tokens: Tokens | None = None) -> SplitBatches:
-    lowered, where = settings.lowered, settings.where
-    return SplitBatches(steps, seed=settings.train.seed, lowered=lowered, where=where, tokens=tokens)
+    return SplitBatches(steps, seed=settings.train.seed, lowered=settings.lowered, where=settings.where, tokens=tokens)
 
 
 def count_of_targets(site: Site) -> Count | None:

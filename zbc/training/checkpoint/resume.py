@@ -20,7 +20,7 @@ from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.together import owned, together
 from zbc.training.launch import rundir
 from zbc.training.launch.board import Board
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 from zbc.training.launch.rounds import same_launch
 
 

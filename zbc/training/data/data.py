@@ -115,7 +115,7 @@ class Pairs(Samples):
     def digest(self) -> int:
         seen = hashlib.sha256()
         for index in sorted({0, len(self) // 2, len(self) - 1} if len(self) else ()):
-            first, second = (self._bytes(index) for _ in range(2))
+            first, second = (b"".join(map(_raw, self._looked(index))) for _ in range(2))
             if first != second:
                 text = f"data: two looks at sample {index} of {self._name} differ"
                 hint = "draw from torch's, Python's or numpy's own generator, which are seeded for each sample"
@@ -123,11 +123,9 @@ class Pairs(Samples):
             seen.update(first)
         return int.from_bytes(seen.digest()[:5], "big")
 
-    def _bytes(self, index: int) -> bytes:
-        """All bytes of a sample."""
-        pair = self._pair(index, self._look([index])[0])
-        tensors = [t for part in pair for t in ([part] if isinstance(part, Tensor) else map(part.get, sorted(part)))]
-        return b"".join(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    def _looked(self, index: int) -> list[Tensor]:
+        """All tensors of a sample."""
+        return [tensor for part in self._pair(index, self._look([index])[0]) for tensor in tensors_in(part)]
 
     def _stacked(self, indices: Sequence[int], which: int, found: list[Any]) -> Any:
         """Stacks tensors of samples, by name. Raises E505 if they have several shapes, or ids that the model does not
@@ -181,6 +179,14 @@ class Pairs(Samples):
             if self.words.named is not None:
                 hint = "return (input, target), or a mapping by the names that the layers and the loss take"
             raise ZbcError("E505", text, hint=hint) from None
+
+
+def tensors_in(batch: Batch) -> list[Tensor]:
+    return [batch] if isinstance(batch, Tensor) else [batch[name] for name in sorted(batch)]
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class SampleRange(Samples):

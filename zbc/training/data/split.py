@@ -21,7 +21,7 @@ from zbc.plan.manifest import Manifest
 from zbc.runtime.core.bundle import taken_apart
 from zbc.runtime.core.tensors import IGNORED, Batch, Loss, each
 from zbc.training.data.counted import counting
-from zbc.training.data.data import Batches, Pairs, RankBatches, Tokens
+from zbc.training.data.data import Batches, Pairs, RankBatches, Tokens, tensors_in
 from zbc.training.data.pairs import ANY, UnfitError, Words, pair_of
 
 _KEPT = 3  # cached steps
@@ -71,10 +71,8 @@ class Steps(Pairs):
         first = self.step(indices[0])[0]
         return first.target if which else each(lambda t: self._filled(t, 0, self._length), first.inputs)
 
-    def _bytes(self, index: int) -> bytes:
-        every = self._split(index, self._look([index])[0])
-        tensors = [t for one in every for t in (*_tensors(one.inputs), one.target)]
-        return b"".join(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    def _looked(self, index: int) -> list[Tensor]:
+        return [t for one in self._split(index, *self._look([index])) for t in (*tensors_in(one.inputs), one.target)]
 
     def _split(self, index: int, item: Any) -> list[Microbatch]:
         where = f"data: step {index} of {self._name}"
@@ -106,7 +104,7 @@ class Steps(Pairs):
             raise ZbcError("E505", f"{where} {error}", hint="tensors or arrays, and a number as weight") from None
         if not 0 <= weight < math.inf:
             raise ZbcError("E505", f"{where} has the weight {weight:g}", hint="weights are finite numbers from 0 on")
-        inputs = _tensors(x)
+        inputs = tensors_in(x)
         sizes = {len(t) if t.dim() else 0 for t in (*inputs, target)}
         if len(sizes) > 1 or not 1 <= max(sizes) <= self.size:
             text = f"{where} has inputs and targets of {' and '.join(map(str, sorted(sizes)))} rows"
@@ -152,12 +150,8 @@ class Steps(Pairs):
         return loss if self._ignores else cut
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [batch] if isinstance(batch, Tensor) else [batch[name] for name in sorted(batch)]
-
-
 def _tokens_of(one: Microbatch) -> int:
-    return max([t.shape[1] for t in _tensors(one.inputs) if t.dim() > 1], default=1)
+    return max([t.shape[1] for t in tensors_in(one.inputs) if t.dim() > 1], default=1)
 
 
 def count_of_step(manifest: Manifest) -> int:

@@ -338,15 +338,12 @@ class ByTokens(Dealer):
     def _deal(self, lengths: Sequence[int]) -> list[list[Microbatch]]:
         return deal_by_tokens(lengths, self.shape, self._tokens)
 
-    def _rows(self, longest: int) -> int:
-        """The tokens of rows for a sample of `longest` tokens."""
-        return min(self.shape.room, -(-longest // self._unit) * self._unit)
-
     def count(self, step: int, replica: int) -> int:
         return len(self._tokens)
 
     def length(self, step: int, number: int) -> Length:
-        return Length(self._rows(max(map(sum, self.rows(step, number)))), self.shape.room)
+        room, longest = self.shape.room, max(map(sum, self.rows(step, number)))
+        return Length(min(room, -(-longest // self._unit) * self._unit), room)
 
 
 class Gain(NamedTuple):

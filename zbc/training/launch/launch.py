@@ -12,9 +12,9 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
@@ -23,12 +23,47 @@ from zbc.job.model_section import BUILTIN
 from zbc.plan.directory import Manifest, read_manifest, read_ramp
 from zbc.plan.reading import sections_of
 from zbc.training.launch.forking import start_fork_server
-from zbc.training.launch.options import Ended, RunOptions
 from zbc.training.metrics import sinks
 from zbc.training.metrics.live import Screen
 
 if TYPE_CHECKING:
     from zbc.training.launch.board import Place
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options from the command line, or from a Python caller; None: as in the plan.
+
+    The last three are the launcher's: an id of the launch, the same for its restarts; whether ranks of this launch were
+    started before; whether rank 0 shows the progress after every step.
+    """
+
+    plan: Path  # its folder
+    steps: int | None = None  # instead of the plan's
+    out: Path | None = None  # the run directory
+    save_hf: Path | None = None  # a Hugging Face folder for the weights after training
+    save_adapter: Path | None = None  # a folder of peft for its adapters
+    save_raw: bool = False  # both get the weights themselves, not their averages
+    resume: str | None = None  # "auto", "none", or the path of a checkpoint or of a run: see checkpoint/resume.py
+    forward: Path | None = None  # instead of a training: the file for rows of a forward run
+    trace: frozenset[int] = frozenset()  # the steps to record, from 0
+    local: int | None = None  # the number of ranks to start here
+    device: str | None = None  # of --local: the ranks' device, "cpu" or "cuda"
+    threads: bool = False  # of --local: ranks are threads of one process, on one device
+    max_restarts: int = 0  # of --local: maximum number of restarts of the ranks
+    launch: str = ""
+    restarted: bool = False
+    live: bool = False
+
+
+class Ended(NamedTuple):
+    """The end of a run: its directory, None on other ranks than 0 and without training; `trained`: whether steps were
+    left to train; `stopped`: a message, if it ended before its last step."""
+
+    folder: Path | None
+    trained: bool
+    stopped: str | None
+
 
 # A launcher's variables that are numbers, and the ends of their ranges; 0: the number of ranks.
 _NUMBERS = {"WORLD_SIZE": 10**9, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 2**16}

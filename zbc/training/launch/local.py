@@ -42,7 +42,7 @@ from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices
 from zbc.training.launch.board import Board, Place, plain_name, prefixed
 from zbc.training.launch.forking import fork_server
-from zbc.training.launch.options import Ended, RunOptions
+from zbc.training.launch.launch import Ended, RunOptions
 from zbc.training.metrics.live import Screen
 from zbc.training.train import Building, Failure, RankContext, RankFailed, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
@@ -283,32 +283,26 @@ def _last_seen(parent: Parent, rank: int) -> list[str]:
 # ---- the ranks -----------------------------------------------------------------------------------------------
 
 
-class Line:
-    """A rank's end of the pipe to the parent; its main thread and its watchdog both write."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._lock = pipe, threading.Lock()
-
-    def tell(self, kind: str, content: Any) -> None:
-        with self._lock:
-            _send(self._pipe, (kind, content))
-
-    def fail(self, failure: Failure) -> NoReturn:
-        self.tell("failed", failure)
-        end(failure.exit_code)
-
-
 def _rank(place: Place, options: RunOptions, pipe: Connection) -> None:
     """The main function of a rank's process."""
     for number in handled():
         signal.signal(number, signal.SIG_IGN)  # the terminal sends them to all; the parent asks to stop
-    line, stop = Line(pipe), StopFlag()
+    lock, stop = threading.Lock(), StopFlag()
+
+    def tell(kind: str, content: Any) -> None:
+        with lock:  # the watchdog writes, too
+            _send(pipe, (kind, content))
+
+    def fail(failure: Failure) -> NoReturn:
+        tell("failed", failure)
+        end(failure.exit_code)
+
     threading.Thread(target=_obey, args=(pipe, stop), name="zbc-parent", daemon=True).start()
     bind_loopback()
     torch.set_num_threads(threads_of(place.ranks))
     device = torch.device("cpu") if options.device == "cpu" else devices.place(place.local_rank)
-    say, show = (functools.partial(line.tell, kind) for kind in ("line", "live"))
-    line.tell("done", run_rank(RankContext(place, options, device, say, line.fail, end, show, stop)))
+    say, show = (functools.partial(tell, kind) for kind in ("line", "live"))
+    tell("done", run_rank(RankContext(place, options, device, say, fail, end, show, stop)))
     end(0)
 
 

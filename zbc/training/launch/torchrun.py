@@ -25,7 +25,7 @@ from zbc.runtime.transports.network import bind_loopback
 from zbc.text import visible
 from zbc.training import devices
 from zbc.training.launch.board import Place, open_store
-from zbc.training.launch.options import Ended, RunOptions
+from zbc.training.launch.launch import Ended, RunOptions
 from zbc.training.launch.reach import Doorstep, bind_towards
 from zbc.training.launch.rounds import joined, launch_of
 from zbc.training.metrics.live import Screen

@@ -38,7 +38,7 @@ from zbc.text import counted, percent, short, size, wrap
 from zbc.topology import INNER
 from zbc.training.checkpoint.resume import Start
 from zbc.training.launch import rundir
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 from zbc.training.metrics import sinks
 
 _ONE_LINE = 10_000  # columns without COLUMNS and a terminal: lines are not wrapped

@@ -146,11 +146,11 @@ def _changes(readings: Iterable[Reading], placement: Placement) -> dict[Op, _Cha
     found, before = {}, 0  # a first layer has the gradient until its weights' is made
     for reading in readings:
         if reading.op.kind.computes:
-            held = reading.activations - before
+            held = reading.held.activations - before
             whole = reading.op.kind not in _BACK or not placement.sources(reading.op.stage)
             rise, late = (reading.rise, 0) if whole else (reading.until, reading.after)
             found[reading.op] = _Change(held, reading.extra, rise, reading.came, late, reading.alone)
-        before = reading.activations
+        before = reading.held.activations
     return found
 
 

@@ -185,10 +185,6 @@ class Reading:
     alone: int | None  # the same until it meets other ranks, if it does: see `Scale.met`
     came: int  # gradients that it made new
 
-    @property
-    def activations(self) -> int:
-        return self.held.activations
-
 
 @dataclass
 class Scale:

@@ -41,7 +41,7 @@ from zbc.runtime.transports.transport import Around, Letter, Pending, Through, T
 from zbc.trace import recording as trace
 from zbc.trace.line import Cause, ClockOffset, Head, MemorySamples, Timing
 from zbc.training.launch.board import Board
-from zbc.training.launch.options import RunOptions
+from zbc.training.launch.launch import RunOptions
 from zbc.training.recording.measure import CATEGORIES, Scale
 
 T = TypeVar("T")

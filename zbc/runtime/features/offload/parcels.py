@@ -229,11 +229,6 @@ class Parcel:
         """The gradient of an input on which nothing depends."""
         return torch.zeros_like(self._form, device=self.device)
 
-    @property
-    def moved(self) -> int:
-        """Bytes that are offloaded."""
-        return sum(kept.size for kept in self._moved)
-
     def _pieces(self) -> list[Piece]:
         return [Piece(kept.storage, kept.at) for kept in self._moved if kept.storage is not None]
 
