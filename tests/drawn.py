@@ -48,9 +48,15 @@ USERS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"family": "tests.runtime.graph_models:layers", "loss": "mse", "graph": GRAPH},
         "data": {"kind": "tests.runtime.graph_models:Vectors", "args": {"of": ["a", "b"]}},
     },
+    "zoo": {
+        "model": {"family": "tests.runtime.zoo:inline", "loss": "mse"},
+        "data": {"kind": "tests.runtime.user_models:Vectors"},
+    },
 }
 USERS["dropout"]["model"] |= {"args": {"width": 32, "count": 8, "dropout": 0.2}, "hidden": None}
-USERS["graph"]["model"] |= {"args": {"counts": COUNTS}, "hidden": None, "heads": None, "vocab": None, "seq_len": None}
+USERS["graph"]["model"] |= {"args": {"counts": COUNTS}}
+for vectors in (USERS["graph"], USERS["zoo"]):
+    vectors["model"] |= dict.fromkeys(("hidden", "heads", "vocab", "seq_len"))
 # In addition to `SETTINGS`: the settings of a feature, and whether it changes the training.
 MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     **{name: (tables, True) for name, tables in USERS.items()},
@@ -105,7 +111,7 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
 }
 KINDS = tuple(SCHEDULES)
 ALONE = ("model", "adapter", "optimizer", "train", "data", "checkpoint")  # tables that one rank has as well
-LEFT_OUT = ("freeze",)  # another training each time; see "freeze later"
+LEFT_OUT = ("freeze", "zoo")  # another training each time, see "freeze later"; four layers only
 FIRST = {"bfloat16 weights": 0.01, "autocast": 0.01}  # what rounds more in a step
 # And what a step does with that: Adam takes signs of what is near 0, a token chooses another of two experts alike.
 LATER = {"bfloat16 weights": 0.5, "autocast": 0.5, "muon": 0.015}

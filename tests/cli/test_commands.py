@@ -118,16 +118,22 @@ def test_plan_in_quiet_says_nothing_and_in_json_one_document(zbc, job):
     assert document["plan_id"] == StoredPlan.read(Path("other")).manifest.id
 
 
-def test_a_cuda_job_is_run_under_torchrun(zbc, job):
+def test_ranges_join_runs_of_numbers_and_of_layers():
+    for numbers, text in (([], ""), ([3], "3"), ([0, 7], "0 7"), ([1, 2], "1 2"), ([4, 0, 1, 2], "0-2 4")):
+        assert ranges(numbers) == text
+    assert layer_ranges(["embed", "layers.0", "layers.1", "layers.2"]) == "embed, layers.0-2"
+    assert layer_ranges(["layers.9", "head"]) == "layers.9, head"
+
+
+def test_commands_to_go_on_with_fit_the_device_and_quote_names_of_folders(zbc, job, folder):
+    assert zbc("check", job()).code == 0 and [path.name for path in folder.iterdir()] == ["zbc.toml"]
+    out = zbc("plan", "zbc.toml", "-o", "a b").out
+    assert "zbc visualize 'a b'" in out and "zbc run 'a b' --local 4" in out
+    assert "zbc plan 'c d/zbc.toml'" in zbc("init", "c d").out
     out = zbc("plan", job(hardware={"device": "cuda"})).out
     assert "torchrun --standalone --nproc-per-node 4 -m zbc run plan" in out
-
-
-def test_commands_to_go_on_with_quote_names_of_folders(zbc, job):
-    out = zbc("plan", job(), "-o", "a b").out
-    assert "zbc visualize 'a b'" in out
-    assert "zbc run 'a b' --local 4" in out
-    assert "zbc plan 'c d/zbc.toml'" in zbc("init", "c d").out
+    (folder / "zbc.toml").unlink()
+    assert zbc("init", "-q").out == "" and (folder / "zbc.toml").is_file()
 
 
 def test_set_and_schedule_win_over_the_file(zbc, job):
@@ -185,21 +191,15 @@ def test_orders_of_ones_own_are_compared_with_schedules(zbc, job, folder):
     assert {"zb-v", "my_order:make"} <= {entry["schedule"] for entry in everything}
 
 
-@pytest.mark.parametrize("entry", ['("F", 0, 0)', '"F"', "Op(Kind.F, 0.5)", 'Op("F", 0)'])
-def test_a_plugin_whose_order_holds_something_else_than_ops_is_refused_with_the_place(entry, zbc, folder):
-    broken = f"{PLUGIN}\n\nhonest = make\n\ndef make(request):\n    found = honest(request)\n"
-    broken += f"    return found.with_ranks((({entry},), *found.ranks[1:]), by='me')\n"
-    with_plugin(folder, "broken", f"from zbc.ir import Kind, Op\n{broken}")
-    ran = zbc("plan", "zbc.toml", "-q")
-    assert ran.code == 3 and "error[E121]" in ran.err and "in the order of rank 0, step 0" in ran.err
+OTHER = f"""from zbc.ir import Kind, Op
+{PLUGIN}
 
+honest = make
 
-def test_a_plugin_that_makes_other_stages_than_were_asked_for_is_refused(zbc, folder):
-    with_plugin(folder, "one_stage", chunks=2)
-    ran = zbc("plan", "zbc.toml", "-q")
-    assert ran.code == 3 and "error[E121]" in ran.err and "1 stages per rank, schedule.chunks is 2" in ran.err
-
-
+def make(request):
+    found = honest(request)
+    return found.with_ranks(((ENTRY,), *found.ranks[1:]), by='me')
+"""
 SLICED = """
 from zbc.ir import Kind, Op, Placement, Program
 
@@ -209,35 +209,30 @@ def make(request):
     ranks = [[Op(kind, r, i, slice=k) for i in range(request.m) for kind, k in halves] for r in range(request.p)]
     return Program(Placement.linear(request.p), request.m, tuple(map(tuple, ranks)), slices=2)
 """
+WRONG = [  # code, number of chunks, the error, what is said
+    ("def make(request):\n    return {}[request.p]\n", None, "E121", "KeyError: 4"),
+    ("def make(:\n", None, "E121", "SyntaxError"),
+    ("make = 3\n", None, "E121", "is int, not something to call"),
+    ("import sys\ndef make(request):\n    sys.exit()\n", None, "E121", "SystemExit"),
+    ("import sys\nsys.exit(0)\n", None, "E121", "SystemExit: 0"),
+    (PLUGIN, 2, "E121", "1 stages per rank, schedule.chunks is 2"),
+    (SLICED, None, "E110", "into 2 slices"),  # and not charged a whole microbatch for each
+]
+WRONG += [
+    (OTHER.replace("ENTRY", entry), None, "E121", "in the order of rank 0, step 0")
+    for entry in ('("F", 0, 0)', '"F"', "Op(Kind.F, 0.5)", 'Op("F", 0)')
+]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("plan", "zbc.toml", "-q"), ("check", "zbc.toml"), ("compare", "zbc.toml", "--schedule", "sliced:make")],
-)
-def test_a_plugin_that_cuts_microbatches_into_slices_is_refused_and_not_priced(command, zbc, folder):
-    """It would be charged a whole microbatch for each slice."""
-    with_plugin(folder, "sliced", SLICED)
-    ran = zbc(*command)
-    assert ran.code == 3 and "E110" in ran.err and "into 2 slices" in ran.err and "slices = 1" in ran.err
-    assert not (folder / "plan").exists()
-
-
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("def make(request):\n    return {}[request.p]\n", "KeyError: 4"),
-        ("def make(:\n", "SyntaxError"),
-        ("make = 3\n", "is int, not something to call"),
-        ("import sys\ndef make(request):\n    sys.exit()\n", "SystemExit"),
-        ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
-    ],
-)
-def test_what_goes_wrong_in_a_plugin_is_no_bug_of_zbc(zbc, folder, code, text):
-    name = f"wrong_{len(code)}"
-    with_plugin(folder, f"{name}", code)
-    ran = zbc("plan", "zbc.toml", "-q")
-    assert ran.code == 3 and "error[E121]" in ran.err and text in ran.err and "bug in zbc" not in ran.err
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=lambda number: WRONG[number][-1])
+def test_a_plugin_that_does_not_work_is_refused_by_every_command_and_is_no_bug_of_zbc(number, zbc, folder):
+    code, chunks, error, said = WRONG[number]
+    name = f"wrong_{number}"
+    with_plugin(folder, name, code, **({} if chunks is None else {"chunks": chunks}))
+    for command in (("plan", "zbc.toml"), ("check", "zbc.toml"), ("compare", "zbc.toml", "--schedule", f"{name}:make")):
+        ran = zbc(*command)
+        assert ran.code == 3 and f"{error}]" in ran.err and said in ran.err and "bug in zbc" not in ran.err, ran
+        assert not (folder / "plan").exists() and ("slices = 1" in ran.err) == (code is SLICED)
 
 
 def test_dump_ir_writes_the_program_after_the_schedule_and_after_each_pass(zbc, job):
@@ -287,28 +282,36 @@ def test_check_reports_the_same_of_a_job_and_of_its_plan(zbc, job):
     assert of_plan["compile_seconds"] is None
 
 
-def test_checking_a_job_writes_nothing(zbc, job, folder):
-    zbc("check", job())
-    assert [path.name for path in folder.iterdir()] == ["zbc.toml"]
-
-
 # ---- compare -------------------------------------------------------------------------------------------------
 
 
-def test_compare_ranks_all_schedules_and_keeps_those_that_do_not_fit(zbc, job):
-    document = zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND, "--json").json()
+def test_a_comparison_in_every_form_has_all_schedules_ranked_and_why_others_do_not_fit(zbc, job):
+    job(schedule={"memory_limit": "1.2x"})
+    document = zbc("compare", "zbc.toml", *HAND, "--json").json()
     assert (document["format"], document["version"]) == ("zbc-report", 1)
     entries = document["schedules"]
     assert {entry["schedule"] for entry in entries} == set(FIXED)
-    planned = [entry for entry in entries if "error" not in entry]
-    failed = [entry for entry in entries if "error" in entry]
-    assert entries == planned + failed
-    assert failed and planned
+    planned, failed = ([entry for entry in entries if ("error" in entry) is wrong] for wrong in (False, True))
+    assert entries == planned + failed and failed and planned
     assert {error["code"] for entry in failed for error in entry["error"]} == {"E302"}
     for entry in planned:
         is_report(entry)
     times = [entry["makespan_ms"] for entry in planned]
     assert times == sorted(times)
+    rows = list(csv.DictReader(io.StringIO(zbc("compare", "zbc.toml", *HAND, "--format", "csv").out)))
+    assert {row["schedule"] for row in rows} == set(FIXED)
+    for row in rows:
+        if row["error"]:
+            assert row["error"].startswith("[E302]") and row["makespan_ms"] == ""
+        else:
+            assert 0 < float(row["bubble_rate_makespan"]) < 1 and float(row["gap_to_bound"]) >= 0
+            assert float(row["makespan_ms"]) >= float(row["span_ms"]) > 0
+    lines = zbc("compare", "zbc.toml", *HAND, "--format", "md", "-v").out.strip().split("\n")
+    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + len(FIXED)
+    assert "of makespan" in lines[0] and "of span" in lines[0]
+    out = zbc("compare", "zbc.toml", *HAND).out
+    assert all(len(re.findall(rf"^{name}[: ]", out, re.MULTILINE)) == 1 for name in FIXED)
+    assert re.search(r"^gpipe: \[E302\] does not fit", out, re.MULTILINE)
 
 
 def test_compare_finds_what_planning_one_by_one_finds(zbc, job):
@@ -384,20 +387,6 @@ def test_chunks_of_the_file_are_for_schedules_that_leave_them_open(zbc, job):
     assert failed == [("zb-v", {"schedule.chunks": "1"}, "E110")]
 
 
-def test_compare_as_csv_is_numbers_with_the_reason_at_the_end(zbc, job):
-    text = zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND, "--format", "csv").out
-    rows = list(csv.DictReader(io.StringIO(text)))
-    assert {row["schedule"] for row in rows} == set(FIXED)
-    for row in rows:
-        if row["error"]:
-            assert row["error"].startswith("[E302]")
-            assert row["makespan_ms"] == ""
-        else:
-            assert 0 < float(row["bubble_rate_makespan"]) < 1
-            assert float(row["makespan_ms"]) >= float(row["span_ms"]) > 0
-            assert float(row["gap_to_bound"]) >= 0
-
-
 def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
     """The layers of a factory are unknown before it is called."""
     job(model={"family": "somewhere:layers"}, data={"kind": "somewhere:data"})
@@ -410,23 +399,6 @@ def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
     assert "assumed equal" in out
     assert "MiB" not in out and "memory_gib" not in out
     assert "whether they fit hardware.memory_gib" in zbc("plan", "zbc.toml", "--set", "hardware.memory_gib=1").out
-
-
-def test_compare_as_markdown_is_one_table_that_names_both_bubbles(zbc, job):
-    lines = (
-        zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND, "--format", "md", "-v").out.strip().split("\n")
-    )
-    assert len({line.count("|") for line in lines}) == 1
-    assert len(lines) == 2 + len(FIXED)
-    assert "of makespan" in lines[0]
-    assert "of span" in lines[0]
-
-
-def test_the_table_says_each_schedule_once_and_why_the_others_are_missing(zbc, job):
-    out = zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND).out
-    for name in FIXED:
-        assert len(re.findall(rf"^{name}[: ]", out, re.MULTILINE)) == 1
-    assert re.search(r"^gpipe: \[E302\] does not fit", out, re.MULTILINE)
 
 
 def test_compare_fails_if_nothing_can_be_planned(zbc, job):
@@ -526,11 +498,6 @@ def test_the_llama_template_has_the_parameters_of_llama_3_8b(tmp_path):
     assert sum(layer.params for layer in estimate.layers(load_job(tmp_path / "zbc.toml"))) == 8_030_261_248
 
 
-def test_init_writes_into_the_current_directory(zbc):
-    assert zbc("init", "-q").out == ""
-    assert Path("zbc.toml").is_file()
-
-
 def test_explain_of_a_job_is_a_job_file_of_the_same_job_with_the_origin_of_each_value(zbc, job):
     changes = ["--set", "train.steps=7", "--schedule", "zb-h1"]
     tables = {"optimizer": {"schedule": {"kind": "cosine"}}, "schedule": {"ramp": [{"microbatches": 1, "steps": 1}]}}
@@ -582,18 +549,6 @@ def test_the_list_of_schedules_fits_eighty_columns_and_has_more_where_there_is_r
         assert ("No room for" in lines[-1]) is (width < 160)
     assert len(heads[80]) < len(heads[95]) < len(heads[160])
     assert "best of all schedules" in zbc("explain", "auto").out
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 7], "0 7"), ([1, 2], "1 2"), ([4, 0, 1, 2], "0-2 4")]
-)
-def test_ranges_join_runs(numbers, text):
-    assert ranges(numbers) == text
-
-
-def test_layer_ranges_join_numbered_layers():
-    assert layer_ranges(["embed", "layers.0", "layers.1", "layers.2"]) == "embed, layers.0-2"
-    assert layer_ranges(["layers.9", "head"]) == "layers.9, head"
 
 
 def test_json_output_is_one_document_and_nothing_else(zbc, job):

@@ -73,19 +73,9 @@ JOBS = {
     "heads that do not divide": (edit(model={"heads": 5}), "E110", "zbc.toml:6:9", "model.hidden = 32"),
     "an odd head for rotary": (edit(model={"heads": 32, "variant": "rotary"}), "E110", "zbc.toml:9:11", "even head"),
     "fewer layers than stages": (edit(kind="zb-v", layers=5), "E130", "zbc.toml:4:10", "8"),
-    "layers that do not add up": (
-        edit(partition={"layers_per_stage": [2, 2, 2, 1]}),
-        "E130",
-        "zbc.toml:19:20",
-        "to 7, ",
-    ),
+    "wrong layers": (edit(partition={"layers_per_stage": [2, 2, 2, 1]}), "E130", "zbc.toml:19:20", "to 7, "),
     "too few entries": (edit(partition={"layers_per_stage": [4, 4]}), "E130", "zbc.toml:19:20", "give 4 numbers"),
-    "costs for other ranks": (
-        edit(costs={"f": [1, 2, 3], "b": 1, "w": 1}),
-        "E141",
-        "zbc.toml:19:5",
-        "one number, or 4",
-    ),
+    "costs of 3 ranks": (edit(costs={"f": [1, 2, 3], "b": 1, "w": 1}), "E141", "zbc.toml:19:5", "one number, or 4"),
     "partial costs": (edit(costs={"f": 1.0, "b": 1.0}), "E141", "zbc.toml:19:5", "all of f, b and w"),
     "an unreadable limit": (edit(schedule={"memory_limit": "4 bananas"}), "E103", "zbc.toml:15:16", 'write "1.0x" or'),
     "offload": (edit(memory={"activations": "offload"}), "E141", "zbc.toml:19:15", "hardware.host_gbps"),
@@ -104,12 +94,7 @@ JOBS = {
     "the microbatches of a year": (edit(m=10**8), "E114", "zbc.toml:13:16", "15 minutes and 19 GiB"),
     "a stage too many": (edit(memory={"activations": {"4": "recompute"}}), "E110", "zbc.toml:19", "from 0 to 3"),
     "bytes that do not fit a vocabulary": (edit(model={"vocab": 100}), "E150", "zbc.toml:7:9", "256 or more"),
-    "a plugin that is not there": (
-        GOOD.replace('kind = "1f1b"', 'plugin = "no.such:x"'),
-        "E121",
-        "zbc.toml:12:10",
-        "path",
-    ),
+    "no such plugin": (GOOD.replace('kind = "1f1b"', 'plugin = "no.such:x"'), "E121", "zbc.toml:12:10", "path"),
     "too little memory": (edit(hardware={"memory_gib": 1e-6}), "E301", "zbc.toml:19:14", "no other schedule"),
     "over the limit": (edit(kind="gpipe", schedule={"memory_limit": "1.0x"}), "E302", "zbc.toml:15:16", "1f1b ("),
 }
@@ -125,48 +110,88 @@ def test_a_bad_job_is_refused_and_nothing_is_written(name, zbc, folder):
     assert [path.name for path in folder.iterdir()] == ["zbc.toml"]
 
 
-def test_every_problem_of_a_file_is_reported_at_once(zbc, folder):
-    (folder / "zbc.toml").write_text(
-        edit(layers="8", kind="zvb", costs={"f": 1.0}, memory={"activations": "forget"}, hardware={"devise": "cpu"})
-    )
-    ran = zbc("plan", "zbc.toml")
-    assert ran.code == 3
-    assert set(re.findall(r"E\d{3}", ran.err)) == {"E103", "E104", "E141", "E102"}
+def test_every_problem_of_a_file_is_reported_at_once_as_text_and_as_json(zbc, folder):
+    text = edit(layers="8", kind="zvb", costs={"f": 1.0}, memory={"activations": "forget"}, hardware={"devise": "cpu"})
+    (folder / "zbc.toml").write_text(text)
+    ran = zbc("plan", "zbc.toml", "--json")
+    assert ran.code == 3 and set(re.findall(r"E\d{3}", ran.err)) == {"E103", "E104", "E141", "E102"}
     fits_one_screen(ran.err)
+    document = ran.json()
+    assert (document["format"], document["version"]) == ("zbc-error", 1)
+    found = {error["code"]: (error["where"], error["hint"]) for error in document["errors"]}
+    assert found["E104"] == ("zbc.toml:12:8", 'did you mean "zb-v"?') and ("E103", "zbc.toml:4:10") in [
+        (error["code"], error["where"]) for error in document["errors"]
+    ]
 
 
 def test_a_hint_that_several_problems_share_is_shown_once(zbc, folder):
     (folder / "zbc.toml").write_text(f"one = 1\ntwo = 2\n{GOOD}")
     ran = zbc("plan", "zbc.toml", "--json")
-    assert [error["hint"].split(",")[0] for error in json.loads(ran.out)["errors"]] == 2 * ["known: model"]
+    assert [error["hint"].split(",")[0] for error in ran.json()["errors"]] == 2 * ["known: model"]
     assert ran.err.count("known: model") == 1 and "unknown key two\n  --> zbc.toml:2:1\n   = known: model" in ran.err
 
 
-def test_errors_are_a_json_document_beside_the_text(zbc, folder):
-    (folder / "zbc.toml").write_text(edit(layers="8", kind="zvb"))
-    ran = zbc("plan", "zbc.toml", "--json")
-    assert (ran.code, "error[E104]" in ran.err) == (3, True)
-    document = ran.json()
-    assert (document["format"], document["version"]) == ("zbc-error", 1)
-    found = [(e["code"], e["where"]) for e in document["errors"]]
-    assert found == [("E103", "zbc.toml:4:10"), ("E104", "zbc.toml:12:8")]
-    assert document["errors"][1]["hint"] == 'did you mean "zb-v"?'
-
-
-@pytest.mark.parametrize("command", ["plan", "check", "compare", "visualize"])
-def test_a_job_file_that_is_missing_is_named_by_every_command(command, zbc):
-    fails(zbc(command, "nowhere.toml"), 3, "E101", hint="zbc init", text="nowhere.toml")
-
-
-def test_a_job_file_may_begin_with_the_mark_of_its_encoding(zbc, folder):
+def test_a_job_file_is_text_and_may_begin_with_the_mark_of_its_encoding(zbc, folder):
     (folder / "zbc.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert zbc("plan", "zbc.toml", "-q").code == 0
-
-
-def test_a_job_file_that_is_not_text_is_refused(zbc, folder):
     (folder / "zbc.toml").write_bytes(b"# a job\n\xff\xfe")
     ran = zbc("plan", "zbc.toml")
     assert (ran.code, "E101" in ran.err, "UTF-8" in ran.err) == (3, True, True)
+
+
+DEEP, DEEPER = (f"plan zbc.toml --set=model.args.x={levels * '['}{levels * ']'}" for levels in (70, 9000))
+# Each: the command, with a good job, a file and two orders beside it; exit status, code, place, and what is said.
+COMMANDS = [
+    *((f"{name} nowhere.toml", 3, "E101", "", "zbc init") for name in ("plan", "check", "compare", "visualize")),
+    ("plan empty", 3, "E101", "", "a job file, or the directory of a plan"),
+    ("plan .", 3, "E101", "", "it holds a job file: zbc.toml"),
+    ("plan zbc.toml --set microbatches", 3, "E109", "", "--set schedule.microbatches=16"),
+    ("compare zbc.toml --sweep schedule.microbatches", 3, "E109", "", "--sweep schedule.microbatches="),
+    *((deep, 3, "E100", "--set model.args.x", "make them flat") for deep in (DEEP, DEEPER)),
+    ("plan zbc.toml --set modle.layers=4", 3, "E102", "--set modle.layers=4", 'did you mean "model"?'),
+    ("compare zbc.toml --sweep schedule.microbatchs=4", 3, "E102", "--sweep schedule.microbatchs=4", '"microbatches"?'),
+    ("plan zbc.toml --schedule zvb", 3, "E104", "--schedule zvb", 'did you mean "zb-v"?'),
+    ("compare zbc.toml --schedule 1f1b,zvb", 3, "E104", "", 'did you mean "zb-v"?'),
+    ("compare zbc.toml --set model.layers='8'", 3, "E103", "--set model.layers='8'", "whole number"),
+    ("init", 3, "E111", "", "zbc.toml exists"),
+    ("explain E299", 3, "E104", "", "E201"),
+    ("explain banana", 3, "E104", "", "zbc explain"),
+    *((f"{words} plan", 4, "E401", "", "plan/plan.json") for words in ("check", "visualize", "run --local 2")),
+    ("run order.csv", 4, "E401", "", "first: zbc plan JOB.toml   then: zbc run plan; or: zbc run JOB.toml"),
+    ("check mine.csv", 4, "E202", "mine.csv: row 1", "no rank runs 0B0"),
+    ("visualize zbc.toml -o file/picture.txt", 6, "E608", "", "cannot write file/picture.txt"),
+    ("init file/new", 6, "E608", "", "cannot write file/new/zbc.toml: file is a file"),
+    ("export zbc.toml --format json -o .", 6, "E608", "", "Is a directory"),
+    ("plan zbc.toml -o file", 4, "E407", "", "-o"),
+    ("plan zbc.toml -o file/plan", 4, "E407", "", "file is a file"),
+    ("plan zbc.toml --dump-ir file/ir", 6, "E608", "", "cannot write"),
+    ("profile zbc.toml -o file/profile.json", 6, "E608", "", "cannot write"),
+    ("profile zbc.toml -o .", 6, "E608", "", ""),
+]
+
+
+@pytest.mark.parametrize(("command", "status", "code", "where", "said"), COMMANDS)
+def test_a_wrong_command_is_refused_before_long_work_and_nothing_is_written(
+    command, status, code, where, said, zbc, job, folder, monkeypatch
+):
+    job()
+    (folder / "empty").mkdir()
+    for name, text in {"file": "in the way", "order.csv": "", "mine.csv": "0F0,1F0\n"}.items():
+        (folder / name).write_text(text)
+    if command.startswith(("plan", "profile")):
+        for began in ("compiler.compile.compile_job", "training.profiling.session.measure"):
+            monkeypatch.setattr(f"zbc.{began}", lambda *_, **__: pytest.fail("began"))
+        monkeypatch.setattr("zbc.training.launch.forking.fork_server", lambda: None)
+    before = tree()
+    ran = zbc(*command.split())
+    fails(ran, status, code, where or None, text=said)
+    assert tree() == before and (ran.err.count("error[") == 1 or status == 4)
+
+
+def test_five_in_place_of_five_percent_is_refused_with_what_was_meant(zbc, job):
+    ran = zbc("report", job(), "--jitter", "5")
+    assert ran.code == 2 and "write 5% or 0.05" in ran.err
+    assert zbc("report", "zbc.toml", "--jitter", "0.05", "--straggler", "200%").code == 0
 
 
 # ---- paths ---------------------------------------------------------------------------------------------------
@@ -199,42 +224,6 @@ def test_a_path_that_cannot_even_be_looked_at_is_refused_by_every_command(zbc, j
 
 
 # ---- options -------------------------------------------------------------------------------------------------
-
-
-def test_a_set_or_a_sweep_without_a_value_is_refused(zbc, job):
-    fails(zbc("plan", job(), "--set", "microbatches"), 3, "E109", hint="--set schedule.microbatches=16")
-    fails(zbc("compare", job(), "--sweep", "schedule.microbatches"), 3, "E109", hint="--sweep schedule.microbatches=")
-
-
-def test_a_set_of_lists_in_lists_is_refused_as_in_a_file(zbc, job):
-    for levels in (70, 9000):
-        deep = f"--set=model.args.x={levels * '['}{levels * ']'}"
-        fails(zbc("plan", job(), deep), 3, "E100", "--set model.args.x", "make them flat")
-
-
-def test_what_a_set_or_a_sweep_misspells_is_named_where_it_was_given(zbc, job):
-    fails(zbc("plan", job(), "--set", "modle.layers=4"), 3, "E102", "--set modle.layers=4", 'did you mean "model"?')
-    sweep = ("--schedule", "1f1b,gpipe", "--sweep", "schedule.microbatchs=4,8")
-    where, hint = "--sweep schedule.microbatchs=4", 'did you mean "microbatches"?'
-    fails(zbc("compare", "zbc.toml", *sweep), 3, "E102", where, hint)
-
-
-def test_a_folder_in_place_of_a_job_and_five_in_place_of_five_percent_are_refused_with_what_was_meant(zbc, job):
-    fails(zbc("plan", "."), 3, "E101", hint="a job file, or the directory of a plan")
-    ran = zbc("report", job(), "--jitter", "5")
-    assert ran.code == 2 and "write 5% or 0.05" in ran.err
-    assert zbc("report", "zbc.toml", "--jitter", "0.05", "--straggler", "200%").code == 0
-
-
-def test_an_unknown_schedule_on_the_command_line_is_named_as_the_place(zbc, job):
-    fails(zbc("plan", job(), "--schedule", "zvb"), 3, "E104", where="--schedule zvb", hint='did you mean "zb-v"?')
-    fails(zbc("compare", job(), "--schedule", "1f1b,zvb"), 3, "E104", hint='did you mean "zb-v"?')
-
-
-def test_a_comparison_of_a_broken_job_says_once_what_is_wrong(zbc, job):
-    ran = zbc("compare", job(layers="8"))
-    fails(ran, 3, "E103", where="zbc.toml:4:10")
-    assert ran.err.count("error[") == 1
 
 
 def test_what_would_fit_is_listed_with_its_need_and_its_time_the_fastest_first(zbc, job):
@@ -319,29 +308,6 @@ def test_wrong_usage_is_exit_code_2(arguments, text, zbc, job):
     assert tree() == before
 
 
-def test_init_does_not_overwrite(zbc, job):
-    job()
-    before = tree()
-    fails(zbc("init"), 3, "E111", hint="another folder", text="zbc.toml exists")
-    assert tree() == before
-
-
-def test_an_unknown_error_code_is_refused_with_its_neighbours(zbc):
-    fails(zbc("explain", "E299"), 3, "E104", hint="E201")
-    fails(zbc("explain", "banana"), 3, "E104", hint="zbc explain")
-
-
-def test_what_cannot_be_written_is_said(zbc, job, folder):
-    (folder / "file").write_text("in the way")
-    before = tree()
-    fails(zbc("visualize", job(), "-o", "file/picture.txt"), 6, "E608", text="cannot write file/picture.txt")
-    fails(zbc("plan", "zbc.toml", "--dump-ir", "file/ir"), 6, "E608", text="cannot write")
-    fails(zbc("init", "file/new"), 6, "E608", text="cannot write file/new/zbc.toml: file is a file")
-    fails(zbc("plan", "zbc.toml", "-o", "file/new"), 4, "E407", text="file is a file", hint="-o")
-    fails(zbc("export", "zbc.toml", "--format", "json", "-o", "."), 6, "E608", text="Is a directory")
-    assert tree() == before | {"zbc.toml": (folder / "zbc.toml").read_bytes()}
-
-
 # ---- plan directories ----------------------------------------------------------------------------------------
 
 
@@ -354,11 +320,6 @@ def plan(zbc, job):
 
 READERS = [["check", "plan"], ["visualize", "plan"], ["run", "plan", "--local", "2"]]
 readers = pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
-
-
-@readers
-def test_a_plan_directory_that_is_missing_is_refused(command, zbc):
-    fails(zbc(*command), 4, "E401", hint="zbc plan", text="plan/plan.json")
 
 
 WRONG_PLANS = {
@@ -384,32 +345,31 @@ def test_a_plan_directory_that_is_damaged_is_refused(command, how, zbc, plan):
     fails(zbc(*command), 4, code, hint="zbc plan", text=text)
 
 
-def swap(path, first, second):
-    """Exchanges two ops of a rank file."""
-    lines = path.read_text().split("\n")
-    a, b = (next(i for i, line in enumerate(lines) if f'"{op}"' in line) for op in (first, second))
-    lines[a], lines[b] = lines[b], lines[a]
-    path.write_text("\n".join(lines))
-
-
-def test_check_goes_on_past_an_edit_and_names_the_missing_op(zbc, plan):
-    path = plan / "rank-0001.json"
-    path.write_text(path.read_text().replace('"BW s1 m1"', '"BW s1 m2"'))
+def test_check_goes_on_past_an_edit_and_says_what_it_did(zbc, plan):
+    """A line more is a legal order; an op is missing; rank 0 sends what rank 1 waits for only after its answer."""
+    path, first = plan / "rank-0001.json", plan / "rank-0000.json"
+    text = path.read_text()
+    path.write_text(text + "\n")
+    assert "complete, paired and free of deadlock all the same" in zbc("check", "plan").err
+    path.write_text(text.replace('"BW s1 m1"', '"BW s1 m2"'))
     ran = zbc("check", "plan")
-    fails(ran, 4, "E402")
+    fails(ran, 4, "E402", text="BW s1 m1")
     assert "error[E202]" in ran.err
-    assert "BW s1 m1" in ran.err
-
-
-def test_check_goes_on_past_an_edit_and_shows_the_deadlock(zbc, plan):
-    """Rank 1 sends the gradient only after the next forward, whose input rank 0 sends only after that gradient."""
-    swap(plan / "rank-0000.json", "RECV_B s0 m0 <r1", "F s0 m2")
-    swap(plan / "rank-0000.json", "SEND_F s0 m2 >r1", "BW s0 m1")
+    path.write_text(text)
+    text = first.read_text()
+    for a, b in (("RECV_B s0 m0 <r1", "F s0 m2"), ("SEND_F s0 m2 >r1", "BW s0 m1")):
+        text = text.replace(f'"{a}"', "?").replace(f'"{b}"', f'"{a}"').replace("?", f'"{b}"')
+    first.write_text(text)
     ran = zbc("check", "plan")
-    assert ran.code == 4
-    assert "error[E402]" in ran.err
-    assert re.search(r"error\[E20[1-6]\]", ran.err)
+    assert ran.code == 4 and "error[E402]" in ran.err and re.search(r"error\[E20[1-6]\]", ran.err)
     fits_one_screen(ran.err)
+
+
+def test_running_needs_the_ranks_of_the_plan_and_a_launcher(zbc, plan, monkeypatch):
+    fails(zbc("run", "plan", "--local", "3"), 6, "E601", hint="--local 2", text="2 ranks")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    fails(zbc("run", "plan"), 6, "E604", hint="torchrun", text="torchrun")
 
 
 def sign(plan, **changes):
@@ -449,12 +409,6 @@ def test_names_that_would_steer_a_terminal_are_shown_as_text(zbc, plan):
     assert ran.code == 3 and "\x1b" not in ran.err and r"\u001b[2J" in ran.err
 
 
-def test_check_says_when_an_edit_left_a_legal_order(zbc, plan):
-    path = plan / "rank-0001.json"
-    path.write_text(path.read_text() + "\n")
-    assert "complete, paired and free of deadlock all the same" in zbc("check", "plan").err
-
-
 def test_strict_fails_where_sends_that_block_would_hang(zbc, job):
     assert zbc("plan", job(kind="zb-v", costs={"f": 1.0, "b": 1.0, "w": 1.0}), "-q").code == 0
     assert zbc("check", "plan").code == 0
@@ -474,22 +428,6 @@ def test_what_is_in_the_way_of_a_plan_is_left_alone(obstacle, zbc, job, folder):
     before = tree()
     fails(zbc("plan", "zbc.toml"), 4, "E407", hint="-o", text="not a plan directory")
     assert tree() == before
-
-
-def test_no_long_work_begins_for_an_output_that_cannot_be_written(zbc, job, folder, monkeypatch):
-    (folder / "file").write_text("in the way")
-
-    def began(*_, **__):
-        pytest.fail("began")
-
-    monkeypatch.setattr("zbc.compiler.compile.compile_job", began)
-    monkeypatch.setattr("zbc.training.profiling.session.measure", began)
-    monkeypatch.setattr("zbc.training.launch.forking.fork_server", lambda: None)
-    fails(zbc("plan", job(), "-o", "file"), 4, "E407")
-    fails(zbc("plan", "zbc.toml", "-o", "file/plan"), 4, "E407")
-    fails(zbc("plan", "zbc.toml", "--dump-ir", "file/ir"), 6, "E608")
-    fails(zbc("profile", "zbc.toml", "-o", "file/profile.json"), 6, "E608")
-    fails(zbc("profile", "zbc.toml", "-o", "."), 6, "E608")
 
 
 @pytest.mark.parametrize(
@@ -536,28 +474,6 @@ def test_a_failed_plan_leaves_the_plan_before_it_alone(zbc, plan):
     before = tree()
     assert zbc("plan", "zbc.toml", "--set", "parallel.pp=100").code == 3
     assert tree() == before
-
-
-def test_running_another_file_names_the_commands(zbc, folder):
-    (folder / "order.csv").write_text("")
-    fails(
-        zbc("run", "order.csv"), 4, "E401", hint="first: zbc plan JOB.toml   then: zbc run plan; or: zbc run JOB.toml"
-    )
-
-
-def test_running_with_another_number_of_ranks_is_refused(zbc, plan):
-    fails(zbc("run", "plan", "--local", "3"), 6, "E601", hint="--local 2", text="2 ranks")
-
-
-def test_running_without_torchrun_is_refused(zbc, plan, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    fails(zbc("run", "plan"), 6, "E604", hint="torchrun", text="torchrun")
-
-
-def test_a_csv_that_lacks_its_backwards_is_refused_in_words(zbc, folder):
-    (folder / "mine.csv").write_text("0F0,1F0\n")
-    fails(zbc("check", "mine.csv"), 4, "E202", "mine.csv: row 1", text="no rank runs 0B0")
 
 
 # ---- the process ---------------------------------------------------------------------------------------------

@@ -155,7 +155,15 @@ zb-h1: optimizer.qk_clip=0.01, tp, slices, recompute
 zb-v: optimizer.qk_clip=0.01, cp, zero1
 1f1b: optimizer.qk_clip=0.01, sharded all, llama
 braid-v: optimizer.qk_clip=0.01, tp_sequence
-1f1b: optimizer.qk_clip=0.01, ep, post-validate, clip""".splitlines()
+1f1b: optimizer.qk_clip=0.01, ep, post-validate, clip
+zb-v: zoo, model.family="tests.runtime.zoo:strided", sharded weights, clip, resume
+* interleaved-1f1b: zoo, model.family="tests.runtime.zoo:frozen", sharded all, recompute
+chimera: zoo, model.family="tests.runtime.zoo:tied", momentum, dp
+zb-h1: zoo, model.family="tests.runtime.zoo:unused", one-sided, resume
+* zb-v: zoo, model.family="tests.runtime.zoo:custom", post-validate, zero1, clip
+zb-h1: zoo, model.family="tests.runtime.zoo:dropped", ramp, dp, evaluation
+interleaved-1f1b: zoo, sharded gradients, momentum
+* 1f1b: zoo, model.family="tests.runtime.zoo:averages", recompute, resume""".splitlines()
 
 
 @pytest.mark.parametrize("line", few(TOGETHER, lambda line: line.startswith("*")))

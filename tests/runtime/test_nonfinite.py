@@ -17,6 +17,7 @@ WAYS = {
     "post-validate": ("zb-v", {"sync": "post-validate"}, {}),
     "two copies": ("1f1b", {"copies": 2}, {}),
     "two copies, zero1": ("1f1b", {"copies": 2, "sharded": True}, {"zero1": True}),
+    "weights come and go": ("breadth-first", {"copies": 2, "sharded": True, "resident": 1}, {}),
 }
 
 

@@ -162,28 +162,6 @@ class Large(Plain):
         return 100 * super().forward(x)
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        Plain,
-        LeftOut,
-        Expert,
-        Hidden,
-        Noisy,
-        Sums,
-        SumsNoise,
-        Evaluates,
-        Stops,
-        Fork,
-        Join,
-        Skip,
-        OwnDraw,
-        Masks,
-        Large,
-    )
-}
-
-
 def hidden_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output + torch.randn_like(output), target)
 
@@ -196,7 +174,7 @@ noisy_loss.zbc_random = True  # type: ignore[attr-defined]
 
 
 def layers(kinds: Sequence[tuple[str, Sequence[float]]]) -> list[Callable[[], nn.Module]]:
-    return [partial(KINDS[name], *numbers) for name, numbers in kinds]
+    return [partial(globals()[name], *numbers) for name, numbers in kinds]
 
 
 @st.composite
