@@ -209,12 +209,15 @@ def test_steps_close_in_two_ways():
     assert closes == {"barrier": ["VALIDATE", "STEP"], "ahead": ["TENTATIVE", "NORM", "VERDICT", "REDO", "COMMIT"]}
 
 
-def test_every_kind_has_a_row_and_every_row_speaks_of_values_that_there_are():
+def test_every_kind_has_a_row_of_known_values_and_features():
     assert ROWS.keys() == set(Kind)
     for kind, row in ROWS.items():
         for ref in (*row.reads, *row.writes, *row.frees):
             assert ref.what in VALUES, kind
         assert set(row.frees) <= set(row.reads), f"{kind} frees what it does not read"
+    every = {"vocabulary": 2, "sharded": True, "scatters": True, "averages": 2, "resident": 1, "with_w": True}
+    program = Program(Placement.linear(1), 1, ((),), **every, flushless=True)
+    assert {*PATCHES, *(row.feature for row in ROWS.values() if row.feature)} == program.features
 
 
 def test_whatever_is_read_is_written_and_what_may_not_stay_is_freed():
@@ -240,12 +243,6 @@ def test_patches_add_up_in_any_order_and_free_what_is_read():
         assert changed == {patch.kind for patch in patches}, name
 
 
-def test_rows_and_patches_name_features_that_a_program_can_have():
-    every = {"vocabulary": 2, "sharded": True, "scatters": True, "averages": 2, "resident": 1, "with_w": True}
-    program = Program(Placement.linear(1), 1, ((),), **every, flushless=True)
-    assert {*PATCHES, *(row.feature for row in ROWS.values() if row.feature)} == program.features
-
-
 def test_kinds_are_found_by_what_they_do():
     assert round_trip(split=True) == (Kind.F, Kind.B, Kind.W) and round_trip(split=False) == (Kind.F, Kind.BW)
     assert [MAKER[what] for what in ("total", "weights", "host")] == [Kind.REDUCE, Kind.GATHER, Kind.OFFLOAD]
@@ -260,12 +257,9 @@ def test_values_on_edges_are_named_by_edges_and_a_message_carries_one():
             assert row.scope is Scope.UNIT and len(row.reads) + len(row.writes) == 1
 
 
-def test_letters_of_pictures_mean_one_thing():
+def test_pictures_have_letters_of_one_meaning_and_columns_of_costs():
     letters = [letter for row in ROWS.values() if row.look for letter in {row.look.letter, row.look.other}]
     assert len(letters) == len(set(letters))
-
-
-def test_what_takes_time_in_pictures_has_a_column_of_costs():
     for kind, row in ROWS.items():
         if row.look is not None:
             assert row.cost, kind

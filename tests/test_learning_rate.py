@@ -18,12 +18,9 @@ def rates(steps, lr=1.0, **schedule):
     return [rate(lr, made, steps, step) for step in range(steps)]
 
 
-def test_constant_after_a_warm_up():
+def test_rates_are_constant_after_a_warm_up_or_end_at_the_least():
     assert rates(3) == [1.0, 1.0, 1.0]
     assert rates(6, lr=2.0, warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-
-
-def test_linear_ends_at_the_least_rate():
     assert rates(6, kind="linear", warmup_steps=2) == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     assert rates(5, kind="linear", decay_steps=2, min_lr=0.5) == [0.75, 0.5, 0.5, 0.5, 0.5]
 

@@ -58,6 +58,9 @@ def test_a_wrong_item_of_a_list_is_pointed_at(tmp_path):
     assert [message for _, _, message in found] == ["config: costs.f.1: must be at least 0, found -2"]
 
 
+LLAMA = {"family": "llama", "kv_heads": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "text"),
     [
@@ -75,12 +78,59 @@ def test_a_wrong_item_of_a_list_is_pointed_at(tmp_path):
         ({"partition": {"layers_per_stage": "equel"}}, "E103", "expected a list or \"equal\", found 'equel'"),
         ({"data": {"kind": "txt"}}, "E103", "unknown data.kind"),
         ({"model": {"family": "gtp"}}, "E103", "unknown model.family"),
+        ({"model": {"head_size": 8}}, "E110", "model.head_size is not for family gpt"),
+        ({"model": {"family": "llama", "variant": "rotary"}}, "E110", "is not for family llama"),
+        ({"model": {"variant": "own norms"}}, "E110", "is not for family gpt"),
+        ({"model": {"family": "a:b", "rope_theta": 1.0}}, "E110", "model.rope_theta is not for family a:b"),
+        ({"model": {**LLAMA, "kv_heads": 3}}, "E110", "model.kv_heads = 3 does not divide model.heads = 4"),
+        ({"model": {**LLAMA, "head_size": 7}}, "E110", "rotary positions need an even head size, it is 7"),
+        ({"model": {"family": "lama"}}, "E103", "unknown model.family 'lama'"),
+        ({"model": {**LLAMA, "args": {"x": 1}}}, "E110", "model.args belongs to a factory, family is llama"),
     ],
 )
 def test_impossible_combinations_are_errors(tmp_path, changes, code, text):
     found = problems(tmp_path, toml_text(**changes))
     assert [found_code for found_code, _, _ in found] == [code]
-    assert text in found[0][2]
+    assert text in found[0][2] and found[0][1].startswith("zbc.toml")
+
+
+TOKENS, STEPS = {"tokens": [4] * 8}, {"kind": "a.b:c", "items": "steps"}
+GROUPS = {"family": "llama", "experts": 8, "top_k": 2, "expert_groups": [4, 2]}
+APART = [  # what experts, float16, samples by length, and steps that a dataset splits do not go with
+    ({"model": {"top_k": 2}}, "E110", "top_k is for models with experts"),
+    ({"model": {"ffn_hidden": [8, 8]}}, "E110", "the second number of model.ffn_hidden is for models with experts"),
+    ({"model": {"experts": 2, "top_k": 3}}, "E110", "top_k = 3 is more than model.experts = 2"),
+    ({"model": {**GROUPS, "expert_groups": [3, 1]}}, "E110", "has 3 groups, which does not divide model.experts = 8"),
+    ({"model": {**GROUPS, "expert_groups": [4, 5]}}, "E110", "model.expert_groups has 5 of 4 groups"),
+    ({"model": {**GROUPS, "expert_groups": [4, 1], "top_k": 3}}, "E110", "2 experts, and it meets model.top_k = 3"),
+    ({"model": {"family": "llama", "expert_groups": [4, 2]}}, "E110", "model.expert_groups is for models with experts"),
+    (
+        {"model": {"dtype": "float16"}, "optimizer": {"sync": "post-validate"}},
+        "E110",
+        "the loss scale of a step follows",
+    ),
+    ({"model": {"dtype": "bfloat16", "loss_scale": 8.0}}, "E110", "is for float16, model.dtype is 'bfloat16'"),
+    ({"model": {"dtype": "float16", "parameters": "bfloat16"}}, "E110", "computes in bfloat16"),
+    ({"optimizer": {"kind": "sgd", "state": "bfloat16"}}, "E110", "optimizer.state"),
+    ({"data": {"kind": "synthetic", "balance": "tokens"}}, "E110", "schedule.tokens is not set"),
+    ({"data": {"kind": "text", "balance": "tokens"}, "schedule": TOKENS}, "E110", "one long sample"),
+    ({"data": {"kind": "a.b:c"}, "schedule": TOKENS}, "E110", "nothing says which of a.b:c they get"),
+    ({"data": {"kind": "synthetic", "balance": "length"}, "schedule": TOKENS}, "E110", 'data.balance = "length"'),
+    (
+        {"data": {"kind": "synthetic", "balance": "tokens"}, "schedule": {**TOKENS, "max_microbatches": 9}},
+        "E110",
+        'balance is "tokens"',
+    ),
+    ({"data": STEPS, "schedule": {"slices": 2}}, "E110", "slices are cut at the same places"),
+    ({"data": {**STEPS, "validation": 0.1}}, "E110", "data.validation keeps samples"),
+    ({"data": {"kind": "synthetic", "items": "steps"}}, "E150", "is of a dataset of yours"),
+]
+
+
+@pytest.mark.parametrize(("changes", "code", "text"), APART)
+def test_what_does_not_go_together_is_refused(changes, code, text):
+    with refused(code, text):
+        job(**{**changes, "model": {"seq_len": 16, **changes.get("model", {})}})
 
 
 PER_LAYER, GIVEN = {"per": "layer"}, {"f": 1, "b": 1, "w": 1}
@@ -157,28 +207,6 @@ def test_a_name_that_says_how_much_memory_sets_the_limit():
     assert max(rank.units for rank in compile_job(job(kind="zb-1p"), budget=0.0).memory) <= 4 + 1e-6
 
 
-LLAMA = {"family": "llama", "kv_heads": 2}
-
-
-@pytest.mark.parametrize(
-    ("model", "code", "text"),
-    [
-        ({"head_size": 8}, "E110", "model.head_size is not for family gpt"),
-        ({"family": "llama", "variant": "rotary"}, "E110", "is not for family llama"),
-        ({"variant": "own norms"}, "E110", "is not for family gpt"),
-        ({"family": "a:b", "rope_theta": 1.0}, "E110", "model.rope_theta is not for family a:b"),
-        ({**LLAMA, "kv_heads": 3}, "E110", "model.kv_heads = 3 does not divide model.heads = 4"),
-        ({**LLAMA, "head_size": 7}, "E110", "rotary positions need an even head size, it is 7"),
-        ({"family": "lama"}, "E103", "unknown model.family 'lama'"),
-        ({**LLAMA, "args": {"x": 1}}, "E110", "model.args belongs to a factory, family is llama"),
-    ],
-)
-def test_what_a_family_does_not_have_is_an_error_with_its_place(tmp_path, model, code, text):
-    found = problems(tmp_path, toml_text(model=model))
-    assert [found_code for found_code, _, _ in found] == [code]
-    assert text in found[0][2] and found[0][1].startswith("zbc.toml:")
-
-
 @pytest.mark.parametrize("key", ["costs.f", "costs.comm", "hardware.link_us"])
 def test_times_that_no_sum_can_hold_are_refused(tmp_path, key):
     found = problems(tmp_path, toml_text(costs={"f": 1, "b": 1, "w": 1}), [f"{key}=1e300"])
@@ -191,27 +219,21 @@ def test_numbers_that_are_none_are_refused_with_their_key(tmp_path, value):
     assert [code for code, _, _ in found] == ["E103", "E103"] or value[1:].isdigit()
 
 
-def test_sizes_that_are_huge_are_refused_at_once(tmp_path):
+def test_sizes_that_are_huge_are_refused_and_those_not_given_follow_from_others(tmp_path):
     found = problems(tmp_path, toml_text(model={"hidden": 10**15, "heads": 10**9 + 7}))
     assert [code for code, _, _ in found] == ["E103", "E103"]
-
-
-def test_sizes_that_are_not_given_follow_from_others():
     gpt, llama = job().model, job(model={"family": "llama", "hidden": 4096, "heads": 32}).model
     assert (gpt.head_width, gpt.kv_width, gpt.mlp_width, gpt.rotary) == (8, 32, 128, False)
     assert (llama.head_width, llama.kv_width, llama.mlp_width, llama.rotary) == (128, 4096, 11008, True)
 
 
-def test_overrides_win_and_are_named_as_the_place_of_their_problems(tmp_path):
+def test_overrides_win_each_with_one_value_and_are_named_as_the_place_of_their_problems(tmp_path):
     path = write_job(tmp_path)
     changed = spec.draft(path, ["schedule.microbatches=16", "optimizer.lr=0.1", "data.path=a.txt"]).finish()
     assert (changed.schedule.microbatches, changed.optimizer.lr, changed.data.path) == (16, 0.1, "a.txt")
     assert changed.where("schedule", "microbatches") == "--set schedule.microbatches=16"
     found = problems(tmp_path, toml_text(), ["train.steps=many"])
     assert found == [("E103", "--set train.steps=many", "config: train.steps: expected a whole number, found 'many'")]
-
-
-def test_an_override_is_one_value(tmp_path):
     found = problems(tmp_path, toml_text(), ["train.steps=5\ntrain.seed=6"])
     assert [code for code, _, _ in found] == ["E103"]
 
@@ -297,18 +319,12 @@ def test_every_value_has_its_place(path, line, column):
     assert toml.loads(TEXT, "t.toml").where(path) == f"t.toml:{line}:{column}"
 
 
-def test_keys_have_their_own_place_and_missing_ones_that_of_their_table():
+def test_keys_have_places_in_characters():
     document = toml.loads(TEXT, "t.toml")
     assert document.where(("model", "family"), key=True) == "t.toml:3:1"
     assert document.where(("model", "nothing")) == "t.toml:2:2"
     assert document.where(("nothing",)) == "t.toml"
-
-
-def test_columns_count_characters_not_bytes():
     assert toml.loads('x = {"ü" = 1, y = 2}', "t").where(("x", "y")) == "t:1:19"
-
-
-def test_broken_toml_is_reported_with_its_place():
     with refused("E100") as caught:
         toml.loads("a = 1\nb = = 2\n", "t.toml")
     assert caught.value.where == "t.toml:2:5"

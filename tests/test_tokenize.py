@@ -59,11 +59,14 @@ def test_bytes_are_tokens_and_documents_end_with_nul(texts, tmp_path):
     assert [d.decode() for d in documents] == ["zwölf\nlines\n" * 20, "", *small, "ü" * 333, ""]
 
 
-def test_a_tokenizer_that_is_not_there_is_refused_with_what_to_name(tmp_path):
+def test_what_is_no_tokenizer_is_refused_with_what_to_name(tmp_path, word_tokenizer):
     pytest.importorskip("tokenizers")
     with refused("E501", match="cannot read") as caught:
         Json(tmp_path / "none.json", None)
     assert "tokenizer.json" in (caught.value.hint or "")
+    (tmp_path / "bad.json").write_text("{}")
+    for path, end in [(tmp_path / "bad.json", None), (tmp_path / "none.json", None), (word_tokenizer, "<end>")]:
+        assert error_of(Json, path, end).code == "E501"
 
 
 def test_a_tokenizer_of_its_own(texts, tmp_path, word_tokenizer):
@@ -73,12 +76,6 @@ def test_a_tokenizer_of_its_own(texts, tmp_path, word_tokenizer):
     assert numbers(out)[-4:] == [3, 0, 0, 1] and numbers(out)[:3] == [0, 2, 0] and numbers(out).count(1) == 16
     other = tokenize.tokenize([str(texts / "a.txt")], tmp_path / "two.bin", Json(word_tokenizer, "end"))
     assert other.end == 70000 and numbers(tmp_path / "two.bin")[-1] == 70000
-
-
-def test_what_is_no_tokenizer_is_refused(tmp_path, word_tokenizer):
-    (tmp_path / "bad.json").write_text("{}")
-    for path, end in [(tmp_path / "bad.json", None), (tmp_path / "none.json", None), (word_tokenizer, "<end>")]:
-        assert error_of(Json, path, end).code == "E501"
 
 
 def test_small_pieces_of_bytes_give_the_same_tokens(texts, tmp_path, monkeypatch):

@@ -88,15 +88,12 @@ def test_moments_are_put_on_the_clock_of_rank_0_with_its_drift(run):
     assert [rank.aligned(ns) for ns in (-50, 0, 5000, 10_000, 20_000)] == [50, 100, 5200, 10_300, 20_300]
 
 
-def test_a_step_that_one_rank_has_not_finished_does_not_count(run):
+def test_steps_that_a_rank_has_not_finished_do_not_count(run):
     files = write(run, steps=(3, 4, 5))
     lines = files[1].read_text().splitlines(keepends=True)
     for keep in range(1, len(lines[-1])):  # killed at any byte of its last line
         files[1].write_text("".join(lines[:-1]) + lines[-1][:keep])
         assert trace.read(run).steps == ((3, 4) if keep < len(lines[-1]) else (3, 4, 5))
-
-
-def test_a_run_that_was_killed_before_its_first_step_says_so(run):
     files = write(run, steps=())
     files[0].write_text(files[0].read_text()[:-3])
     with refused("E430", match="no step that all ranks have completed"):

@@ -11,57 +11,34 @@ def zoo(which, **changes):
     return {**ZOO, "model": {"family": f"tests.runtime.zoo:{which}", "loss": "mse"}, **changes}
 
 
+def own(factory, loss="mse", *, ties=None, **args):
+    """Layers of tests/runtime/user_models.py."""
+    model = {"family": f"tests.runtime.user_models:{factory}", "loss": loss, "args": args, "ties": ties}
+    return {**ZOO, "model": {key: value for key, value in model.items() if value not in ({}, None)}}
+
+
+NOISE = {"data": {"kind": "synthetic"}}
+STEPS = {"kind": "tests.runtime.given_steps:Ragged", "items": "steps", "args": {"count": 4, "size": 2}}
+TIES = {'"layers.3.up.weight"': "layers.0.up.weight"}
+LLAMA = {"family": "tests.runtime.user_models:transformers_llama", "loss": "cross_entropy", "vocab": 32, "seq_len": 6}
 JOBS = {
-    "split": {"data": {"kind": "synthetic"}, "kind": "zb-v"},
-    "recompute": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "memory": {"activations": "recompute"}},
-    "tied": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"ties": True}},
-    "bf16": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"dtype": "bfloat16"}},
-    "fp16": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"dtype": "float16"}},
-    "llama": {"data": {"kind": "synthetic"}, "model": {"family": "llama", "kv_heads": 2}},
-    "two copies": {"data": {"kind": "synthetic"}, "parallel": {"dp": 2}},
-    "no barrier": {"data": {"kind": "synthetic"}, "kind": "zb-v", "optimizer": {"sync": "post-validate"}},
+    "split": {**NOISE, "kind": "zb-v"},
+    "recompute": {**NOISE, "kind": "zb-h1", "memory": {"activations": "recompute"}},
+    "tied": {**NOISE, "kind": "zb-h1", "model": {"ties": True}},
+    "bf16": {**NOISE, "kind": "zb-h1", "model": {"dtype": "bfloat16"}},
+    "fp16": {**NOISE, "kind": "zb-h1", "model": {"dtype": "float16"}},
+    "llama": {**NOISE, "model": {"family": "llama", "kv_heads": 2}},
+    "two copies": {**NOISE, "parallel": {"dp": 2}},
+    "no barrier": {**NOISE, "kind": "zb-v", "optimizer": {"sync": "post-validate"}},
     "noise": zoo("noise", kind="zb-h1"),
     "buffers": zoo("averages", kind="zb-h1"),
     "whole numbers": zoo("integers", kind="zb-h1"),
-    "shared weights": {
-        **ZOO,
-        "model": {
-            "family": "tests.runtime.user_models:sharing",
-            "loss": "mse",
-            "args": {"width": 8, "count": 4, "together": False},
-            "ties": {'"layers.3.up.weight"': "layers.0.up.weight"},
-        },
-    },
-    "several tensors": {
-        **ZOO,
-        "kind": "zb-v",
-        "model": {"family": "tests.runtime.user_models:several", "loss": "mse", "args": {"width": 8, "count": 4}},
-    },
-    "dicts": {**ZOO, "model": {"family": "tests.runtime.user_models:structured", "loss": "mse"}},
-    "outputs": {
-        **ZOO,
-        "model": {
-            "family": "tests.runtime.user_models:two_heads",
-            "loss": "tests.runtime.user_models:both_errors",
-            "args": {"named": True},
-        },
-    },
-    "steps": {
-        **ZOO,
-        "kind": "zb-h1",
-        "data": {"kind": "tests.runtime.given_steps:Ragged", "items": "steps", "args": {"count": 4, "size": 2}},
-        "model": {"family": "tests.runtime.user_models:residual", "loss": "tests.runtime.given_steps:summed"},
-    },
-    "transformers": {
-        "data": {"kind": "synthetic"},
-        "layers": 5,
-        "model": {
-            "family": "tests.runtime.user_models:transformers_llama",
-            "loss": "cross_entropy",
-            "vocab": 32,
-            "seq_len": 6,
-        },
-    },
+    "shared weights": own("sharing", ties=TIES, width=8, count=4, together=False),
+    "several tensors": {**own("several", width=8, count=4), "kind": "zb-v"},
+    "dicts": own("structured"),
+    "outputs": own("two_heads", "tests.runtime.user_models:both_errors", named=True),
+    "steps": {**own("residual", "tests.runtime.given_steps:summed"), "kind": "zb-h1", "data": STEPS},
+    "transformers": {**NOISE, "layers": 5, "model": LLAMA},
 }
 
 
@@ -76,13 +53,10 @@ def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
     assert "all right" in ran.out and "loss" in ran.out
 
 
-def test_what_ran_is_said(zbc, job):
+def test_what_ran_is_said_in_words_and_as_json(zbc, job):
     out = zbc("check", "--gradients", job(**{**JOBS["recompute"], "memory": {"activations": {"1": "recompute"}}})).out
     assert "zb-h1, 4 stages" in out
     assert "1: B and W apart, recomputed" in out and "bit by bit the same" in out
-
-
-def test_the_same_as_json(zbc, job):
     found = zbc("check", "--gradients", job(**JOBS["split"]), "--json").json()
     assert (found["format"], found["version"], found["fine"]) == ("zbc-checkup", 1, True)
     assert found["loss"]["plan"] == found["loss"]["plain"]
@@ -142,14 +116,11 @@ def test_what_only_the_ranks_of_a_run_would_refuse_is_refused_too(zbc, job, name
     assert (ran.code, ran.out) == (6, "") and "error[E509]" in ran.err and text in ran.err
 
 
-def test_gradients_that_are_not_finite_in_plain_autograd_either_are_told_apart(zbc, job):
+def test_gradients_and_losses_that_are_no_numbers_are_told_apart(zbc, job):
     ran = zbc("check", "--gradients", job(**zoo("roots", kind="zb-h1")))
     assert (ran.code, ran.out) == (7, "")
     assert "error[E704] model: the gradients of 6 of 8 parameters are not finite, by plain autograd as" in ran.err
     assert "\n   layers.0.weight\n" in ran.err and "set_detect_anomaly" in ran.err
-
-
-def test_a_loss_that_is_no_number_is_not_all_right(zbc, job):
     chosen = zoo("inline")
     ran = zbc(
         "check", "--gradients", job(**{**chosen, "model": {**chosen["model"], "loss": "tests.runtime.losses:unknown"}})

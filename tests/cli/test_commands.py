@@ -523,14 +523,11 @@ def test_keys_are_a_json_schema_and_a_list_with_their_meaning(zbc):
     assert "\nschedule.microbatches\n    " in zbc("explain", "keys").out
 
 
-def test_explain_says_what_this_machine_can_do(zbc):
+def test_explain_says_what_this_machine_can_do_also_without_torch(zbc, monkeypatch):
     ran, found = zbc("explain", "machine"), zbc("explain", "machine", "--json").json()
     assert ran.code == 0 and found["format"] == "zbc-doctor" and found["torch"]
     for label in ("zbc", "python", "torch", "cpu", "devices", "transports", "folder", "can"):
         assert re.search(rf"^{label} ", ran.out, re.MULTILINE)
-
-
-def test_explain_machine_works_without_torch(zbc, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     ran = zbc("explain", "machine")
     assert ran.code == 0

@@ -99,7 +99,11 @@ def test_an_order_for_another_job_is_refused_where_it_is_named(zbc, csv, changes
     assert hint in ran.err
 
 
-def test_what_an_order_from_a_file_does_not_do_is_refused(zbc, csv):
+def test_what_an_order_from_a_file_does_not_do_and_one_that_is_missing_or_broken_are_refused(zbc, csv):
+    Path("zbc.toml").write_text(toml_text(pp=2, m=2).replace('kind = "1f1b"', 'file = "order.csv"'))
+    assert "error[E411] csv: cannot read order.csv" in zbc("plan", "zbc.toml").err
+    csv(STUCK)
+    assert "order.csv: row 1, column 2" in zbc("plan", "zbc.toml").err
     csv(GOOD)
     named = toml_text(pp=2, m=2, schedule={"chunks": 2}).replace('kind = "1f1b"', 'file = "order.csv"')
     Path("zbc.toml").write_text(named)
@@ -108,26 +112,16 @@ def test_what_an_order_from_a_file_does_not_do_is_refused(zbc, csv):
     assert "bitpipe, hanayo, not for an order from a file" in zbc("plan", "zbc.toml").err
 
 
-def test_a_job_with_a_missing_or_broken_order_says_so(zbc, csv):
-    Path("zbc.toml").write_text(toml_text(pp=2, m=2).replace('kind = "1f1b"', 'file = "order.csv"'))
-    assert "error[E411] csv: cannot read order.csv" in zbc("plan", "zbc.toml").err
-    csv(STUCK)
-    assert "order.csv: row 1, column 2" in zbc("plan", "zbc.toml").err
-
-
-def test_torchtitan_settings_name_the_csv_written_beside_them(zbc, job):
+def test_torchtitan_gets_settings_or_since_0_3_a_module_beside_the_csv(zbc, job):
     job()
     ran = zbc("export", "zbc.toml", "--format", "torchtitan", "-o", "titan.toml")
     assert ran.code == 0, ran.err
     settings = tomli.loads(Path("titan.toml").read_text())
     assert settings["parallelism"]["pipeline_parallel_schedule_csv"] == str(Path("titan.csv").absolute())
     assert zbc("check", "titan.csv").code == 0
-
-
-def test_torchtitan_0_3_is_told_in_python_which_must_be_named_so(zbc, job):
     job(kind="zb-v")
-    ran = zbc("export", "zbc.toml", "--format", "torchtitan", "--dialect", "0.3", "-o", "titan.toml")
-    assert ran.code == 2 and "choose titan.py" in " ".join(ran.err.split()) and not Path("titan.toml").exists()
+    ran = zbc("export", "zbc.toml", "--format", "torchtitan", "--dialect", "0.3", "-o", "other.toml")
+    assert ran.code == 2 and "choose other.py" in " ".join(ran.err.split()) and not Path("other.toml").exists()
     assert zbc("export", "zbc.toml", "--format", "torchtitan", "--dialect", "0.3", "-o", "titan.py").code == 0
     assert "def planned" in Path("titan.py").read_text() and zbc("check", "titan.csv").code == 0
 

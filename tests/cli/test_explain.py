@@ -15,14 +15,11 @@ EXPLAIN = ROOT / "explain"
 SOURCES = ROOT.glob("**/*.py")
 
 
-def test_the_catalogue_has_exactly_the_codes_that_are_raised():
+def test_the_catalogue_has_the_codes_that_are_raised_each_once_with_its_family():
     raised = {code for path in SOURCES for code in re.findall(r"\bE\d{3}\b", path.read_text())}
     assert len(raised) > 40
     assert raised == set(CATALOGUE)
-
-
-def test_a_code_stands_in_one_file_with_those_of_its_family():
-    """A file of another family could otherwise hide it, by replacing the section."""
+    # A file of another family could otherwise hide it, by replacing the section.
     found = [re.findall(r"^## (E\d{3}) ", path.read_text(), re.MULTILINE) for path in sorted(EXPLAIN.glob("*.md"))]
     assert [code for codes in found for code in codes] == list(CATALOGUE)
     assert all(len({code[1] for code in codes}) == 1 for codes in found)
@@ -84,12 +81,9 @@ def test_words_have_one_meaning_and_a_page_that_is_there():
     assert all((docs / word.page.partition("#")[0]).is_file() for word in glossary.WORDS)
 
 
-def test_a_key_of_a_job_is_explained_by_its_description(zbc):
+def test_a_key_of_a_job_is_explained_with_and_without_its_table(zbc):
     told = zbc("explain", "parallel.cp").out
     assert told.startswith("parallel.cp\n") and "Default: 1." in told
-
-
-def test_a_key_is_found_without_its_table_and_in_all_that_have_it(zbc):
     assert zbc("explain", "heads").out.startswith("model.heads\n")
     told = zbc("explain", "dtype").out
     assert told.startswith("model.dtype\n") and "data.dtype: " in " ".join(told.split())

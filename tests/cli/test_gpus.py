@@ -20,24 +20,21 @@ def test_a_gpu_by_name_fills_what_is_open():
     assert found.where("hardware", "tflops") == found.where("hardware", "gpu"), "what it comes from"
 
 
-def test_keys_beside_a_gpu_count_and_those_beside_another_do_not(tmp_path):
+def test_a_table_of_gpus_gives_what_a_job_does_not_say(tmp_path, folder):
     over = write_job(tmp_path, hardware={"gpu": "a100", "memory_gib": 70})
     found = load_job(over).hardware
     assert (found.device, found.memory_gib, found.tflops) == ("cuda", 70, round(0.7 * 312, 1))
     found = load_job(over, ["hardware.gpu=H100_PCIe", "hardware.link_gbps=5"]).hardware
     assert (found.memory_gib, found.tflops, found.link_gbps) == (80, round(0.7 * 756, 1), 5)
+    compile_job(load_job(write_job(folder, hardware={"gpu": "l40s"})), budget=0.0).write(folder / "p")
+    assert load_job(folder / "p").hardware == load_job(folder / "zbc.toml").hardware
+    assert load_job(folder / "p", ["hardware.gpu=h200"]).hardware.memory_gib == 141
 
 
 def test_mfu_is_a_share_of_the_peak_of_every_gpu():
     peaks = {gpu.peak_tflops(name) for name in gpu.GPUS}
     assert peaks == {989, 756, 2250, 312, 1307, 362, 165}
     assert {*gpu.SHORT.values()} <= gpu.GPUS.keys() and len(gpu.GPUS) == 9
-
-
-def test_a_plan_keeps_its_gpu_and_can_have_another(folder):
-    compile_job(load_job(write_job(folder, hardware={"gpu": "l40s"})), budget=0.0).write(folder / "p")
-    assert load_job(folder / "p").hardware == load_job(folder / "zbc.toml").hardware
-    assert load_job(folder / "p", ["hardware.gpu=h200"]).hardware.memory_gib == 141
 
 
 @pytest.mark.parametrize(("name", "near"), [("h1000", 'did you mean "h100"?'), ("tpu-v4", "known: h100-sxm")])

@@ -63,15 +63,12 @@ def test_a_plan_in_it_that_is_missing_edited_or_another_is_refused(ramped, zbc, 
     assert found.code == 4 and "error[E402] plan: plan/m1 is not the plan that plan was made with" in found.err
 
 
-def test_a_plan_with_a_ramp_replaces_one_and_nothing_else(ramped, zbc, folder):
+def test_a_plan_with_a_ramp_replaces_one_and_nothing_else_and_names_no_folders_elsewhere(ramped, zbc, folder):
     assert zbc("plan", "zbc.toml").code == 0 and (folder / "plan" / "m1").is_dir()
     assert zbc("plan", "zbc.toml", "--set", "schedule.ramp=[]").code == 0 and not (folder / "plan" / "m1").exists()
     zbc("plan", "zbc.toml")
     (folder / "plan" / "m1" / "notes.txt").write_text("mine")
     assert "error[E407]" in zbc("plan", "zbc.toml").err
-
-
-def test_the_manifest_cannot_name_folders_elsewhere(ramped, folder):
     path = folder / "plan" / "plan.json"
     data = json.loads(path.read_text())
     data["ramp"][0]["folder"] = "../plan/m1"

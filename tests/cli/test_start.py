@@ -103,19 +103,13 @@ def on_a_terminal(workplace, *arguments, **environment):
     return said.decode()
 
 
-def test_a_terminal_gets_colours_unless_it_asks_for_none(workplace):
+def test_a_terminal_gets_colours_its_width_and_progress(workplace):
     assert "\x1b[" in on_a_terminal(workplace, "visualize", "plan")
     assert "\x1b[" in on_a_terminal(workplace, "plan", "nowhere.toml")
     assert "\x1b[" not in on_a_terminal(workplace, "visualize", "plan", NO_COLOR="1")
     assert "\x1b[" not in on_a_terminal(workplace, "plan", "nowhere.toml", NO_COLOR="1")
-
-
-def test_a_picture_takes_the_width_of_its_terminal(workplace):
     said = on_a_terminal(workplace, "visualize", "plan", NO_COLOR="1")
     assert 60 < max(len(line) for line in said.replace("\r", "").split("\n")) <= 90
-
-
-def test_progress_is_seen_on_a_terminal_only_and_not_in_quiet(workplace):
     assert "planning" in on_a_terminal(workplace, "compare", "zbc.toml", "--schedule", "1f1b,gpipe")
     assert "planning" not in on_a_terminal(workplace, "compare", "zbc.toml", "--schedule", "1f1b,gpipe", "-q")
     command = [sys.executable, "-m", "zbc", "compare", "zbc.toml", "--schedule", "1f1b,gpipe"]

@@ -85,17 +85,11 @@ def test_each_sample_lies_once_in_a_row_that_has_room(lengths, replicas, rows):
     assert slowest[0] <= slowest[1] * (1 + 1e-9)
 
 
-def test_what_does_not_fit_is_not_dealt():
+def test_what_does_not_fit_is_not_dealt_and_attention_counts():
     assert deal([16] * 5, Shape(2, 16, most=2)) is None
     assert [len(mbs) for mbs in deal([16] * 5, Shape(2, 16, most=3))] in ([2, 3], [3, 2])
-
-
-def test_first_fit_takes_the_longest_first():
     assert first_fit([3, 9, 7, 6, 1], range(5), 10) == [[1, 4], [2, 0], [3]]
-
-
-def test_attention_counts_where_tokens_are_as_many():
-    """One long sample against short ones with as many tokens."""
+    # One long sample against short ones with as many tokens.
     lengths = [64] + [8] * 24
     shape = Shape(2, 64, 1, 16, 1, 0.05)
     long, short = deal(lengths, shape), deal(lengths, Shape(2, 64, 1, 16, 1, 0.0))

@@ -1,7 +1,7 @@
 """Costs: given ones are unchanged, estimated ones follow from counted operations and bytes."""
 
 from dataclasses import replace
-from itertools import combinations, permutations, product
+from itertools import combinations, pairwise, permutations, product
 from operator import add
 
 import pytest
@@ -35,38 +35,28 @@ def comm(found):
     return tuple(found.links[0].values())
 
 
-def test_a_number_per_rank_is_shared_by_the_chunks_of_the_rank():
-    given = costs(job(costs={"f": 8.0, "b": 6.0, "w": 4.0, "comm": 0.5}), V)
-    assert given.column("f") == (4.0,) * 8 and given.column("b") == (3.0,) * 8 and given.column("w") == (2.0,) * 8
-    assert comm(given) == (0.5, 0.5, 0.5, 0.0, 0.5, 0.5, 0.5)
-    assert given.units("kept") == (0.5,) * 8
-    assert given.source == "given"
+GIVEN = [  # of ranks, which their chunks share; of stages; of layers, with embedding and head; and of transfers
+    ({"f": 8.0, "b": 6.0, "w": 4.0, "comm": 0.5}, V, {"f": (4.0,) * 8, "b": (3.0,) * 8, "w": (2.0,) * 8}),
+    ({"f": [2.0, 4.0, 6.0, 8.0], "b": 1.0, "w": 1.0}, V, {"f": (1.0, 2.0, 3.0, 4.0, 4.0, 3.0, 2.0, 1.0)}),
+    (
+        {"per": "stage", "f": [1.0, 2.0, 3.0, 4.0], "b": 1.0, "w": 0.5},
+        LINEAR,
+        {"f": (1.0, 2.0, 3.0, 4.0), "b": (1.0,) * 4},
+    ),
+    (
+        per_layer(8, (1.0, 2.0, 3.0), embed=(0.5, 0.0, 0.0), head=(0.0, 0.0, 9.0)),
+        LINEAR,
+        {"f": (2.5, 2.0, 2.0, 2.0), "w": (6.0, 6.0, 6.0, 15.0)},
+    ),
+]
 
 
-def test_a_list_per_rank_follows_the_placement():
-    given = costs(job(costs={"f": [2.0, 4.0, 6.0, 8.0], "b": 1.0, "w": 1.0}), V)
-    assert given.column("f") == (1.0, 2.0, 3.0, 4.0, 4.0, 3.0, 2.0, 1.0)
-
-
-def test_a_list_per_stage_is_taken_as_it_is():
-    given = costs(job(costs={"per": "stage", "f": [1.0, 2.0, 3.0, 4.0], "b": 1.0, "w": 0.5}))
-    assert given.column("f") == (1.0, 2.0, 3.0, 4.0)
-    assert given.column("b") == (1.0,) * 4
-
-
-def test_costs_per_layer_add_up_over_the_cut_with_embedding_and_head():
-    given = costs(
-        job(
-            costs=per_layer(8, (1.0, 2.0, 3.0), embed=(0.5, 0.0, 0.0), head=(0.0, 0.0, 9.0)),
-            partition={"layers_per_stage": [2, 2, 2, 2]},
-        )
-    )
-    assert given.column("f") == (2.5, 2.0, 2.0, 2.0)
-    assert given.column("w") == (6.0, 6.0, 6.0, 15.0)
-
-
-def test_given_costs_without_comm_mean_transfers_that_take_no_time():
-    assert comm(costs(job(costs={"f": 1.0, "b": 1.0, "w": 1.0}))) == (0.0,) * 3
+@pytest.mark.parametrize(("given", "placement", "wanted"), GIVEN)
+def test_given_times_are_those_of_stages_and_transfers_not_given_take_none(given, placement, wanted):
+    found = costs(job(costs=given, partition={"layers_per_stage": "equal"}), placement)
+    assert found.source == "given" and {name: found.column(name) for name in wanted} == wanted
+    assert comm(found) == tuple(given.get("comm", 0.0) * (a != b) for a, b in pairwise(placement.pipes[0]))
+    assert found.units("kept") == (1 / placement.chunks,) * placement.stages
 
 
 def test_activation_units_are_shares_of_one_rank_whatever_unit_was_given():
@@ -99,12 +89,6 @@ def test_estimates_follow_from_flops_when_arithmetic_is_the_limit(no_launches):
     assert head.f == pytest.approx(2 * h * 50000 * tokens / per_ms, rel=1e-4)
     assert block.params == 12 * h * h + 13 * h
     assert [layer.name for layer in table] == ["embed", *(f"layers.{i}" for i in range(8)), "head"]
-
-
-def test_a_model_of_the_papers_size_has_its_parameters():
-    """1.5B of arXiv 2401.10241 (22 layers + embedding and head, h = 2304)."""
-    table = estimate.layers(job(layers=22, model={"hidden": 2304, "heads": 24, "vocab": 50257, "seq_len": 1024}))
-    assert sum(layer.params for layer in table) == pytest.approx(1.64e9, rel=0.01)
 
 
 def test_transfers_are_latency_plus_bytes_over_the_link():
@@ -206,13 +190,10 @@ def test_kernels_run_one_after_another_and_each_meets_its_own_limit(no_launches)
     assert touched < fast.f < slow.f < free.f + fast.f  # products are memory-bound, too, if arithmetic is free
 
 
-def test_every_kernel_takes_its_time_to_get_going():
+def test_kernels_have_a_start_and_attention_whole_tiles():
     found = estimate.layers(job(hardware={"tflops": 1e6, "memory_gbps": 1e9}))[1]
     assert found.f == pytest.approx(10 * 0.005, rel=0.01)  # 4 products, attention, 2 norms, 2 sums and GELU
-
-
-def test_causal_attention_leaves_out_whole_tiles_of_keys_only():
-    """torch's CPU kernel, measured with and without is_causal: 1.00 at 256, 0.75 at 1024, 0.62 at 2048 tokens."""
+    # torch's CPU kernel, measured with and without is_causal: 1.00 at 256, 0.75 at 1024, 0.62 at 2048 tokens.
     shares = [keys_seen(length, 512) / length for length in (256, 1024, 2048)]
     assert shares == [1.0, 0.75, 0.625]
     assert keys_seen(128 * 1000, 128) == pytest.approx((128 * 1000 + 128) / 2)
@@ -285,19 +266,6 @@ def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says(no_launches
         assert 1e6 * head.w == pytest.approx(product + (12 + cast) * h * vocab)
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ({"top_k": 2}, "top_k is for models with experts"),
-        ({"ffn_hidden": [8, 8]}, "the second number of model.ffn_hidden is for models with experts"),
-        ({"experts": 2, "top_k": 3}, "top_k = 3 is more than model.experts = 2"),
-    ],
-)
-def test_experts_that_make_no_sense_are_refused(model, said):
-    with refused("E110", match=said):
-        job(model=model)
-
-
 def test_layers_of_a_factory_are_assumed_equal_and_say_so():
     plain = job(model={"family": "my.net:layers"}, data={"kind": "my.net:data"})
     assumed = costs(plain)
@@ -324,20 +292,32 @@ def test_a_stage_that_recomputes_takes_its_forward_once_more_in_b_and_keeps_inpu
     assert left[1] == plain.bytes_of("left")[1] > kept[1]
 
 
-def test_sums_of_shared_layers_lengthen_f_and_b_and_hide_behind_the_w_of_a_bw():
-    times = {"f": 8.0, "b": 6.0, "w": 2.0, "tp": 0.5}
-    given = costs(job(parallel={"tp": 2}, costs=times))
-    assert [given.of(column) for column in ("f", "b", "w", "bw")] == [8.5, 6.5, 2.0, 8.0]
-    longer = costs(job(parallel={"tp": 2}, costs={**times, "tp": 3.0}))
-    assert [longer.of(column) for column in ("f", "b", "w", "bw")] == [11.0, 9.0, 2.0, 9.0]
-    again = costs(job(parallel={"tp": 2}, costs=times, memory={"activations": "recompute"}))
-    assert [again.of(column) for column in ("f", "b", "w", "bw")] == [8.5, 6 + 8 + 1, 2.0, 16.5]
-    longest = costs(job(parallel={"tp": 2}, costs={**times, "tp": 3.0}, memory={"activations": "recompute"}))
-    assert longest.of("bw") == (8 + 3) + max(6 + 3, 6 + 2)
-    alone = costs(job(costs=times))
-    assert [alone.of(column) for column in ("f", "b", "w", "bw")] == [8.0, 6.0, 2.0, 8.0]
-    free = costs(job(parallel={"tp": 2}, costs={"f": 8.0, "b": 6.0, "w": 2.0}))
-    assert [free.of(column) for column in ("f", "b", "w", "bw")] == [8.0, 6.0, 2.0, 8.0]
+WITH_SUMS = [  # sums of layers hide behind the W of a BW, gathers do not; both run again with what is made again
+    ({"tp": 0.5}, {"tp": 2}, "keep", [8.5, 6.5, 2.0, 8.0]),
+    ({"tp": 3.0}, {"tp": 2}, "keep", [11.0, 9.0, 2.0, 9.0]),
+    ({"tp": 0.5}, {"tp": 2}, "recompute", [8.5, 6 + 8 + 1, 2.0, 16.5]),
+    ({"tp": 3.0}, {"tp": 2}, "recompute", [11.0, 6 + 8 + 6, 2.0, (8 + 3) + max(6 + 3, 6 + 2)]),
+    ({"tp": 0.5, "cp": 1.0}, {}, "keep", [8.0, 6.0, 2.0, 8.0]),
+    ({}, {"tp": 2}, "keep", [8.0, 6.0, 2.0, 8.0]),
+    ({"tp": 0.5, "cp": 1.0}, {"tp": 2, "cp": 2}, "keep", [9.5, 7.5, 2.0, 8.0]),
+    ({"tp": 0.5, "cp": 1.0}, {"cp": 2}, "recompute", [9.0, 6 + 8 + 2.0, 2.0, 8 + 1 + 6 + 2]),
+]
+
+
+@pytest.mark.parametrize(("times", "parallel", "activations", "wanted"), WITH_SUMS)
+def test_sums_and_gathers_lengthen_ops(times, parallel, activations, wanted):
+    times = {"f": 8.0, "b": 6.0, "w": 2.0, **times}
+    found = costs(job(parallel=parallel, costs=times, memory={"activations": activations}))
+    assert [found.of(column) for column in ("f", "b", "w", "bw")] == wanted
+
+
+def test_attention_that_runs_again_gathers_once_more_and_sums():
+    given, how = (
+        {"f": 8.0, "b": 6.0, "w": 2.0, "tp": 0.5},
+        {"parallel": {"cp": 2}, "memory": {"activations": "selective"}},
+    )
+    spared, free = (costs(job(costs={**given, "cp": ms}, **how)) for ms in (1, 0))
+    assert spared.of("b") == pytest.approx(free.of("b") + 2.0)
 
 
 def test_the_first_all_to_all_of_a_bw_waits_unless_a_w_is_there_by_then():
@@ -413,19 +393,6 @@ def test_ranks_that_share_tokens_take_their_part_and_gather_keys_and_values(no_l
     for column in "fb":
         assert [slow.of(column, s) - half.of(column, s) for s in range(4)] == [pytest.approx(2 * each, rel=1e-3)] * 4
     assert slow.of("w") == half.of("w")
-
-
-def test_gathers_add_to_sums_and_run_again_with_what_is_made_again():
-    given = {"f": 8.0, "b": 6.0, "w": 2.0, "cp": 1.0, "tp": 0.5}
-    both = costs(job(parallel={"tp": 2, "cp": 2}, costs=given))
-    assert [both.of(column) for column in ("f", "b", "w", "bw")] == [9.5, 7.5, 2.0, 8.0]
-    again = costs(job(parallel={"cp": 2}, costs=given, memory={"activations": "recompute"}))
-    assert [again.of(column) for column in ("f", "b", "bw")] == [9.0, 6 + 8 + 2.0, 8 + 1 + 6 + 2]
-    spared, free = (
-        costs(job(parallel={"cp": 2}, costs={**given, "cp": ms}, memory={"activations": "selective"})) for ms in (1, 0)
-    )
-    assert spared.of("b") == pytest.approx(free.of("b") + 2.0), "one more gather, and the sum"
-    assert costs(job(costs=given)).of("f") == 8.0
 
 
 def test_stages_recompute_one_by_one():

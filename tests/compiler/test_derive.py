@@ -250,21 +250,15 @@ def test_the_gradient_between_two_layers_counts_where_they_keep_nothing():
     assert rise([bare], again=0, first=False).bw == 700
 
 
-def test_recompute_adds_what_was_measured():
+def test_what_was_measured_of_recompute_links_and_hosts_counts():
     kinds = {"embed": layer(0.5, 0.5, 0.5), "block": layer(1.0, 2.0, 3.0, again=1.5), "head": layer(0.5, 0.5, 0.5)}
     found = costs(profile_of(job(), layers=kinds), memory={"activations": {"1": "recompute"}}, **EVEN)
     assert found.column("b") == (4.5, 7.0, 4.0, 4.5)
     assert found.column("bw") == (11.0, 13.0, 10.0, 11.0)
-
-
-def test_the_link_is_the_measured_one_unless_the_job_says_otherwise():
     ms = 1.0 + BOUNDARY / 1e6
     assert comm(costs()) == pytest.approx((ms,) * 3)
     assert comm(costs(hardware={"link_us": 5.0})) == pytest.approx((5e-3 + BOUNDARY / 1e6,) * 3)
     assert comm(costs(costs={"comm": 0.25})) == (0.25,) * 3
-
-
-def test_a_rank_pays_for_every_op_and_for_the_transfers_around_it():
     host = Host(f_us=100.0, b_us=200.0, w_us=50.0, transfer_us=10.0, agree_us=400.0, close_us=100.0)
     found = costs(profile_of(job(), host=host), **EVEN)
     assert found.column("f") == pytest.approx((2.61, 2.12, 2.12, 2.61))
@@ -281,13 +275,17 @@ def test_agreeing_and_optimizer_steps_make_a_settled_step_longer_than_the_makesp
     assert report.barrier_ms == pytest.approx(report.makespan_ms + 2.0 + 3 * 5.0)
 
 
-def test_another_optimizer_than_was_measured_is_estimated():
+def test_state_of_the_optimizer_is_that_of_the_job():
     kinds = {name: layer(1.0, 1.0, 1.0, step=3.0) for name in ("embed", "block", "head")}
     mine = profile_of(job(), layers=kinds)
     assert costs(mine, **EVEN).column("step") == (9.0, 6.0, 6.0, 9.0)
     other = costs(mine, optimizer={"kind": "sgd"}, **EVEN)
     assert 0 < max(other.column("step")) < 0.1
     assert [z.optimizer for z in other.bytes] == [0.0] * 4
+    found = costs(parallel={"dp": 2}, optimizer={"zero1": True}, **EVEN)
+    assert [z.optimizer for z in found.bytes] == [1200.0, 800.0, 800.0, 1200.0]
+    found = costs(optimizer={"sync": "post-validate"}, **EVEN)
+    assert [z.masters for z in found.bytes] == [z.gradients for z in found.bytes]
 
 
 def test_bytes_come_from_the_profile_and_shared_tensors_count_once():
@@ -324,16 +322,6 @@ def test_a_plan_holds_its_profile_and_its_id_covers_it_but_not_its_place(tmp_pat
     assert "profile.json" not in json.dumps(plan.manifest.planning)
     faster = profile_of(job(), layers={**described.profile.layers, "head": layer(0.5, 0.5, 0.4)})
     assert compile_job(replace(described, profile=faster)).assemble()[0].id != plan.manifest.id
-
-
-def test_ranks_that_share_out_the_optimizer_share_its_measured_state_too():
-    found = costs(parallel={"dp": 2}, optimizer={"zero1": True}, **EVEN)
-    assert [z.optimizer for z in found.bytes] == [1200.0, 800.0, 800.0, 1200.0]
-
-
-def test_masters_are_there_where_the_job_needs_them_whatever_was_measured():
-    found = costs(optimizer={"sync": "post-validate"}, **EVEN)
-    assert [z.masters for z in found.bytes] == [z.gradients for z in found.bytes]
 
 
 @pytest.mark.parametrize("kind", ["dualpipe", "dualpipe-v", "zb-h1", "1f1b"])

@@ -105,19 +105,13 @@ def test_any_number_of_steps_runs(schedule, p, m, v, dp):
     assert [b - a for a, b in pairwise(lengths)] == pytest.approx([3 * m] * 2 + [12 * m])
 
 
-def test_ranks_hold_as_much_as_with_a_flush():
+def test_a_cycle_holds_as_much_and_steps_and_sums_take_their_time():
     costs = Costs.uniform(body(p=4, m=8).placement)
     plain = lower(SCHEDULES["1f1b"].make(Request(4, 8)))
     assert [one.units for one in peaks(body(p=4, m=8), costs)] == [one.units for one in peaks(plain, costs)]
-
-
-def test_the_optimizer_takes_its_time():
     costs = Costs.uniform(body().placement).with_ms(step=(0.5, 0.5))
     assert period_of(body(costs=costs), costs) == 6.5
-
-
-def test_gradients_are_summed_before_they_are_stepped():
-    """The sum of a stage takes time in each step, since STEP waits for it."""
+    # The sum of a stage takes time in each step, since STEP waits for it.
     costs = Costs.uniform(body().placement).with_ms(reduce=(0.25, 0.25))
     program = body(dp=2, costs=costs)
     assert [str(op) for op in program.ranks[0]][-2:] == ["REDUCE s0", "STEP s0"]
@@ -183,13 +177,10 @@ def test_an_op_of_another_kind_of_step_or_of_a_later_one_has_no_place(op):
     assert {one.code for one in problem(replace(body(), ranks=ranks)).errors} == {"E202"}
 
 
-def test_messages_in_another_order_are_found():
+def test_messages_in_another_order_and_a_cycle_that_stops_after_its_first_steps_are_found():
     swapped = moved(body(p=2, m=3), 1, Op(Kind.RECV_F, 1, NEXT), Op(Kind.RECV_F, 1, 1))
     assert problem(swapped).code in ("E204", "E201")
-
-
-def test_a_cycle_that_stops_after_its_first_steps_is_found():
-    """Each rank waits for a message that the other sends only later."""
+    # Each rank waits for a message that the other sends only later.
     late = moved(body(p=2, m=2), 0, Op(Kind.BW, 0, 0), Op(Kind.F, 0, 1))
     late = moved(late, 1, Op(Kind.F, 1, 1), Op(Kind.BW, 1, 0))
     assert problem(late).code == "E201"
@@ -252,14 +243,11 @@ def test_memory_counts_a_second_copy_of_the_weights():
         assert other.units == one.units
 
 
-def test_a_start_of_a_ramp_with_too_few_microbatches_is_named():
+def test_too_few_microbatches_are_named_with_their_place_also_in_a_ramp():
     phases = {"microbatches": 8, "ramp": [{"microbatches": 3, "steps": 1}, {"microbatches": 4, "steps": 1}]}
     how = {"optimizer": {"sync": "two-versions"}, "data": {"kind": "synthetic"}}
     with refused("E210", hint="set microbatches of entry 0 of schedule.ramp = 4 or more"):
         compile_job(job(kind="1f1b", pp=5, layers=8, schedule=phases, **how), budget=0.0, suggest=False)
-
-
-def test_too_few_microbatches_are_named_with_their_place():
     with refused("E210") as found:
         compile_job(two(m=2))
     assert found.value.where is not None

@@ -102,23 +102,17 @@ def shapes(model, parallel, hardware=""):
     return {(shape.pp, shape.dp, shape.tp, shape.ep) for shape in world.read(loads(text, source="zbc.toml")).shapes}
 
 
-def test_a_world_offers_every_ep_of_the_ranks_of_a_stage():
+def test_shapes_of_a_world_say_how_experts_are_shared():
     model, node = "heads = 8\nlayers = 8\nexperts = 64", "[hardware]\nranks_per_node = 8"
     found = shapes(model, 'world = 64\ntp = 2\nep = "auto"', node)
     assert {ep for pp, _, _, ep in found if pp == 1} == {1, 2, 4, 8, 16, 32, 64}
     assert {ep for pp, _, _, ep in found if pp == 8} == {1, 2, 4, 8}
     cut = shapes(model, 'world = 64\ntp = 2\nexpert_tp = 2\nep = "auto"', node)
     assert {ep for pp, _, _, ep in cut if pp == 8} == {1, 2, 4}
-
-
-def test_a_shape_without_tp_or_ep_has_no_word_on_sharing_experts():
     text = '[model]\nexperts = 4\n[schedule]\nbatch = 8\n[parallel]\nworld = 2\nexpert_tp = 1\nep = "auto"'
     opened = world.read(loads(text, source="zbc.toml"))
     for shape in opened.shapes:
         assert "expert_tp" not in opened.of(shape).values["parallel"]
-
-
-def test_shapes_in_which_experts_alone_have_copies_share_these_out():
     text = '[model]\nexperts = 4\n[schedule]\nbatch = 8\n[parallel]\nworld = 4\ntp = 4\nep = "auto"\nshard = "all"'
     opened = world.read(loads(text, source="zbc.toml"))
     kept = {shape.ep: "shard" in opened.of(shape).values["parallel"] for shape in opened.shapes}

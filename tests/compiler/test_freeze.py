@@ -147,23 +147,17 @@ def test_what_it_does_not_go_with_is_said(changes, word):
     assert caught.value.hint
 
 
-def test_after_without_most_is_refused():
+def test_what_freezing_lacks_is_said(monkeypatch):
     with pytest.raises(ZbcError, match=r"freeze\.most\.0"):
         job(freeze={"after": 3})
-
-
-def test_layers_freeze_beside_words_that_all_ranks_share():
-    ops = [op for _, _, op in compile_job(job(freeze={"most": 0.5}, parallel={"vocabulary": "shared"})).program]
-    assert {Kind.S, Kind.T} <= {op.kind for op in ops} and any(op.share < WHOLE for op in ops)
-
-
-def test_without_ortools_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.linear_solver", None)
     with refused("E602", match="ortools", hint="zbc[solve]"):
         compile_job(job(freeze={"most": 0.5}))
 
 
-def test_a_ramp_is_frozen_too():
+def test_shared_words_and_ramps_go_with_freezing():
+    ops = [op for _, _, op in compile_job(job(freeze={"most": 0.5}, parallel={"vocabulary": "shared"})).program]
+    assert {Kind.S, Kind.T} <= {op.kind for op in ops} and any(op.share < WHOLE for op in ops)
     compiled = compile_job(
         job(m=8, schedule={"ramp": [{"microbatches": 4, "steps": 2}]}, freeze={"most": 0.5}, train={"steps": 9})
     )

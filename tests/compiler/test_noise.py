@@ -93,10 +93,14 @@ def test_noise_makes_steps_longer_on_average_and_the_same_seed_draws_the_same(na
     assert once.slower(once.median) == pytest.approx(once.median / once.predicted - 1)
 
 
-def test_more_jitter_costs_more():
+def test_jitter_costs_more_and_of_transfers_too():
     made = program("zb-v", m=16)
     medians = [spread(made, unit(made), Noise(jitter, trials=60)).median for jitter in (0.02, 0.1, 0.3)]
     assert medians == sorted(medians) and medians[2] > 1.05 * medians[0]
+    made = program("1f1b", p=2, m=1)
+    free = Costs.uniform(made.placement, f=1e-6, b=1e-6, w=0.0, comm=1.0)
+    found = spread(made, free, Noise(0.1, trials=400))
+    assert stdev(found.steps) == pytest.approx(0.1 * 2**0.5, rel=0.15) and found.transfers > 0.99
 
 
 def test_the_longest_chain_runs_through_the_rank_that_has_most_to_do():
@@ -105,13 +109,6 @@ def test_the_longest_chain_runs_through_the_rank_that_has_most_to_do():
     assert max(range(4), key=lambda r: found.by_rank[r]) == 2
     assert found.by_rank[2] > 0.7
     assert set(found.by_kind) == {"F", "BW"} and found.by_kind["BW"] > found.by_kind["F"]
-
-
-def test_transfers_jitter_too():
-    made = program("1f1b", p=2, m=1)
-    free = Costs.uniform(made.placement, f=1e-6, b=1e-6, w=0.0, comm=1.0)
-    found = spread(made, free, Noise(0.1, trials=400))
-    assert stdev(found.steps) == pytest.approx(0.1 * 2**0.5, rel=0.15) and found.transfers > 0.99
 
 
 @pytest.mark.parametrize("wrong", [{"jitter": -0.1}, {"straggler": -1.0}, {"trials": 0}])

@@ -122,21 +122,14 @@ def test_every_limit_down_to_the_floor_is_kept_in_a_complete_program(name):
         Lowering(offload=Offload((floor - 0.01,) * 4, ALL)).lower(Context(program, costs))
 
 
-def test_groups_stay_whole():
+def test_what_has_to_moves_and_nothing_else():
     program = SCHEDULES["dualpipe"].make(Request(4, 8, 1, overlap=True))
     costs = with_copies(program, k=0.3)
     before = max(rank.units for rank in peaks(program, costs))
     found = Lowering(offload=Offload((before - 2,) * 4, ALL)).lower(Context(program, costs))
     assert share(found.program) > 0 and keeps(found, before - 2)
-
-
-def test_where_nothing_has_to_move_the_program_is_the_same_one():
     program = SCHEDULES["1f1b"].make(Request(4, 8, 1))
     assert moved(program, Context(program, with_copies(program)), 4.0).program is program
-
-
-def test_only_stages_that_may_are_moved_and_twice_the_same():
-    program = SCHEDULES["1f1b"].make(Request(4, 8, 1))
     context = Context(program, with_copies(program))
     limits = (2.0, 4.0, 4.0, 4.0)
     first, again = (Offload(limits, frozenset({0})).run(program, context) for _ in range(2))
@@ -283,13 +276,10 @@ def test_copies_in_both_directions_at_once_keep_the_limit_and_are_no_slower(name
         assert both.timeline.makespan <= one.timeline.makespan * (1 - 0.1 * (name == "gis")) + 1e-6
 
 
-def test_the_clock_finds_copies_of_both_directions_at_once():
+def test_the_clock_finds_copies_that_do_not_know_of_each_other():
     both = lowered("gis", duplex=True)
     at_once = replace(both.timeline, graph=build(replace(both.program, duplex=False)))
     assert clocked.problems(both.timeline, both.costs) == [] != clocked.problems(at_once, both.costs)
-
-
-def test_the_clock_finds_copies_that_share_a_link_and_do_not_know_it():
     alone = lowered("1f1b")
     assert clocked.problems(alone.timeline, alone.costs) == []
     assert clocked.problems(alone.timeline, replace(alone.costs, shared=2)) != []
@@ -324,14 +314,11 @@ def test_pairs_on_a_link_in_every_row_of_the_reference(part):
     assert sum(one <= 1e-4 for one in late) >= 0.8 * len(late) and max(late) < 0.092
 
 
-def test_gpus_copy_in_both_directions_at_once(tmp_path):
+def test_a_job_says_what_copies_share(tmp_path):
     found = planned(tmp_path, "gis", hardware={"device": "cuda"})
     assert found.program.duplex and not planned(tmp_path, "gis").program.duplex
     found.write(tmp_path / "plan")
     assert StoredPlan.read(tmp_path / "plan").program == found.program
-
-
-def test_a_job_says_how_many_ranks_share_a_link(tmp_path):
     alone = planned(tmp_path, "gis")
     both = planned(tmp_path, "gis", hardware={"host_shared": 4})
     assert (alone.costs.shared, both.costs.shared) == (1, 4)

@@ -50,19 +50,13 @@ def test_a_receive_is_posted_one_compute_op_ahead_and_a_send_follows_its_produce
     ]
 
 
-def test_receives_of_a_channel_are_posted_in_the_order_they_are_sent():
-    """Rank 0 sends m1 before m0; rank 1 uses m0 first. The receive of m1 is posted before that of m0."""
+def test_transfers_stand_where_they_are_sent_and_wanted():
+    # Rank 0 sends m1 before m0; rank 1 uses m0 first. The receive of m1 is posted before that of m0.
     before = program("F s0 m1\nF s0 m0", "F s1 m0\nF s1 m1")
     assert listing(ran(InsertComm(), before))[1] == ["RECV_F s1 m1 <r0", "RECV_F s1 m0 <r0", "F s1 m0", "F s1 m1"]
-
-
-def test_no_transfer_inside_a_rank():
     turn = program("F s0 m0\nF s1 m0\nBW s1 m0\nBW s0 m0", placement=Placement(((0, 0),)))
     assert ran(InsertComm(), turn).ranks == turn.ranks
-
-
-def test_a_gradient_leaves_before_the_weight_gradient_that_follows_it():
-    """Why insert-comm runs before fuse-backward: fused, the neighbour would wait for W too."""
+    # Why insert-comm runs before fuse-backward: fused, the neighbour would wait for W too.
     split = program("F s0 m0\nB s0 m0\nW s0 m0", "F s1 m0\nB s1 m0\nW s1 m0")
     rank0, rank1 = listing(lower(split))
     assert rank1[2:5] == ["B s1 m0", "SEND_B s1 m0 >r0", "W s1 m0"]
@@ -95,15 +89,12 @@ def test_only_replicated_stages_are_reduced_and_every_holder_meets_in_one_order(
     assert ran(ReduceGrads(), plain) is plain
 
 
-def test_with_copies_every_stage_is_summed_as_soon_as_its_last_weight_gradient_is_there():
+def test_sums_stand_behind_the_last_weight_gradient_and_what_leaves_with_it():
     turn = program("F s0 m0\nF s1 m0\nB s1 m0\nW s1 m0\nB s0 m0\nW s0 m0", placement=Placement.vshape(1))
     after = ran(ReduceGrads(), replace(turn, dp=2))
     assert listing(after) == [
         ["F s0 m0", "F s1 m0", "B s1 m0", "W s1 m0", "REDUCE s1", "B s0 m0", "W s0 m0", "REDUCE s0"]
     ]
-
-
-def test_a_sum_stands_behind_the_gradient_that_leaves_with_it():
     rank1 = listing(lower(replace(make("1f1b", 2, 1), dp=2)))[1]
     assert rank1 == ["RECV_F s1 m0 <r0", "F s1 m0", "BW s1 m0", "SEND_B s1 m0 >r0", "REDUCE s1", "VALIDATE", "STEP s1"]
 

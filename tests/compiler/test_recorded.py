@@ -156,20 +156,22 @@ def test_waiting_is_put_down_to_the_rank_that_is_late(tmp_path):
 # ---- what is named -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb-v", "chimera"])
-@pytest.mark.parametrize("slow", [0, 2, 3])
-def test_the_slow_rank_is_named_and_no_other(tmp_path, kind, slow):
-    plan = compiled(kind)
+SLOW = [(kind, 4, slow) for kind in ("1f1b", "zb-v", "chimera") for slow in (0, 2, 3)]
+
+
+@pytest.mark.parametrize(("kind", "p", "slow"), [*SLOW, ("1f1b", 2, 1)])
+def test_the_slow_rank_is_named_and_no_other(tmp_path, kind, p, slow):
+    """Of two ranks it is held against the other."""
+    plan = compiled(kind, p=p)
     found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, slow, 1.5))), again=False)
     (named,) = found.slow_ranks
     assert named.rank == slow and named.ratio == pytest.approx(1.5) and named.others == pytest.approx(1.0)
-    around = tuple(1.5 if rank == slow else 1.0 for rank in range(4))
-    assert found.slow == around
+    assert found.slow == tuple(1.5 if rank == slow else 1.0 for rank in range(p))
     assert not found.slow_links and not found.outliers
     mine = [one for one in found.ops if one.rank == slow]
     assert list(found.ops[: len(mine)]) == mine and all(one.ratio == pytest.approx(1.5) for one in mine)
     assert f"rank {slow} takes 1.50 times what was predicted" in str(found).splitlines()
-    assert str(found).startswith(f"{kind} on 4 ")
+    assert str(found).startswith(f"{kind} on {p} ")
 
 
 def test_a_prediction_that_is_off_for_all_ranks_makes_none_of_them_slow(tmp_path):
@@ -196,13 +198,6 @@ def test_a_receiver_that_comes_late_says_nothing_of_the_link(tmp_path):
     assert len(messages) == 2 * 3 * 8 and any(message.took > 3 * MS for message in messages)
     awaited = [message.took for message in messages if message.awaited]
     assert len(awaited) > 10 and max(awaited) < 0.9 * MS
-
-
-def test_of_two_ranks_the_slow_one_is_held_against_the_other(tmp_path):
-    plan = compiled("1f1b", p=2)
-    found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 1, 1.5))), again=False)
-    (named,) = found.slow_ranks
-    assert (named.rank, named.others) == (1, pytest.approx(1.0)) and named.ratio == pytest.approx(1.5)
 
 
 def test_one_op_out_of_line_is_named_with_its_step_and_rank(tmp_path):
@@ -285,18 +280,15 @@ def test_slices_are_put_together_to_whole_microbatches(tmp_path, kind):
     assert len(found.slices) == 4
 
 
-def test_a_new_plan_under_measured_times_moves_layers_off_the_stage_that_is_slow(tmp_path):
+def test_a_new_plan_moves_layers_off_a_slow_stage_and_is_the_plan_where_nothing_deviates(tmp_path):
     plan = compiled("zb-h1", costs={**GIVEN, "per": "layer"}, layers=12)
     found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 1, 2.0)))).replan
     before, after = ([sum(n.startswith("layers.") for n in names) for names in cut] for cut in (plan.layers, found.cut))
     assert found.changed and after[1] < before[1] and sum(after) == 12
     assert found.gain > 0.1 and found.planned_ms == pytest.approx((1 - found.gain) * found.present_ms)
-
-
-def test_a_new_plan_where_nothing_deviates_is_the_plan(tmp_path):
     plan = compiled("1f1b", costs={**GIVEN, "per": "layer"})
     world = as_predicted(plan, optimizer=lambda rank: plan.costs.of("step", rank))
-    found = report.build(record(plan, tmp_path, world)).replan
+    found = report.build(record(plan, tmp_path / "even", world)).replan
     assert not found.changed and found.gain == pytest.approx(0.0, abs=1e-9) and found.cut == plan.layers
     assert found.present_ms == pytest.approx(plan.settled_ms, rel=1e-3)
 

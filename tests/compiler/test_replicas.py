@@ -44,14 +44,11 @@ def test_orders_are_proven(replicas, m, slices):
             assert mine == {rank - sum(replicas[:s])}, "microbatch i is of replica i mod r"
 
 
-def test_one_replica_each_is_1f1b():
+def test_replicas_of_a_stage_keep_up_with_others():
     costs = Costs.uniform(placement_of((1, 1, 1, 1), 8))
     program = replicated((1, 1, 1, 1), 8).make(Request(4, 8, costs=costs))
     assert Context(program, costs).timeline.makespan == 3 * 8 + 3 * 3
-
-
-def test_a_stage_of_two_ranks_keeps_up_with_one_of_half_its_work():
-    """F = B = W = 2 on two ranks, 1 on one: a microbatch leaves every 3 ms, and the pipeline is full."""
+    # F = B = W = 2 on two ranks, 1 on one: a microbatch leaves every 3 ms, and the pipeline is full.
     placement = placement_of((2, 1), 12)
     costs = Costs.uniform(placement).with_ms(f=(2.0, 1.0), b=(2.0, 1.0), w=(2.0, 1.0), bw=(4.0, 2.0))
     program = replicated((2, 1), 12).make(Request(3, 12, costs=costs))
@@ -74,9 +71,13 @@ def test_the_cut_evens_out_the_work_of_ranks():
     assert found.program.topology.name(2) == "rank 2 [stage 1, replica 0]"
 
 
-def test_replicas_say_how_many_ranks_there_are(tmp_path):
+def test_replicas_say_how_many_ranks_there_are_and_which_schedule(tmp_path):
     path = write_job(tmp_path, kind="replicated-1f1b", parallel={"replicas": [2, 3]}, pp=None)
     assert load_job(path).parallel.pp == 5
+    with refused("E110", match=r"needs parallel\.replicas"):
+        job(kind="replicated-1f1b")
+    path = write_job(tmp_path, kind="replicated-1f1b", pp=3, m=6, parallel={"replicas": [2, 1]})
+    assert compile_job(load_job(path, schedule="1f1b")).program.placement.replicas == ()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -133,16 +134,6 @@ def test_what_does_not_go_together(changes, text):
     with pytest.raises(ZbcError, match=text) as caught:
         asked(**changes)
     assert [error.code for error in caught.value.errors] == ["E110"] and caught.value.hint
-
-
-def test_the_schedule_needs_its_replicas():
-    with refused("E110", match=r"needs parallel\.replicas"):
-        job(kind="replicated-1f1b")
-
-
-def test_a_job_with_replicas_can_be_held_against_other_schedules(tmp_path):
-    path = write_job(tmp_path, kind="replicated-1f1b", pp=3, m=6, parallel={"replicas": [2, 1]})
-    assert compile_job(load_job(path, schedule="1f1b")).program.placement.replicas == ()
 
 
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])

@@ -26,13 +26,10 @@ def job(tmp_path):
     return load
 
 
-def test_a_gpu_keeps_6_percent_free_a_cpu_nothing(job):
+def test_a_gpu_keeps_6_percent_free_or_what_a_profile_found(job):
     assert job(memory_gib=80).room == 80 * GIB
     assert job(memory_gib=80, device="cuda").room == pytest.approx((1 - RESERVE) * 80 * GIB)
     assert job(device="cuda").room is None
-
-
-def test_a_profile_that_found_more_counts(job):
     made = Profile.model_construct(reserve_bytes=6 * GIB)
     on_gpu = replace(job(memory_gib=80, device="cuda"), profile=made)
     assert on_gpu.room == 74 * GIB

@@ -143,22 +143,16 @@ def test_ranks_that_share_layers_are_seated_together(tmp_path):
         load_job(path, ["parallel.pp=2"])
 
 
-def test_the_machine_asks_the_table(tmp_path):
+def test_the_machine_asks_the_table_of_ranks_or_of_nodes(tmp_path):
     job = load_job(written(tmp_path, {"us": [[0, 5, 7, 5]] * 4}, parallel={"order": [3, 1, 0, 2]}))
     machine = Machine.of(job)
     assert machine.link((0, 1)) == (pytest.approx(5e-3), 9e6), "stages 0 and 1 are on ranks 3 and 1"
     assert machine.link((1, 2)).speed == 1e6
     assert machine.sum_ms(1e6, [0, 1]) == pytest.approx(5e-3 + 1 / 9)
-
-
-def test_a_table_of_nodes(tmp_path):
     table = {"per": "node", "gbps": [[20, 2], [0, 10]], "us": [[1, 9], [9, 1]]}
     job = load_job(written(tmp_path, table, hardware={"ranks_per_node": 2}))
     machine = Machine.of(job)
     assert [machine.between(a, b).speed for a, b in ((0, 1), (1, 2), (2, 3))] == [20e6, 2e6, 10e6]
-
-
-def test_the_slower_direction_counts(tmp_path):
     both = [[0, 4, 9, 9], [2, 0, 9, 9], [9, 9, 0, 9], [9, 9, 9, 0]]
     assert Machine.of(load_job(written(tmp_path, {"gbps": both}))).between(0, 1).speed == 2e6
 

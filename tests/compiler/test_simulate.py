@@ -76,13 +76,15 @@ def test_both_bubble_rates_say_what_they_are_a_share_of():
     assert timeline.bubble_rate_makespan == pytest.approx(7 / 79)
 
 
-def test_uneven_stages_wait_for_the_slowest():
+def test_fused_backwards_and_uneven_stages_take_their_time():
     placement = Placement.linear(2)
     program = make("gpipe", 2, 3)
     costs = Costs.per_stage((1.0, 3.0), (1.0, 3.0), (0.0, 0.0), (1.0, 1.0), (1.0, 1.0), ((0.5,),))
     timeline = simulate(program, costs)
     assert timeline.makespan == 1 + 0.5 + 3 * 3 + 3 * 3 + 0.5 + 1
     assert placement.ranks == timeline.ranks
+    program = Program(Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op(Kind.BW, 0, 0)),))
+    assert timed(program, 1.0, 2.0, 4.0).makespan == 7.0
 
 
 def test_slices_take_the_times_given_for_them():
@@ -100,21 +102,13 @@ def test_slices_take_the_times_given_for_them():
     }
 
 
-def test_a_backward_fused_is_timed_as_both_halves_together():
-    program = Program(Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op(Kind.BW, 0, 0)),))
-    assert timed(program, 1.0, 2.0, 4.0).makespan == 7.0
-
-
-def test_an_order_that_can_never_finish_is_refused():
+def test_orders_that_cannot_run_are_refused():
     crossed = Program(
         Placement.vshape(1), 1, ((Op(Kind.F, 1, 0), Op(Kind.F, 0, 0), Op(Kind.BW, 1, 0), Op(Kind.BW, 0, 0)),)
     )
     with refused("E201") as caught:
         timed(crossed)
     assert "F s1 m0 waits for F s0 m0" in caught.value.render()
-
-
-def test_an_op_whose_input_no_rank_makes_is_refused():
     with pytest.raises(ZbcError, match="F s1 m0 on rank 1 needs an op that no rank runs"):
         timed(Program(Placement.linear(2), 1, ((), (Op(Kind.F, 1, 0),))))
 
@@ -178,15 +172,12 @@ def test_sums_hide_behind_the_ops_of_ranks_that_are_not_done():
         assert sum(timeline.idle(rank)) + timeline.busy(rank) == pytest.approx(timeline.makespan)
 
 
-def test_sums_of_one_rank_run_one_after_the_other():
+def test_sums_wait_for_each_other_and_for_all_their_ranks():
     timeline = summed("zb-v", 2, 4, 10.0, dp=2)
     for rank in range(2):
         times = sorted((one.start, one.end) for one in timeline.sums if rank in one.ranks)
         assert len(times) == 2 and times[0][1] <= times[1][0]
     assert timeline.makespan == max(one.end for one in timeline.sums)
-
-
-def test_a_sum_starts_when_the_last_of_its_ranks_has_come():
     timeline = summed("1f1b", 4, 4, 0.0, tie=3.0, tied=True)
     [tie] = timeline.sums
     assert tie.ranks == (0, 3) and tie.start == timeline.last_end(0) > timeline.last_end(3)

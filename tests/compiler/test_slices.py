@@ -79,34 +79,33 @@ def test_cuts_that_do_not_ascend_are_damage(tmp_path):
             StoredPlan.read(folder)
 
 
-def test_a_seq_len_beyond_its_slices():
-    assert (one := problem(**sliced(17, model={"seq_len": 16}))).code == "E103" and "16 or fewer" in one.hint
-    assert "schedule.slices = 17" in one.message and ":" in one.where
+SHORT, GPU = {"seq_len": 16}, {"hardware": {"device": "cuda"}, "model": {"seq_len": 1024}}
+UNCUT = [  # changes, code, words of the message and of the hint
+    (sliced(17, model=SHORT), "E103", "schedule.slices = 17", "16 or fewer"),
+    (sliced(3, model=SHORT, schedule={"cuts": [10, 6]}), "E103", "2 lengths, schedule.slices is 3", ""),
+    (sliced(3, model=SHORT, schedule={"cuts": [10, 4, 4]}), "E103", "to 18, model.seq_len is 16", ""),
+    (sliced(3, model=SHORT, schedule={"cuts": [10, 3, 2]}), "E103", "to 15", ""),
+    (sliced(2, schedule={"cuts": [500, 524]}, **GPU), "E103", "multiples of 128", "[512, 512]"),
+    (sliced(9, **GPU), "E103", "", ""),
+    ({"schedule": {"cuts": "even"}}, "E110", "", ""),
+    (sliced("auto", schedule={"cuts": [1024, 1024]}), "E110", "", ""),
+    *((sliced(2, kind=kind), "E110", "meet in the middle", 'kind = "zb-v"') for kind in ("chimera-zb", "dualpipe")),
+    *((sliced(2, kind=kind, schedule={"chunks": 2}), "E110", "meet", "zb-v") for kind in ("hanayo", "bitpipe")),
+]
 
 
-@pytest.mark.parametrize(
-    ("cuts", "words"),
-    [([10, 6], "2 lengths, schedule.slices is 3"), ([10, 4, 4], "to 18, model.seq_len is 16"), ([10, 3, 2], "to 15")],
-)
-def test_lengths_that_are_not_the_sequence(cuts, words):
-    error = problem(**sliced(3, model={"seq_len": 16}, schedule={"cuts": cuts}))
-    assert error.code == "E103" and words in error.message
-    if len(cuts) == 3:  # the hint works
+@pytest.mark.parametrize(("changes", "code", "words", "hint"), UNCUT)
+def test_what_cannot_be_cut_so_is_refused_with_its_place(changes, code, words, hint):
+    error = problem(**changes)
+    assert error.code == code and words in error.message and hint in error.hint and ":" in error.where
+
+
+def test_cuts_that_are_hinted_at_and_those_of_a_gpu_are_right():
+    for cuts in ([10, 4, 4], [10, 3, 2]):
+        error = problem(**sliced(3, model=SHORT, schedule={"cuts": cuts}))
         near = json.loads(error.hint.partition("= ")[2].partition(", or")[0])
-        assert cuts_of(job(**sliced(3, model={"seq_len": 16}, schedule={"cuts": near})))[-1] == 16
-
-
-def test_lengths_on_a_gpu_are_multiples_of_its_tile():
-    gpu = {"hardware": {"device": "cuda"}, "model": {"seq_len": 1024}}
-    error = problem(**sliced(2, schedule={"cuts": [500, 524]}, **gpu))
-    assert error.code == "E103" and "multiples of 128" in error.message and "[512, 512]" in error.hint
-    assert all(place % 128 == 0 for place in cuts_of(job(**sliced(3, **gpu))))
-    assert problem(**sliced(9, **gpu)).code == "E103"
-
-
-def test_cuts_without_slices_and_slices_without_a_sequence():
-    assert problem(schedule={"cuts": "even"}).code == "E110"
-    assert problem(**sliced("auto", schedule={"cuts": [1024, 1024]})).code == "E110"
+        assert cuts_of(job(**sliced(3, model=SHORT, schedule={"cuts": near})))[-1] == 16
+    assert all(place % 128 == 0 for place in cuts_of(job(**sliced(3, **GPU))))
 
 
 def test_slices_of_what_is_no_sequence(tmp_path):
@@ -117,13 +116,6 @@ def test_slices_of_what_is_no_sequence(tmp_path):
         load_job(path)
     assert [error.code for error in caught.value.errors] == ["E110"]
     assert "model.seq_len" in caught.value.errors[0].message
-
-
-@pytest.mark.parametrize("kind", few(["chimera-zb", "dualpipe", "hanayo", "bitpipe"], 2))
-def test_schedules_without_an_order_of_slices(kind):
-    chunks = {"chunks": 2} if kind in ("hanayo", "bitpipe") else {}
-    error = problem(**sliced(2, kind=kind, schedule=chunks))
-    assert error.code == "E110" and "meet in the middle" in error.message and 'kind = "zb-v"' in error.hint
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
@@ -198,12 +190,6 @@ def test_recompute_keeps_keys_and_values_beside_the_inputs_of_layers():
     assert 0.99 * twice < again.column("b")[1] <= twice
 
 
-def test_slices_take_less_memory_and_time():
-    whole, cut = planned(**LONG), planned(**sliced(8))
-    assert max(rank.activations for rank in cut.memory) < 0.6 * max(rank.activations for rank in whole.memory)
-    assert cut.timeline.makespan < whole.timeline.makespan
-
-
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "zb-auto", "zb-v", "v-auto", "looped-zb"], ("1f1b", "zb-v")))
 def test_no_order_is_below_the_bound(kind):
     for cuts in ("balanced", "even"):
@@ -230,16 +216,13 @@ def test_searches_keep_to_bytes_that_slices_need(kind):
 # ---- the number of slices -------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_the_number_with_the_shortest_step():
+def test_auto_takes_the_number_with_the_shortest_step_that_fits():
     found = planned(**sliced("auto"))
     count = found.program.slices
     assert count > 1 and found.job.schedule.slices == count
     steps = {k: planned(**sliced(k)).timeline.makespan for k in (1, count // 2, count, 2 * count)}
     assert steps[count] < steps[count // 2] <= steps[1]
     assert steps[2 * count] > 0.99 * steps[count]
-
-
-def test_auto_finds_a_number_that_fits():
     whole = max(rank.activations for rank in planned(**LONG).memory)
     limit = {"memory_limit": f"{0.5 * whole / 1024:.3f} KiB"}
     with pytest.raises(ZbcError):

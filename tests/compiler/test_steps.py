@@ -57,17 +57,13 @@ def test_zb_h2_and_zb_v_reach_the_work_of_a_rank_without_the_barrier(p, m):
         assert either_way(program, costs_of(program)) == (pytest.approx(3 * m + bubble), pytest.approx(3 * m))
 
 
-def test_the_barrier_waits_for_the_slowest_optimizer_and_a_rank_without_it_pays_twice():
+def test_verdicts_and_optimizers_take_their_time_with_and_without_the_barrier():
     program = make("zb-h2", 4, 8)
     barrier, ahead = either_way(program, costs_of(program, step=2.0))
     assert (barrier, ahead) == (pytest.approx(27 + 2.0), pytest.approx(24 + 2 * 2.0))
     cheap = either_way(program, costs_of(program, step=2.0, tentative=0.5))
     assert cheap[1] == pytest.approx(24 + 2.5)
-
-
-def test_a_slow_way_of_the_verdict_holds_up_the_first_backward():
-    """From the last rank back to the first: three hops, which a warm-up of six forwards hides, until it does not."""
-    program = make("zb-h2", 4, 8)
+    # From the last rank back to the first: three hops, which a warm-up of six forwards hides, until it does not.
     hidden, seen = (either_way(program, costs_of(program, hop=hop))[1] for hop in (0.5, 8.0))
     assert hidden == pytest.approx(24) and seen > 24 + 5
 
@@ -87,25 +83,26 @@ def test_the_ops_of_a_step_without_a_barrier_run_in_the_order_they_need(name):
             assert find[rank, Kind.COMMIT].end <= back + 1e-9
 
 
-def test_steps_follow_one_another_without_a_gap_they_do_not_need():
+def test_steps_follow_without_a_gap_and_of_a_large_one_only_the_asked_time_is_told(monkeypatch):
     program = lower(make("zb-h2", 4, 8), "post-validate")
     costs = costs_of(program, step=1.0)
     timelines = list(islice(consecutive(program, costs), 4))
     for before, after in pairwise(timelines):
         assert after.first_start(0) == pytest.approx(before.last_end(0))
     assert timelines[3].last_end(0) - timelines[2].last_end(0) == pytest.approx(settled(program, costs))
+    program, at = make("1f1b", 4, 8), costs_of(make("1f1b", 4, 8))
+    monkeypatch.setattr(steps, "LARGE", 50)
+    found = [of_complete(Context(lower(program, *sync, costs=at), at))[1] for sync in ((), ("post-validate",))]
+    assert found[0] is None and found[1] > 24
 
 
-def test_stages_that_are_stepped_in_parts_wait_for_the_weights_of_the_other_parts():
-    """After each step, with a barrier or without: a forward needs all of them."""
+def test_gathers_and_sums_take_their_time_with_and_without_the_barrier():
+    # After each step, with a barrier or without: a forward needs all of them.
     program = replace(make("1f1b", 2, 4), dp=2, sharded=True)
     free, gathered = (costs_of(program).with_ms(gather=(ms,) * 2) for ms in (0.0, 2.0))
     (barrier, less), (longer, more) = either_way(program, free), either_way(program, gathered)
     assert longer == pytest.approx(barrier + 2.0)
     assert more == pytest.approx(less + 2.0)
-
-
-def test_the_sum_over_copies_holds_up_the_tentative_step():
     program = replace(make("1f1b", 2, 4), dp=2)
     costs = costs_of(program).with_ms(reduce=(5.0, 5.0))
     assert either_way(program, costs)[1] == pytest.approx(simulate(program, costs).makespan + 5.0)
@@ -114,10 +111,3 @@ def test_the_sum_over_copies_holds_up_the_tentative_step():
 def test_linear_placements_have_one_step_per_stage():
     assert costs_of(make("1f1b", 4, 4), step=3.0).column("step") == (3.0,) * 4
     assert Costs.uniform(Placement.linear(2)).total("tentative", (0, 1)) == 0.0
-
-
-def test_of_a_large_step_only_the_asked_time_is_told(monkeypatch):
-    program, at = make("1f1b", 4, 8), costs_of(make("1f1b", 4, 8))
-    monkeypatch.setattr(steps, "LARGE", 50)
-    found = [of_complete(Context(lower(program, *sync, costs=at), at))[1] for sync in ((), ("post-validate",))]
-    assert found[0] is None and found[1] > 24

@@ -81,31 +81,25 @@ def test_ops_of_copies_of_a_stage_take_what_they_take_on_their_own_ranks(kind):
     assert [*least] == pytest.approx(sorted(least), rel=1e-9)
 
 
-def test_layers_of_copies_of_a_stage_go_by_the_mean_of_their_ranks():
-    """Ranks 0 and 3 of a bidirectional pipeline have stages 0 and 3."""
+def test_layers_go_by_the_pace_of_ranks_unless_times_of_ranks_are_given():
+    # Ranks 0 and 3 of a bidirectional pipeline have stages 0 and 3.
     count = blocks(planned(kind="chimera", hardware={"slow": [1, 1, 2, 1]}))
     assert sum(count[1:3]) < sum(blocks(planned(kind="chimera"))[1:3])
+    given = {"f": [1.0, 2.0, 1.0, 1.0], "b": 1.0, "w": 1.0}
+    made = planned(costs=given, hardware={"slow": [3, 1, 1, 1]})
+    assert made.costs.column("f") == (1.0, 2.0, 1.0, 1.0)
 
 
-def test_each_rank_is_held_to_its_own_memory():
+def test_each_rank_is_held_to_its_own_memory_and_layers_move_off_one_with_little():
     each = [rank.bytes / 2**30 for rank in planned(partition=EVEN).memory]
     enough = [1.01 * one for one in each]
     assert planned(partition=EVEN, hardware={"memory_gib": enough}).memory
     less = [*enough[:2], 0.9 * each[2], enough[3]]
     with refused("E301", "rank 2"):
         planned(partition=EVEN, hardware={"memory_gib": less})
-
-
-def test_layers_move_off_a_rank_with_little_memory():
     held = [rank.bytes / 2**30 for rank in planned().memory]
     made = planned(hardware={"memory_gib": [2 * held[0], 0.75 * held[1], 2 * held[0], 2 * held[0]]})
     assert blocks(made)[1] < blocks(planned())[1]
-
-
-def test_given_times_of_ranks_know_them_already():
-    given = {"f": [1.0, 2.0, 1.0, 1.0], "b": 1.0, "w": 1.0}
-    made = planned(costs=given, hardware={"slow": [3, 1, 1, 1]})
-    assert made.costs.column("f") == (1.0, 2.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -126,16 +126,13 @@ def test_longer_units_trade_memory_for_time():
 # ---- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_dualpipe_wants_an_even_number_of_ranks_and_says_which():
+def test_even_numbers_of_ranks_and_stages_are_asked_for():
     with pytest.raises(ZbcError, match=r"dualpipe needs a multiple of 2 ranks, parallel\.pp is 5") as caught:
         find("dualpipe").check_ranks(5)
     assert (caught.value.code, caught.value.hint) == ("E110", "set parallel.pp = 4 or 6")
     find("dualpipe").check_ranks(6)
     with refused("E110"):
         make("dualpipe", 3, 8)
-
-
-def test_hanayo_wants_an_even_number_of_stages_per_rank():
     with refused("E110", hint="set schedule.chunks = 4"):
         find("hanayo").stages_per_rank(3)
     assert find("hanayo").stages_per_rank(6) == 6

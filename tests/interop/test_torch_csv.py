@@ -240,15 +240,12 @@ def test_one_slip_in_a_known_schedule_is_undone_where_it_happened():
     assert found.makespan <= 15.0
 
 
-def test_a_repeated_action_is_dropped_where_it_comes_again():
+def test_what_is_repeated_is_dropped_and_what_is_missing_not_invented():
     program = loads("0F0,0F1,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n").program
     found = repair(program, Costs.uniform(program.placement))
     assert [str(op) for op in found.dropped] == ["F s0 m1"]
     assert found.moved == 0
     assert [str(op) for op in found.program.ranks[0]] == ["F s0 m0", "F s0 m1", "BW s0 m0", "BW s0 m1"]
-
-
-def test_what_is_missing_is_not_invented():
     program = loads("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n").program
     with refused("E411") as caught:
         repair(program, Costs.uniform(program.placement))

@@ -129,13 +129,10 @@ def test_the_same_order_in_one_process_has_the_same_bits(schedule, p, m, v, ever
     assert counted == late == dict(enumerate(wanted.stalest))
 
 
-def test_the_lateness_of_each_stage_is_what_the_order_says():
+def test_the_steps_of_a_stage_and_their_lateness_are_those_of_the_order():
     late = [lateness(ops) for ops in program_of("1f1b", 8, 8).ranks]
     assert [one[stage] for stage, one in enumerate(late)] == [7, 6, 5, 4, 3, 2, 1, 0]
     assert [lateness(ops)[s] for s, ops in enumerate(program_of("1f1b", 4, 4, every=4).ranks)] == [1, 1, 1, 0]
-
-
-def test_the_steps_of_a_stage():
     texts = [str(op) for op in program_of("1f1b", 2, 4, every=2).ranks[1] if op.kind is Kind.STEP]
     assert texts == ["STEP s1", "STEP s1 #1"]
     assert [Op.parse(text) for text in texts] == [Op(Kind.STEP, 1), Op(Kind.STEP, 1, 1)]

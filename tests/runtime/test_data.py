@@ -93,12 +93,16 @@ def test_without_a_path_the_standard_library_is_read(monkeypatch):
     assert len(samples(kind="text")) == 199_999 // 4
 
 
-def test_missing_data_are_e501(tmp_path, monkeypatch):
+def test_data_that_are_missing_or_empty_are_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     error = error_of(samples, kind="text", path="nothing.txt")
     assert error.code == "E501" and "nothing.txt" in error.message and str(tmp_path) in error.hint
     (tmp_path / "empty").mkdir()
     assert error_of(samples, kind="text", path="empty").code == "E501"
+    (tmp_path / "empty.txt").touch()
+    found = samples(kind="text", path=str(tmp_path / "empty.txt"))
+    assert len(found) == 0
+    assert error_of(Batches, found, seed=1, microbatches=1, size=1).code == "E504"
 
 
 @pytest.mark.parametrize(
@@ -109,13 +113,6 @@ def test_what_is_not_text_is_e503_with_file_and_byte(tmp_path, raw, byte):
     file.write_bytes(raw)
     error = error_of(samples, kind="text", path=str(file))
     assert error.code == "E501" and str(file) in error.message and f"byte {byte} is 0x{raw[byte]:02x}" in error.message
-
-
-def test_an_empty_file_has_no_samples(tmp_path):
-    (tmp_path / "empty.txt").touch()
-    found = samples(kind="text", path=str(tmp_path / "empty.txt"))
-    assert len(found) == 0
-    assert error_of(Batches, found, seed=1, microbatches=1, size=1).code == "E504"
 
 
 def test_noise_is_the_same_everywhere_and_different_everywhere_else():
@@ -140,13 +137,10 @@ def test_a_dataset_factory_that_does_not_work(name, code):
     assert error_of(samples, kind=f"{HERE}:{name}").code == code
 
 
-def test_samples_of_several_shapes_are_named_with_both():
+def test_samples_of_several_shapes_and_none_that_are_pairs_are_named():
     error = error_of(samples(kind="tests.runtime.sliced_models:Uneven").targets, [7, 8, 9])
     assert error.code == "E505"
     assert "the target of sample 9 of" in error.message and "[20, 8], that of sample 7 [16, 8]" in error.message
-
-
-def test_samples_that_are_no_pairs_are_refused():
     error = error_of(samples(kind=f"{HERE}:Singles").inputs, [3])
     assert error.code == "E505" and "sample 3" in error.message
 

@@ -27,8 +27,11 @@ PLACEMENTS.append(lambda p: Placement.bidirectional(tuple(range(p))))
 @pytest.mark.parametrize("make", PLACEMENTS)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_every_placement_has_a_forward_program_that_is_proven(make, p):
-    for m in (1, 2, 5, 8):
-        check_forward(forward_only(make(p), m))
+    placement = make(p)
+    for m, slices in ((1, 1), (2, 2), (5, 1), (8, 1)):
+        check_forward(forward_only(placement, m))
+        if len(placement.pipes) == 1:
+            check_forward(forward_only(placement, m, slices, shared=True))
 
 
 def test_the_listing_of_a_small_one():
@@ -41,18 +44,23 @@ def test_the_listing_of_a_small_one():
     )
 
 
+V, WORDS = forward_only(Placement.vshape(2), 2), forward_only(Placement.linear(2), 2, shared=True)
+
+
 @pytest.mark.parametrize(
-    ("rank", "change", "code"),
+    ("program", "rank", "change", "code"),
     [
-        (1, lambda ops: [op for op in ops if op != Op(Kind.F, 1, 1)], "E202"),
-        (0, lambda ops: [*ops, ops[0]], "E202"),
-        (0, lambda ops: [op for op in ops if op.kind is not Kind.SEND_F], "E203"),
-        (1, lambda ops: [op for op in ops if op != Op(Kind.RECV_F, 1, 1)], "E203"),
-        (0, lambda ops: [op for op in ops if op.stage == 3] + [op for op in ops if op.stage == 0], "E201"),
+        (V, 1, lambda ops: [op for op in ops if op != Op(Kind.F, 1, 1)], "E202"),
+        (V, 0, lambda ops: [*ops, ops[0]], "E202"),
+        (V, 0, lambda ops: [op for op in ops if op.kind is not Kind.SEND_F], "E203"),
+        (V, 1, lambda ops: [op for op in ops if op != Op(Kind.RECV_F, 1, 1)], "E203"),
+        (V, 0, lambda ops: [op for op in ops if op.stage == 3] + [op for op in ops if op.stage == 0], "E201"),
+        (WORDS, 0, lambda ops: [op for op in ops if op != Op(Kind.S, 0, 1)], "E202"),
+        (WORDS, 0, lambda ops: [*ops, Op(Kind.I, 0, 0)], "E202"),
+        (WORDS, 0, lambda ops: [op._replace(mb=1 - op.mb) if op.kind is Kind.SPREAD else op for op in ops], "E201"),
     ],
 )
-def test_a_wrong_forward_program_is_refused(rank, change, code):
-    program = forward_only(Placement.vshape(2), 2)
+def test_a_wrong_forward_program_is_refused(program, rank, change, code):
     ranks = [list(ops) for ops in program.ranks]
     ranks[rank] = change(ranks[rank])
     with pytest.raises(ZbcError) as caught:

@@ -220,13 +220,10 @@ def test_work_left_behind_is_named(ops):
     assert error.code == "E703" and LEFT[ops] in error.message and error.where == "rank 0 after step 1"
 
 
-def test_an_unsent_output_is_named_where_nobody_waits_for_it():
+def test_messages_without_an_end_are_named():
     error = fails(plan_of(["F s0 m0, VALIDATE", "VALIDATE"], TWO, 1))
     assert "F s0 m0 has no backward" in error.message
     assert any("output of F s0 m0 was never sent" in line for line in error.details)
-
-
-def test_a_message_nobody_receives_ends_the_run():
     first = "F s0 m0, SEND_F s0 m0, F s0 m1, SEND_F s0 m1, RECV_B s0 m0, BW s0 m0, RECV_B s0 m1, BW s0 m1, VALIDATE"
     error = fails(plan_of([first, "RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, VALIDATE"], TWO, 2))
     assert error.code == "E703" and "SEND_F s0 m1" in error.render()

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from tests.composed import TOLERANCE, apart, settings, toml, trained
 from tests.jobs import job
-from tests.refusals import refused
 from tests.threads import run_threads
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
@@ -252,18 +251,3 @@ def test_a_token_has_groups_of_single_experts():
     layer = Experts(model, nn.SiLU())
     likely = torch.rand(20, 4)
     assert torch.equal(layer._chosen(likely), likely.topk(2).indices)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"expert_groups": [3, 1]}, "has 3 groups, which does not divide model.experts = 8"),
-        ({"expert_groups": [4, 5]}, "model.expert_groups has 5 of 4 groups"),
-        ({"expert_groups": [4, 1], "top_k": 3}, "leaves a token 2 experts, and it meets model.top_k = 3"),
-        ({"experts": None, "top_k": None}, "model.expert_groups is for models with experts"),
-    ],
-)
-def test_groups_that_cannot_be_are_refused(change, text):
-    model = {"family": "llama", "experts": 8, "top_k": 2, "expert_groups": [4, 2], **change}
-    with refused("E110", text):
-        job(layers=2, pp=2, model=model)

@@ -62,16 +62,13 @@ def test_a_wait_is_filled_as_far_as_it_went_the_last_time():
     assert filling.found == (19, 19.0, 38.0)
 
 
-def test_a_wait_that_is_over_early_is_overrun_by_one_step_once():
+def test_waits_that_end_early_and_steps_that_take_longer_are_known_by_what_they_took():
     clock, filling = filled(seconds=1.0)
     awaited(filling, clock, A, 9.0)
     assert awaited(filling, clock, A, 2.5) == (3, 0.5)
     assert awaited(filling, clock, A, 2.5) == (2, 0.0)
     assert awaited(filling, clock, A, 2.5) == (2, 0.0)
     assert awaited(filling, clock, A, 0.0) == (0, 0.0), "it is there"
-
-
-def test_steps_that_take_longer_than_they_say_are_known_by_what_they_took():
     clock, filling = filled(takes=2.0, seconds=0.1)
     awaited(filling, clock, A, 3.0)
     assert awaited(filling, clock, A, 3.0) == (1, 0.0), "the first showed that there is no time for a second"

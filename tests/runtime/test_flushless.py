@@ -135,13 +135,10 @@ def test_a_stage_whose_gradients_are_not_finite_skips_its_step():
     assert [{int(one["step"]) for one in state.values()} for state in states] == [{4}, {3}, {4}]
 
 
-def test_an_op_on_weights_that_are_not_here_is_refused():
+def test_weights_that_are_not_here_and_what_a_step_leaves_behind_are_e703():
     with refused("E703"):
         TwoVersions(InPlace({}, None)).before(None, 2)
-
-
-def test_what_a_step_leaves_behind_is_found():
-    """The last backward of a step is missing: the activations of its forward do not belong to the next step."""
+    # The last backward of a step is missing: the activations of its forward do not belong to the next step.
     program = make_program("1f1b", 2, 3, sync="two-versions")
     plan = make_plan(program, optimizer={**ADAMW, "sync": "two-versions"}, keep=lambda op: str(op) != "BW s1 m2")
     with refused("E703"):

@@ -124,17 +124,15 @@ def test_packed_rows_that_ranks_share_give_those_of_whole_samples(tmp_path):
     torch.testing.assert_close(found["log_probs"], expected, rtol=2e-6, atol=2e-6)
 
 
-def test_steps_that_a_dataset_splits_have_a_row_for_each_of_their_rows(tmp_path):
+def test_steps_that_a_dataset_splits_have_a_row_for_each_of_their_rows_without_padding(tmp_path):
     plan = given_plan(section=TOKENS, kind="Sentences", m=5, schedule="1f1b")
     steps, found = Sentences(count=5, size=3), rows_of(plan, tmp_path)
     samples = [(x[i], y[i]) for step in range(len(steps)) for x, y, _ in steps[step] for i in range(len(x))]
     assert found["lengths"].tolist() == [len(x) for x, _ in samples]
     torch.testing.assert_close(found["log_probs"], each_alone(plan, samples), rtol=2e-6, atol=2e-6)
-
-
-def test_rows_of_steps_of_vectors_are_outputs_without_padding(tmp_path):
+    (other := tmp_path / "other").mkdir()
     plan = given_plan(dp=2, m=2)
-    steps, found = Ragged(count=4, size=3), rows_of(plan, tmp_path, most=4)
+    steps, found = Ragged(count=4, size=3), rows_of(plan, other, most=4)
     assert found.keys() == {"outputs"}
     assert len(found["outputs"]) == sum(len(x) for step in range(4) for x, _, _ in steps[step])
 

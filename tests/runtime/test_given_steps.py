@@ -6,7 +6,6 @@ import torch
 
 from tests.composed import apart, settings, trained
 from tests.drawn import planned
-from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.small_plans import CPU, GPT, make_plan, make_program, parameters
 from tests.runtime.test_checkpoints import at, same
@@ -172,16 +171,3 @@ def test_layers_in_which_padding_would_count_are_refused(family, said):
     section = {"family": f"{HERE}:{family}", "layers": 4, "loss": "mse"}
     with refused("E512", match=f"layer layers.0 {said}, some of which are padding"):
         run_threads(plan_of(section=section), 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "said"),
-    [
-        ({"schedule": {"slices": 2}}, "E110", "slices are cut at the same places"),
-        ({"data": {**data_of(), "validation": 0.1}}, "E110", "data.validation keeps samples"),
-        ({"data": {"kind": "synthetic", "items": "steps"}}, "E150", "is of a dataset of yours"),
-    ],
-)
-def test_what_steps_do_not_go_with_is_refused(changes, code, said):
-    with refused(code, said):
-        job(**{"data": data_of(), **changes})

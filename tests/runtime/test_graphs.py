@@ -156,7 +156,8 @@ def test_evaluation_is_that_of_one_process(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "least"), few([("towers", 60, 0.6), ("translator", 20, 2.7), ("skip", 20, 3.1)], 2)
+    ("name", "steps", "least"),
+    few([("towers", 60, 0.6), ("translator", 20, 2.7), ("skip", 20, 3.1), ("convnet", 20, 0.4)], 2),
 )
 def test_examples_learn(name, steps, least, tmp_path):
     zbc.plan(zbc.load(ROOT / f"plans/{name}.toml")).write(tmp_path)

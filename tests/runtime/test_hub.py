@@ -153,19 +153,13 @@ def test_a_receive_nobody_used_is_named_at_the_end_of_the_step():
     assert "RECV_F s1 m0" in error.message
 
 
-def test_ranks_that_wait_for_each_other_are_told_who_waits_for_what():
+def test_waits_that_cannot_end_are_told_with_who_waits_for_what():
     errors = together(2, receiving(UP, 1), receiving())
     first = next(error for error in errors.values() if error.code == "E703")
     assert first.details == ("rank 0 waits for RECV_B s0 m0 from rank 1", "rank 1 waits for RECV_F s1 m0 from rank 0")
     assert {error.code for error in errors.values()} == {"E702", "E703"}
-
-
-def test_waiting_for_a_rank_that_has_ended_is_an_error():
     errors = together(2, lambda end: None, receiving())
     assert "rank 1 waits for RECV_F s1 m0 from rank 0" in errors[1].message
-
-
-def test_a_collective_that_a_rank_leaves_out_is_an_error():
     errors = together(2, lambda end: end.all_reduce(torch.zeros(1), (0, 1)), lambda end: None)
     assert "a sum over ranks 0, 1" in errors[0].message
 

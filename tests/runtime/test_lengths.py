@@ -220,14 +220,11 @@ def test_replicas_take_turns_with_the_longer_samples():
     assert dealt_to == [[((3,), (2,)), ((11,), (10,)), ((5,), (4,))], [((1,), (0,)), ((9,), (8,)), ((7,), (6,))]]
 
 
-def test_tokens_of_a_step_are_those_of_its_samples_or_of_its_rows():
+def test_tokens_and_means_of_a_step_are_those_of_its_own_microbatches():
     fixed = run_threads(dealt(data={"kind": "synthetic"}, copies=2, size=3), 1)[0].work
     assert fixed.tokens(0) == 2 * 3 * sum(SLOTS) and fixed.length(5, 6).tokens == 2
     work = run_threads(dealt(data=TEXTS), 1)[0].work
     assert work.tokens(0) == sum(Texts(60).lengths[i] for i in samples_of(0, 8, 60, 7))
-
-
-def test_means_of_a_stage_that_steps_more_often_are_weighed_by_its_own_tokens():
     work = Fixed([5, 15, 2, 6], 16, rows=1, every=2)
     assert [work.weight(0, mb) for mb in range(8)] == [0.5, 1.5, 0.5, 1.5] * 2
 
@@ -336,21 +333,6 @@ def test_a_step_without_room_for_its_longest_is_refused_with_the_tokens_that_hav
 
 
 # ---- jobs -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "said"),
-    [
-        ({"data": {"balance": "tokens"}}, "E110", "schedule.tokens is not set"),
-        ({"data": {"kind": "text", "balance": "tokens"}, "schedule": {"tokens": [4] * 8}}, "E110", "one long sample"),
-        ({"data": {"kind": "a.b:c"}, "schedule": {"tokens": [4] * 8}}, "E110", "nothing says which of a.b:c they get"),
-        ({"data": {"balance": "length"}, "schedule": {"tokens": [4] * 8}}, "E110", 'data.balance = "length"'),
-        ({"data": DEALT, "schedule": {"tokens": [4] * 8, "max_microbatches": 9}}, "E110", 'balance is "tokens"'),
-    ],
-)
-def test_what_deals_no_samples_is_refused(changes, code, said):
-    with refused(code, match=said):
-        job(**{**changes, "data": {"kind": "synthetic", **changes["data"]}}, model={"seq_len": 16})
 
 
 def test_equal_tokens_stay_where_samples_are_dealt_by_them():

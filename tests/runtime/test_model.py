@@ -126,13 +126,10 @@ def test_a_factory_that_does_not_work_is_refused_in_words(what):
     assert code != "E505" or caught.value.hint == "set model.layers = 4 and plan again"
 
 
-def test_the_error_of_a_factory_is_shown_with_its_place():
+def test_errors_of_a_factory_are_shown_with_their_place():
     error = error_of(user, "raises", text="wrong width")
     assert error.details[-1] == "ValueError: wrong width" and "user_models.py" in error.details[-2]
     assert "text='wrong width'" in error.message
-
-
-def test_a_module_that_does_not_exist_is_e502():
     error = error_of(layers, family="no.such.module:layers", layers=1)
     assert error.code == "E502" and "ModuleNotFoundError" in error.details[-1]
 
@@ -147,13 +144,10 @@ def test_factories_are_found_in_the_current_directory(tmp_path, monkeypatch):
 # ---- losses ----------------------------------------------------------------------------------------------------
 
 
-def test_cross_entropy_averages_over_all_positions():
+def test_losses_are_means_or_functions_of_the_user():
     logits, targets = torch.zeros(2, 3, 5), torch.randint(5, (2, 3))
     assert model.loss("cross_entropy")(logits, targets).item() == pytest.approx(torch.tensor(5.0).log().item())
     assert model.loss("cross_entropy")(logits[:, 0], targets[:, 0]).dim() == 0
-
-
-def test_mse_and_functions_of_the_user():
     a, b = torch.ones(2, 2), torch.zeros(2, 2)
     assert model.loss("mse")(a, b).item() == 1.0
     assert model.loss(f"{HERE}:sum_of_errors")(a, b).item() == 4.0

@@ -131,12 +131,9 @@ def test_a_group_has_a_rate_and_a_decay_of_its_own():
     assert [found[id(p)] for p in named.values()] == [(0.1, 0.0), (0.05, 0.2), (0.1, 0.2)]
 
 
-def test_a_group_of_nothing_is_refused(tmp_path):
+def test_what_no_group_or_optimizer_takes_is_refused(tmp_path):
     plan = planned(tables(optimizer__groups=[{"names": ["layers.*.biass"]}]))
     with refused("E110", match="biass"):
         run_threads(plan, 1)
-
-
-def test_what_is_for_muon_alone_is_refused():
     with refused("E110"):
         job(optimizer={"lr": [0.1, 0.2]})

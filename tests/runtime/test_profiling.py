@@ -177,13 +177,10 @@ def test_weights_stay_as_they_are():
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_of_a_family_one_block_is_measured_however_many_there_are():
+def test_of_a_family_one_block_is_measured_and_a_tied_head_with_a_weight_of_its_own():
     rig = build_rig(job(data=NOISE, layers=30), CPU)
     assert rig.kinds == ("embed", IDLE, "block", "head")
     assert rig.order == ("embed", *["block"] * 30, "head")
-
-
-def test_a_tied_head_is_measured_with_a_weight_of_its_own():
     rig = build_rig(job(data=NOISE, model={"ties": True}), CPU)
     assert parts(rig, CPU)[0]["head"].parameters == 32 * 256 + 2 * 32
 

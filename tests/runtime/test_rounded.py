@@ -6,7 +6,6 @@ from torch import nn
 
 from tests.composed import settings, trained
 from tests.jobs import job
-from tests.refusals import refused
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.runtime.test_checkpoints import TWO, at
 from tests.threads import losses_of, norms_of, run_threads, side_by_side
@@ -17,7 +16,7 @@ from zbc.compiler.cost import stepping
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core import rounded
-from zbc.runtime.core.optimizer import InPlace, Masters, build_optimizer, torch_optimizer
+from zbc.runtime.core.optimizer import torch_optimizer
 from zbc.runtime.core.tensors import lower_precision
 from zbc.runtime.features.averaging import meet
 from zbc.runtime.transports.hub import Hub
@@ -73,28 +72,6 @@ def test_a_step_is_the_optimizers_own_of_float32_numbers_rounded(kind, state, lo
                 assert mine.float().equal(value), (name, key)
                 assert mine.dtype == (torch.bfloat16 if state == "bfloat16" and key in moments else torch.float32)
             p.grad = named[name].grad = None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tentative_step_has_the_bits_of_the_commit(kind, monkeypatch):
-    monkeypatch.setattr(dealing, "BATCH", 100)
-    options = spec.Optimizer.model_validate({**KINDS[kind], "state": "bfloat16"})
-    plain = build_optimizer(options, made(), lowered=torch.bfloat16, masters=False)
-    ahead = build_optimizer(options, made(), lowered=torch.bfloat16, masters=False, ahead=True)
-    assert type(plain) is InPlace and type(ahead) is Masters
-    for step in range(3):
-        for name, grad in drawn(step).items():
-            plain.parameters[name].grad, ahead.parameters[name].grad = grad, grad.clone()
-        plain.step(None)
-        before = {name: p.detach().clone() for name, p in ahead.masters.items()}
-        ahead.tentative()
-        for name, p in plain.parameters.items():
-            assert ahead.parameters[name].dtype == torch.bfloat16 and ahead.parameters[name].equal(p)
-            assert ahead.masters[name].equal(before[name])
-        ahead.commit(None)
-        assert all(ahead.masters[name].equal(p) for name, p in plain.parameters.items())
-        plain.drop()
-        ahead.drop()
 
 
 CHOICES = {"state": {}, "no masters": {**LOW, "master": False}}
@@ -167,11 +144,6 @@ def test_a_run_goes_on_with_the_other_choice_and_says_so(to, tmp_path):
     assert losses_of(after)[0] == pytest.approx(losses_of(before)[2], rel=2e-2)
     assert any(f"optimizer.state = {other}, this job has {to}" in line for line in told)
     assert any("model.parameters = " in line for line in told)
-
-
-def test_a_state_that_an_optimizer_does_not_have_is_refused():
-    with refused("E110", "optimizer.state"):
-        job(optimizer={"kind": "sgd", "state": "bfloat16"})
 
 
 SMALL = {"hidden": 64, "seq_len": 4}

@@ -200,36 +200,27 @@ def test_tensors_of_microbatches_are_read_made_and_used_up_as_the_row_says(name,
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_gradients_weights_sums_and_verdicts_are_made_by_the_ops_whose_rows_say_so(name):
+def test_an_op_makes_and_waits_for_what_its_row_says(name):
+    """Gradients, weights, sums and verdicts."""
+
+    def where(refs):
+        return {(ref.what, ref.at if ref.at in (At.RANK_BEFORE, At.RANK_AFTER) else At.OWN) for ref in refs}
+
     for _, op, found in watched(name):
         made = {ref.what for ref in found.get("writes", ()) if ref.what in FROM_OUTSIDE}
         if op.kind is Kind.B:
             made -= {"part"}  # layers whose halves do not come apart have theirs at once
         assert made == {ref.what for ref in op.kind.row.writes if ref.what in FROM_OUTSIDE}, str(op)
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_what_an_op_waits_for_is_what_its_row_reads(name):
-    def where(refs):
-        return {(ref.what, ref.at if ref.at in (At.RANK_BEFORE, At.RANK_AFTER) else At.OWN) for ref in refs}
-
-    for _, op, found in watched(name):
         seen = {ref for ref in found.get("reads", ()) if ref.what not in PER_UNIT}
         assert where(seen) <= where(op.kind.row.reads), str(op)
 
 
-def test_these_plans_run_every_kind_that_has_a_row():
+def test_every_kind_and_value_is_watched_or_named():
     seen = {op.kind for name in PLANS for _, op, _ in watched(name)}
     # See test_averaging.py, test_freed_weights.py, test_scattered.py, test_parcels.py, test_shared_words.py.
     elsewhere = {Kind.AVERAGE, Kind.FREE, Kind.SCATTER, *COPY, *(kind for kind in Kind if kind.unit_wide)}
     assert HANDLERS.keys() == set(Kind) == seen | elsewhere
-
-
-def test_every_value_is_watched_or_cannot_be():
     assert VALUES.keys() == PER_UNIT | FROM_OUTSIDE | NOT_THERE | SHARES | UNSEEN
-
-
-def test_whatever_may_not_stay_has_a_store_in_which_it_would_be_found():
     assert {value for store in STORES for value in store.values} == {
         name for name, value in VALUES.items() if not value.stays and name not in NOT_THERE | SHARES
     }

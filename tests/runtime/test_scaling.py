@@ -135,16 +135,3 @@ def test_overflows_that_a_lower_scale_mends_are_no_skipped_steps_that_end_a_run(
         for one in (StepResult(1.0, float("inf"), False, (), (), skipped=True), result):
             skips.told(one)
             skips.told(StepResult(float("nan"), float("inf"), False, (), (), skipped=True, scale=8.0, bad_losses=(1,)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "said"),
-    [
-        ({"optimizer": {"sync": "post-validate"}}, "E110", "the loss scale of a step follows from the verdict"),
-        ({"model": {"dtype": "bfloat16", "loss_scale": 8.0}}, "E110", "is for float16, model.dtype is 'bfloat16'"),
-        ({"model": {"dtype": "float16", "parameters": "bfloat16"}}, "E110", "computes in bfloat16"),
-    ],
-)
-def test_what_float16_does_not_go_with_is_refused(changes, code, said):
-    with refused(code, said):
-        job(**{"model": {"dtype": "float16"}, **changes})

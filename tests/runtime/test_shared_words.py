@@ -16,11 +16,9 @@ from tests.runtime.test_slices import check_gradients
 from tests.runtime.woven import shared_program
 from tests.threads import begun, losses_of, run_threads, side_by_side
 from tests.tiers import few
-from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Placement
+from zbc.ir import Kind, Op
 from zbc.ops import WORDS
-from zbc.plan.forward import forward_only
 from zbc.runtime.core.ending import leftovers
 from zbc.runtime.core.tensors import IGNORED
 from zbc.runtime.features.words import words
@@ -161,32 +159,6 @@ def test_logits_are_gone_after_t():
 
 
 # ---- evaluation ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [Placement.linear, Placement.vshape, lambda p: Placement.looped(p, 3)])
-def test_the_forward_program_is_proven(make):
-    for p, m, slices in ((1, 1, 1), (2, 5, 1), (4, 3, 2), (8, 2, 1)):
-        check_forward(forward_only(make(p), m, slices, shared=True))
-
-
-BROKEN = {
-    "missing": (lambda ops: [op for op in ops if op != Op(Kind.S, 0, 1)], "E202"),
-    "twice": (lambda ops: [*ops, Op(Kind.I, 0, 0)], "E202"),
-    "in another order": (
-        lambda ops: [op._replace(mb=1 - op.mb) if op.kind is Kind.SPREAD else op for op in ops],
-        "E201",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_wrong_forward_program_is_refused(fault):
-    program = forward_only(Placement.linear(2), 2, shared=True)
-    change, code = BROKEN[fault]
-    ranks = [change([*program.ranks[0]]), program.ranks[1]]
-    with pytest.raises(ZbcError) as caught:
-        check_forward(program.with_ranks(ranks, by="broken"))
-    assert caught.value.errors[0].code == code
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------

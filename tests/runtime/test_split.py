@@ -255,14 +255,11 @@ def test_a_module_that_patching_could_change_is_left_alone_with_its_gradient_in_
         assert len(after_b(module, torch.randn(2, 3))) == 0 and all(p.grad is not None for p in module.parameters())
 
 
-def test_wrapped_layers_are_refused_with_the_reason():
+def test_wrapped_layers_are_refused_with_the_reason_ddp_too():
     for layer in (user_models.FSDPModule(3, 3), nn.Sequential(nn.ReLU(), user_models.FSDPModule(3, 3))):
         with refused("E509", "layers.2", "FSDPModule"):
             refuse_wrapped("layers.2", layer)
     refuse_wrapped("layers.2", user_models.Residual(8))
-
-
-def test_ddp_is_refused():
     from torch.nn.parallel import DistributedDataParallel
 
     layer = DistributedDataParallel.__new__(DistributedDataParallel)  # a real one needs a process group

@@ -209,14 +209,11 @@ def compared(offsets, machines):
     return side_by_side(len(offsets), rank)
 
 
-def test_clocks_of_other_machines_are_compared_as_well_as_the_network_allows():
+def test_clocks_of_other_machines_are_compared_and_that_of_one_machine_is_shared():
     offsets = [0, 10**12, -5 * 10**9, 123]
     for clock, offset in zip(compared(offsets, "abcd"), offsets, strict=True):
         assert abs(clock.offset_ns - offset) <= clock.uncertainty_ns
         assert clock.uncertainty_ns < 10**8
-
-
-def test_ranks_of_one_machine_share_a_clock_unless_the_comparison_says_otherwise():
     same, shared, other = compared([0, 0, 10**12], "aaa")
     assert same == (same.at_ns, 0, 0) and shared == (shared.at_ns, 0, 0)
     assert abs(other.offset_ns - 10**12) <= other.uncertainty_ns

@@ -319,12 +319,9 @@ def padded_mean(output, target):
 USERS = {"family": f"{__name__}:blocks", "layers": 4, "vocab": 61, "seq_len": 16, "args": {"count": 4}}
 
 
-def test_layers_of_users_keep_samples_apart_or_are_refused():
+def test_layers_and_losses_of_users_keep_samples_and_padding_apart_or_are_refused():
     as_one_process(unequal(most=4, mean=2, model=USERS))
     with refused("E512", "samples of one row see each other"):
         run_threads(unequal(most=2, mean=1, model={**USERS, "args": {"count": 4, "apart": False}}), 1)
-
-
-def test_a_loss_that_counts_padding_is_refused():
     with refused("E513", "with padding behind the samples"):
         run_threads(unequal(most=2, mean=1, model={**USERS, "loss": f"{__name__}:padded_mean"}), 1)

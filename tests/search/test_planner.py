@@ -79,16 +79,13 @@ def test_few_choices_are_all_those_that_may_be_shorter(seed):
     assert len(one.below(float("inf"), len(points))) == len(points)
 
 
-def test_neighbours_move_one_layer_or_one_stages_recompute_the_lightest_first():
+def test_neighbours_move_one_layer_or_recompute_the_lightest_first_and_are_few():
     one = case(pp=3, m=4, layers=9, memory={"activations": "auto"}, hardware={"memory_gib": 1.0})
     found = one.neighbours(one.start)
     assert one.start not in found and len(set(found)) == len(found)
     busiest = [one.loads(other.recompute).busiest(other.points) for other in found]
     assert busiest == pytest.approx(sorted(busiest))
     assert {len(other.recompute) for other in found} == {0, 1}
-
-
-def test_neighbours_of_many_stages_are_few_and_take_from_the_busiest():
     one = case(pp=150, m=1, layers=298)
     heavy = Choice((0, 4, 5, *range(6, 301, 2)))
     found = one.neighbours(heavy)

@@ -89,47 +89,32 @@ def test_equal_ops_get_equally_many_cells_where_there_is_room(name):
 
 
 @every_drawn
-def test_slots_keep_the_order_of_each_rank_and_of_what_feeds_what(name, data):
+def test_slots_keep_the_order_of_ranks_and_of_what_feeds_what_and_are_busy_exactly_while_their_op_runs(name, data):
     timeline = drawn(data, name)
     grid = by_slot(once(timeline), (0.0, timeline.makespan))
-    graph = timeline.graph
+    graph, spans = timeline.graph, {span.op: span for span in timeline}
     column = {block.op: block.first for row in grid.rows for block in row}
     assert len(column) == sum(len(timeline.ops(rank)) for rank in range(timeline.ranks))
     for rank, row in enumerate(grid.rows):
         assert [block.op for block in row] == [graph.ops[i] for i in timeline.ops(rank)]
         assert all(a.first + a.cells <= b.first for a, b in pairwise(row))
+        started, mine = {block.first: block.op for block in row}, [span for span in timeline if span.rank == rank]
+        for c, op in enumerate(shown(grid, rank)):
+            running = [s.op for s in mine if s.start <= grid.edges[c] + 1e-6 and grid.edges[c] < s.end - 1e-6]
+            assert op == started.get(c, running[0] if running else None)
     for i, op in enumerate(graph.ops):
         if graph.sources[i] >= 0:
             assert column[graph.ops[graph.sources[i]]] < column[op]
     starts = sorted((column[span.op], span.start) for span in timeline)
     for (left, early), (right, late) in pairwise(starts):
         assert left == right or early <= late + 1e-6
-
-
-@every_drawn
-def test_a_slot_is_shown_as_busy_exactly_while_its_op_runs(name, data):
-    timeline = drawn(data, name)
-    grid = by_slot(once(timeline), (0.0, timeline.makespan))
-    for rank in range(timeline.ranks):
-        mine = [span for span in timeline if span.rank == rank]
-        started = {block.first: block.op for block in grid.rows[rank]}
-        for c, op in enumerate(shown(grid, rank)):
-            running = [s.op for s in mine if s.start <= grid.edges[c] + 1e-6 and grid.edges[c] < s.end - 1e-6]
-            assert op == started.get(c, running[0] if running else None)
+    for c in range(grid.columns):
+        together = [spans[block.op] for row in grid.rows for block in row if block.first == c]
+        assert together, "ops that start in one slot run at the same time"
+        assert max(span.start for span in together) <= min(span.end for span in together) + 1e-6
 
 
 def test_a_pipeline_that_takes_no_time_has_no_cells_to_show():
     grid = by_time(once(timed(make("1f1b", 2, 2, 1), 0.0, 0.0, 0.0, 0.0)), (0.0, 1.0), 10)
     assert [len(row) for row in grid.rows] == [0, 0]
     assert not grid.hidden
-
-
-@every_drawn
-def test_ops_that_start_in_one_slot_run_at_the_same_time(name, data):
-    timeline = drawn(data, name)
-    grid = by_slot(once(timeline), (0.0, timeline.makespan))
-    spans = {span.op: span for span in timeline}
-    for c in range(grid.columns):
-        together = [spans[block.op] for row in grid.rows for block in row if block.first == c]
-        assert together
-        assert max(span.start for span in together) <= min(span.end for span in together) + 1e-6

@@ -64,23 +64,17 @@ def test_a_joined_backward_is_drawn_as_two_where_the_schedule_splits_all(name, s
     assert (Kind.BW in signs([one]).kinds) == (stages == 0) and Kind.BW in one.program.kinds
 
 
-def test_the_page_is_one_file_that_asks_for_nothing():
+def test_a_page_is_one_file_that_names_cannot_break_with_the_ranks_asked_for():
     page = html.draw([drawn("zb-v"), drawn("1f1b")])
     assert page.startswith("<!doctype html>")
     assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
     assert "{{" not in page
     assert re.findall(r'"https?:[^"]*"', page) == ['"https://ui.perfetto.dev"']  # the target of a button
     assert page.count("http") == page.count("http-equiv") + 1
-
-
-def test_names_cannot_break_out_of_the_page():
     one = drawn("1f1b")
     page = html.draw([Drawn("</script><b>", one.program, one.strip, one.costs), one])
     assert page.count("</script>") == 2
     assert "<b>" not in page.split("<script")[0]
-
-
-def test_only_the_ranks_asked_for_are_in_the_page():
     (panel,) = data_of(html.draw([drawn("1f1b")], ranks=(3, 1)))["panels"]
     assert panel["names"] == [3, 1]
     assert len(panel["ranks"]) == 2

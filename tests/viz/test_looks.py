@@ -70,28 +70,19 @@ def test_ink_is_readable_on_every_fill():
             assert (bright + 0.05) / (dark + 0.05) >= 4.5, found
 
 
-def test_the_second_pipe_has_letters_of_its_own():
+def test_pipes_slices_and_sums_have_letters_of_their_own():
     program = listing(UP_AND_DOWN, Placement.bidirectional((0, 1)), microbatches=2)
     text = draw([whole(program)], View(width=80, by="slot")).plain
     assert rows(text) == ["F0P1Q1D0", "P1F0D0Q1"]
     assert "F/P forward" in text
     assert "second letters: the pipe that runs upwards" in text
     assert "lower case" not in text
-
-
-def test_slices_are_numbered_behind_a_point():
     program = listing(SLICED)
     text = draw([whole(program)], View(width=80, by="slot")).plain
     assert rows(text)[0].split() == ["F0", "F0.1D0.1D0"]
-
-
-def test_labels_name_stage_microbatch_and_pipe():
     assert [label(Op(Kind.F, 0, 3)), label(Op(Kind.F, 4, 3), odd=True)] == ["F3", "f3"]
     assert label(Op(Kind.BW, 0, 2, 1, 1)) == "Q2.1"
     assert letter(Op(Kind.REDUCE, 0)) == "S"
-
-
-def test_sums_are_shown_where_they_make_a_step_longer():
     program = lower(replace(make("1f1b", 2, 2), dp=2))
     costs = Costs.uniform(program.placement).with_ms(reduce=(2.0, 0.0))
     text = draw([whole(program, costs)], View(width=80)).plain

@@ -57,16 +57,13 @@ def test_tensors_on_their_way_together_get_tracks_of_their_own():
     assert "to rank 1 (2)" in names
 
 
-def test_several_plans_and_steps_share_a_trace():
+def test_several_plans_steps_and_ranks_share_a_trace():
     trace = read(draw([drawn("1f1b", steps=3), drawn("zb-h1")]))
     assert "1f1b: rank 0" in trace.processes.values()
     assert "zb-h1: rank 3" in trace.processes.values()
     first = trace.slices[1, 1]
     assert len(first) == 3 * 2 * 8
     assert all(one[1] <= two[0] for one, two in pairwise(first))
-
-
-def test_only_the_ranks_asked_for_are_in_the_trace():
     assert sorted(read(draw([drawn("1f1b")], ranks=(2, 3))).processes.values()) == ["rank 2", "rank 3"]
 
 

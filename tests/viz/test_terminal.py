@@ -133,11 +133,8 @@ def test_of_a_long_step_three_windows_show_every_op_in_its_order(width):
     assert len(found[0].replace("~", "")) / 2 == 199.5 - (b - a) - (d - c)
 
 
-def test_ops_that_take_next_to_no_time_do_not_narrow_the_windows():
+def test_windows_narrow_only_where_they_must():
     assert rows(picture("zb-h1", 8, 64, View(width=80), (1.0, 1.0, 0.001, 0.0)).plain)[0].startswith("F0 F1")
-
-
-def test_a_step_that_fits_and_a_window_asked_for_have_no_gaps():
     fits = picture("zb-v", 4, 8, View(width=80)).plain
     zoomed = picture("zb-v", 16, 64, View(width=80, zoom=(0.0, 150.0))).plain
     assert "~" not in fits + zoomed and "left out" not in fits + zoomed
