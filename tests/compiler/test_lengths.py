@@ -317,6 +317,16 @@ def drawn_job(seed):
     return {**layout, **unequal(tokens), **costs}
 
 
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "zb-v", "gis", "zb-auto", "chimera-zb"], ("zb-v", "zb-auto")))
+def test_a_step_of_one_short_microbatch_is_that_of_a_model_of_its_length(kind):
+    short, model = [1024], {**LONG["model"], "seq_len": 1024}
+    found = planned(**unequal(short, schedule={"kind": kind, "microbatches": 1}))
+    whole = planned(model=model, schedule={"kind": kind, "microbatches": 1})
+    assert found.step_ms == pytest.approx(whole.step_ms, rel=1e-6)
+    lower = bounds(found.program.placement, found.costs, 1)
+    assert lower.makespan <= found.step_ms + 1e-9
+
+
 def test_numbers_that_are_kept_are_those_of_the_job(tmp_path):
     kept = planned(**unequal(kind="1f1b", schedule={"renumber": False}))
     free = planned(**unequal(kind="1f1b"))

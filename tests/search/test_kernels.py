@@ -11,6 +11,7 @@ from tests.check.slices import shares
 from tests.lowered import lower
 from tests.search.instances import Instance, Recorder, costs, instance, limits, odd
 from tests.tiers import few
+from zbc.compiler import blocks
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.cost.cost import Costs, Size
 from zbc.compiler.memory.per_rank import peaks
@@ -146,6 +147,22 @@ def test_ranks_may_hold_different_numbers_of_stages_and_none(ranks, objective, p
             bench.anneal(bench.order(given.simplest[0][1], "one by one"), 300, 0.5, seed, 0.0)
         assert benches[0].seen == benches[1].seen
         examine(given, benches[0])
+
+
+@pytest.mark.parametrize("p", (2, 3, 7, 12, 24))
+def test_tiles_keep_the_ops_of_every_rank_apart(p):
+    tiled = [block for block, _ in patterns._blocks(p, True) if isinstance(block, blocks.Tiles)]
+    assert tiled
+    for block in tiled:
+        f0, f1, b1, b0, *_ = blocks.offsets_of(p, block)
+        for rank in range(p):
+            busy = [f0[rank], f1[rank], b1[rank], b1[rank] + 1, b0[rank], b0[rank] + 1]
+            assert {slot % blocks.SLOTS for slot in busy} == set(range(blocks.SLOTS))
+        way = f0 + f1[::-1] + b1 + b0[::-1]
+        lengths = [1] * (2 * p) + [2] * (2 * p)
+        assert all(later - sooner >= length for sooner, later, length in zip(way, way[1:], lengths, strict=False))
+    # 8 slots per rank over the four legs: 2/3 of the memory of 1F1B, plus the cost of ranks missing in a cycle of six
+    assert f0[-1] - f0[0] + f1[0] - f1[-1] + b1[-1] - b1[0] + b0[0] - b0[-1] <= 8 * p + 12
 
 
 @pytest.mark.parametrize("block", range(4))
