@@ -324,15 +324,10 @@ class Costs:
             return self.each(add, "b", "w")
         return (0.0,) * self.stages if found is None else found
 
-    @property
-    def has_sums(self) -> bool:
-        """Whether there are tensor-parallel collectives inside ops."""
-        return _SUMS[0] in self.ms
-
     def sums(self, op: Op) -> tuple[float, float]:
         """ms of the tensor-parallel collectives inside an op, and of these the ms that it waits if it runs alone."""
         column = op.kind.row.cost
-        if column not in _WAITS or not self.has_sums:
+        if column not in _WAITS or _SUMS[0] not in self.ms:
             return 0.0, 0.0
         part = self.part(op.mb, op.slice)
         return self.of("f_sums" if column == "f" else "b_sums", op.stage, part), self.of(_WAITS[column], op.stage, part)

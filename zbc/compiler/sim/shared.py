@@ -47,7 +47,7 @@ def sums_of(timeline: Timeline, costs: Costs) -> Sums | None:
 
 def shared(timeline: Timeline, costs: Costs, rank: int) -> Iterator[Shared]:
     """Yields the collectives inside the ops of a rank, in order."""
-    if not costs.has_sums:
+    if "f_sums" not in costs.ms:
         return
     graph = timeline.graph
     skip = 0
