@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -174,6 +174,18 @@ def test_a_mark_reads_back_and_a_peer_or_stage_on_it_does_not():
     for text in ("OVERLAP s0", "OVERLAP m1", "OVERLAP up", "OVERLAP >r1"):
         with pytest.raises(ZbcError):
             Op.parse(text)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
+def test_no_group_beats_the_bounds(overlap):
+    for name, v in BOTH:
+        for p, m in ((2, 5), (4, 8), (6, 13)):
+            program = pairs(name, p, m, v)
+            for times, a in product(((1, 1, 1, 0.1), (2, 1, 0.5, 0), (1, 3, 1, 0.5)), (0, 0.3, 4)):
+                costs = with_sums(replace(Costs.uniform(program.placement, *times), overlap=overlap), a)
+                least, timeline = bounds(program.placement, costs.hidden(), m), simulate(program, costs)
+                assert least.makespan <= timeline.makespan + 1e-9
+                assert least.span <= timeline.span + 1e-9
 
 
 def test_a_job_gets_groups_where_overlapping_pays_and_where_it_asks_for_them():
