@@ -346,15 +346,15 @@ def _megatron(plan: Plan, *_: str) -> dict[str, str]:
 
 
 def _dot(plan: Plan, *_: str) -> dict[str, str]:
-    from zbc.interop import dot  # loads networkx, which most commands do without
+    from zbc.interop.digraph import dot  # loads networkx, which most commands do without
 
-    return {".dot": dot.dumps(graph(plan))}
+    return {".dot": dot(graph(plan))}
 
 
 def _graphml(plan: Plan, *_: str) -> dict[str, str]:
-    from zbc.interop import graphml  # loads networkx
+    from zbc.interop.digraph import graphml  # loads networkx
 
-    return {".graphml": graphml.dumps(graph(plan))}
+    return {".graphml": graphml(graph(plan))}
 
 
 # target -> its writer, which takes a plan, a dialect and a name for the CSV file and returns suffix -> text.

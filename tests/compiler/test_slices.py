@@ -20,9 +20,8 @@ from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.whatif.compare import Asked
 from zbc.errors import ZbcError
 from zbc.ir import Kind
-from zbc.job.cuts import cuts_of
+from zbc.job.cuts import SliceTimes, cuts_of
 from zbc.job.profile import SliceTime
-from zbc.job.slice_times import SliceTimes
 from zbc.plan.directory import MANIFEST, StoredPlan
 
 LONG = {"model": {"seq_len": 2048, "hidden": 64}}

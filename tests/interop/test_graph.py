@@ -9,8 +9,7 @@ import pytest
 import zbc
 from tests.jobs import job
 from zbc.compiler.sim.simulate import run, simulate
-from zbc.interop import graphml
-from zbc.interop.digraph import digraph
+from zbc.interop.digraph import digraph, graphml
 from zbc.ir import Op
 
 COSTS = {"f": 1.0, "b": 1.3, "w": 0.7, "comm": 0.1}
@@ -125,7 +124,7 @@ def test_ops_of_a_group_wait_for_both_and_are_waited_for_together(plans):
 def test_a_graphml_file_reads_back_as_the_graph(plans, tmp_path, way):
     graph = zbc.graph(plans[way])
     tracemalloc.start()
-    text = graphml.dumps(graph)
+    text = graphml(graph)
     assert tracemalloc.get_traced_memory()[1] < 5 * len(text) and plans[way].export("graphml") == {".graphml": text}
     tracemalloc.stop()
     (tmp_path / "plan.graphml").write_text(text)

@@ -27,8 +27,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape, quoteattr
 
 import networkx as nx
 
@@ -36,7 +38,12 @@ from zbc.compiler.graph import Graph, reads
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Kind, Op
 from zbc.ops import At, Lane
+from zbc.text import short
 
+_FILL = {"F": "#9ecae1", "B": "#a1d99b", "W": "#fdd0a2", "BW": "#c7e9c0"}
+_COMPUTES = frozenset(kind.value for kind in Kind if kind.computes)
+_TYPES = {str: "string", int: "long", float: "double"}
+_SPACE = "http://graphml.graphdrawing.org/xmlns"
 _SENDS = {ref.what: (kind, ref.at) for kind in Kind if kind.is_send for ref in kind.row.reads}
 
 
@@ -136,3 +143,77 @@ def _order(graph: Graph) -> Iterator[tuple[int, int, str, str]]:
     for event in graph.met:
         for before in graph.pred[graph.ptr[event] : graph.ptr[event + 1]]:
             yield before, event, "order", ""
+
+
+def dot(graph: nx.DiGraph) -> str:
+    """The text of a Graphviz file: one row of compute ops per rank, with their start and end in ms as tooltips.
+
+    Solid arrows lead from the maker of an input to its reader, labelled with the ms of a transfer; dotted ones join ops
+    that follow one another on a rank only because of the order.
+    """
+    return "\n".join(_dot_lines(graph)) + "\n"
+
+
+def _dot_lines(graph: nx.DiGraph) -> Iterator[str]:
+    nodes = graph.nodes
+    computing = [name for name in graph if nodes[name]["kind"] in _COMPUTES]
+    number = {name: k for k, name in enumerate(computing)}
+    feeds = {name: dict(_feeds(graph, name)) for name in computing}
+    yield "digraph plan {"
+    yield "  rankdir=LR; node [shape=box, style=filled, fontname=Helvetica, fontsize=10, margin=0.05];"
+    for rank, group in groupby(computing, key=lambda name: nodes[name]["rank"]):
+        ops = list(group)
+        yield f'  subgraph cluster_{rank} {{ label="rank {rank}"; color=gray;'
+        for name in ops:
+            op = nodes[name]
+            times = f"{short(op['start'])} to {short(op['end'])} ms"
+            fill = _FILL.get(op["kind"], "#dddddd")
+            yield f'    o{number[name]} [label="{op["op"]}", fillcolor="{fill}", tooltip="{times}"];'
+        yield "  }"
+        for before, name in pairwise(ops):
+            if before not in feeds[name]:
+                yield f"  o{number[before]} -> o{number[name]} [style=dotted, arrowhead=none];"
+    for name in computing:
+        for maker, ms in feeds[name].items():
+            look = f' [label="{short(ms, 3)}", color="#d62728"];' if ms else ";"
+            yield f"  o{number[maker]} -> o{number[name]}{look}"
+    yield "}"
+
+
+def _feeds(graph: nx.DiGraph, name: str) -> Iterator[tuple[str, float]]:
+    """The makers of an op's inputs, and the ms of the transfer; without its own F unless that is the only one."""
+    feeds = []
+    for near, _, edge in graph.in_edges(name, data=True):
+        ms, values = 0.0, set(edge["value"].split())
+        if edge["kind"] == "message":
+            ms = graph.nodes[near]["end"] - graph.nodes[near]["start"]
+            near = next(maker for maker, _, kind in graph.in_edges(near, data="kind") if kind == "value")
+        if values and graph.nodes[near]["kind"] in _COMPUTES:
+            feeds.append((near, ms, values))
+    for near, ms, values in feeds:
+        if len(feeds) == 1 or values != {"kept"}:
+            yield near, ms
+
+
+def graphml(graph: nx.DiGraph) -> str:
+    """The text of a .graphml file, for networkx, Gephi, yEd and others: all nodes and edges with their attributes."""
+    return "\n".join(_graphml_lines(graph)) + "\n"  # networkx would keep a tree of all elements
+
+
+def _graphml_lines(graph: nx.DiGraph) -> Iterator[str]:
+    yield f'<graphml xmlns="{_SPACE}">'
+    keys = dict[tuple[str, str], str]()
+    for kind, every in (("node", graph.nodes.values()), ("edge", graph.edges.values())):
+        for name, form in dict.fromkeys((name, type(value)) for found in every for name, value in found.items()):
+            keys[kind, name] = f"d{len(keys)}"
+            yield f'<key id="d{len(keys) - 1}" for="{kind}" attr.name="{name}" attr.type="{_TYPES[form]}"/>'
+    yield '<graph edgedefault="directed">'
+    for node, found in graph.nodes.items():
+        yield f"<node id={quoteattr(node)}>{_data('node', found, keys)}</node>"
+    for (a, b), found in graph.edges.items():
+        yield f"<edge source={quoteattr(a)} target={quoteattr(b)}>{_data('edge', found, keys)}</edge>"
+    yield "</graph>\n</graphml>"
+
+
+def _data(kind: str, found: Mapping[str, Any], keys: Mapping[tuple[str, str], str]) -> str:
+    return "".join(f'<data key="{keys[kind, name]}">{escape(str(value))}</data>' for name, value in found.items())
