@@ -46,14 +46,15 @@ class Windows(Samples):
     """Consecutive windows of `seq_len` tokens; a target is its window shifted by one token."""
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
-        self._tokens, self._seq_len = tokens, seq_len
+        count = max(0, (len(tokens) - 1) // seq_len)
+        self._inputs = tokens[: count * seq_len].view(count, seq_len)
+        self._targets = tokens[1 : count * seq_len + 1].view(count, seq_len) if count else self._inputs
 
     def __len__(self) -> int:
-        return max(0, (len(self._tokens) - 1) // self._seq_len)
+        return len(self._inputs)
 
     def rows(self, indices: Sequence[int], which: int) -> Tensor:
-        every = self._tokens[which:][: len(self) * self._seq_len].view(-1, self._seq_len)
-        return every[torch.tensor(indices) % len(self)].long()
+        return (self._inputs, self._targets)[which][torch.tensor(indices) % len(self)].long()
 
 
 class RandomTokens(Samples):
