@@ -278,6 +278,17 @@ def test_a_folder_without_all_its_weights_is_refused_before_a_run(tmp_path):
         compiled(tmp_path, "opt", weights=weights)
 
 
+def test_a_tensor_of_another_shape_and_a_file_that_is_cut_off_are_named(tmp_path):
+    weights = copied(tmp_path)
+    tensors = load_file(weights / SINGLE)
+    save_file({**tensors, "model.decoder.layers.2.fc1.weight": torch.zeros(3, 3)}, weights / SINGLE)
+    with refused("E520", "layers.2.fc1.weight in", "is F32 [3, 3], the model needs [48, 32]"):
+        compiled(tmp_path, "opt", weights=weights)
+    (weights / SINGLE).write_bytes((weights / SINGLE).read_bytes()[:-8])
+    with refused("E520", "is damaged or cut off"):
+        compiled(tmp_path, "opt", weights=weights)
+
+
 def copied(folder):
     """A small folder of weights, to damage."""
     peer("opt").save_pretrained(folder / "weights")
