@@ -14,6 +14,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.job.profile import Measured
+from zbc.plan import directory as plans
 
 pytestmark = pytest.mark.usefixtures("everything_moves")
 COSTS = {"f": 1.0, "b": 1.0, "w": 1.0, "offload": 1.0}
@@ -70,6 +71,15 @@ def test_the_lane_of_copies_is_drawn(tmp_path, zbc):
     assert "O copy to the host" in shown and "L copy back" in shown
     zbc("visualize", "plan", "-o", "plan.svg")
     assert "OFFLOAD s0 m0" in Path("plan.svg").read_text()
+
+
+def test_shared_out_gradients_are_planned_checked_and_trained_with(job, zbc, folder):
+    job(kind="interleaved-1f1b", pp=2, m=4, parallel={"dp": 2, "shard": "gradients"})
+    assert zbc("plan", "zbc.toml", "-q").code == 0 and zbc("check", "plan").code == 0
+    assert plans.read_manifest(folder / "plan").scatters
+    assert "SCATTER s2" in (folder / "plan" / "rank-0000.json").read_text()
+    ran = zbc("run", "plan", "--local", 4, "--steps", 2, "-o", "run")
+    assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize(

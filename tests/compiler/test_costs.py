@@ -91,6 +91,12 @@ def test_estimates_follow_from_flops_when_arithmetic_is_the_limit(no_launches):
     assert [layer.name for layer in table] == ["embed", *(f"layers.{i}" for i in range(8)), "head"]
 
 
+def test_a_model_of_the_papers_size_has_its_parameters():
+    """1.5B of arXiv 2401.10241 (22 layers + embedding and head, h = 2304)."""
+    table = estimate.layers(job(layers=22, model={"hidden": 2304, "heads": 24, "vocab": 50257, "seq_len": 1024}))
+    assert sum(layer.params for layer in table) == pytest.approx(1.64e9, rel=0.01)
+
+
 def test_transfers_are_latency_plus_bytes_over_the_link():
     hardware = {"link_gbps": 8.0, "link_us": 100.0}
     estimated = costs(job(hardware=hardware, costs=FREE))
