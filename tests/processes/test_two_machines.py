@@ -16,9 +16,8 @@ from tests.limits import until
 from tests.processes.plans import free_port, metrics, threads, write_plan
 from tests.processes.two_machines import ROOT, Machine, machines, refusal
 from tests.runtime.small_plans import reference
-from zbc.host.interfaces import Interface, interfaces, towards
 from zbc.plan.directory import StoredPlan
-from zbc.training.launch.reach import bind_towards
+from zbc.training.launch.reach import Interface, bind_towards, interfaces, towards
 
 HERE = Machine("127.0.0.1", "lo")
 PAGE = (ROOT / "docs" / "runs.md").read_text().partition("## Starting on several machines")[2]
@@ -252,8 +251,8 @@ def test_every_interface_with_an_address_is_known():
 def test_the_interface_is_the_one_on_the_way(monkeypatch):
     known = [Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1"), Interface("ib0", "10.1.0.1")]
     ways = {"node1": "10.1.0.1", "192.0.2.1": "10.0.0.1"}
-    monkeypatch.setattr("zbc.host.interfaces.interfaces", lambda: known)
-    monkeypatch.setattr("zbc.host.interfaces._local_end", lambda host: ways.get(host, "127.0.0.1"))
+    monkeypatch.setattr("zbc.training.launch.reach.interfaces", lambda: known)
+    monkeypatch.setattr("zbc.training.launch.reach._local_end", lambda host: ways.get(host, "127.0.0.1"))
     assert towards("node1") == known[2]
     assert towards("myself") == known[1], "the default route"
     ways.clear()

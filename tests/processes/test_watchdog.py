@@ -13,11 +13,10 @@ import torch.distributed as dist
 from tests.limits import until
 from tests.threads import side_by_side
 from zbc.errors import ZbcError
-from zbc.host.retrying import Retrying
 from zbc.runtime.core.progress import Progress
 from zbc.topology import Topology
 from zbc.training.launch.board import Beat, Board, Heard
-from zbc.training.watchdog import Outages, Watchdog, watch_siblings
+from zbc.training.watchdog import Outages, Retrying, Watchdog, watch_siblings
 
 
 class Ends:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 from zbc.compiler import alternatives, ramps
@@ -69,7 +68,7 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
     began = time.perf_counter()
     table = estimate.layers(job)
     # Order: choose, prove or shorten, freeze; lower it to a complete program.
-    with _place_of_sync(job):
+    try:
         job, before, unequal = numbered(job, table, budget)
         proof = None
         if exact is not None and over_of(job, before) == 0:
@@ -77,6 +76,10 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
         found = freezes(job, before, table)
         found.compute.forget()
         program = found.complete.program
+    except ZbcError as error:
+        if job.flushless and error.where is None:  # from the pass, which has no job
+            error.where = job.where("optimizer", "sync")
+        raise
     # Prove: the program finishes, and is what the job asked for.
     check_graph(found.complete.graph)
     raise_found(missing_problems(job, program))
@@ -109,26 +112,14 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
     return replace(compiled, report=summary.having(compile_seconds=took, rates=rates))
 
 
-def looked(job: Job) -> tuple[Job, Ordered, float]:
-    """The job and its order as `planned` would have them at once, and ms of its step with the optimizer in steady
-    state; neither proven nor reported."""
-    with _place_of_sync(job):
-        table = estimate.layers(job)
-        job, before, _ = numbered(job, table, 0.0)
-        complete = (found := freezes(job, before, table)).complete
-        ahead = None if job.optimizer.sync == "before-step" or job.freeze.share else without_barrier(complete)
-    return job, found, with_barrier(complete) if ahead is None else ahead
-
-
-@contextmanager
-def _place_of_sync(job: Job) -> Iterator[None]:
-    """Adds the place in a job to errors of the pass for steps without a flush, which has no job."""
-    try:
-        yield
-    except ZbcError as error:
-        if job.flushless and error.where is None:
-            error.where = job.where("optimizer", "sync")
-        raise
+def looked(job: Job) -> tuple[Ordered, float]:
+    """The order that `planned` would choose at once, and ms of its step with the optimizer in steady state; neither
+    proven nor reported."""
+    table = estimate.layers(job)
+    job, before, _ = numbered(job, table, 0.0)
+    complete = (found := freezes(job, before, table)).complete
+    ahead = None if job.optimizer.sync == "before-step" or job.freeze.share else without_barrier(complete)
+    return found, with_barrier(complete) if ahead is None else ahead
 
 
 def _steps(job: Job, program: Program, period: float, flush: float) -> report.Facts:

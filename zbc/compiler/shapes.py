@@ -116,7 +116,7 @@ def _planned(job: Job, shape: world.Shape, enough: float) -> world.Weighed:
     rest = shape.microbatches - count
     changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
     try:
-        _, found, took = looked(decided(asked_again(replace(job, schedule=changed))))
+        found, took = looked(decided(asked_again(replace(job, schedule=changed))))
         memory, timeline = found.memory, found.complete.timeline
         held = round(max(rank.bytes for rank in memory)) if found.costs.bytes is not None else None
         took += rest * max(map(timeline.busy, range(timeline.ranks))) / count

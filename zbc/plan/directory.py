@@ -26,20 +26,14 @@ from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.ir import NEXT, TRAITS, Kind, Op, Program
 from zbc.ops import EXPERTS, MAKER, UNIT_SCOPES, WORDS
-from zbc.plan.manifest import FORMAT as FORMAT
+from zbc.plan.manifest import FORMAT, SLICES, STEPS, VERSION, Words, rank_file, sha
 from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
-from zbc.plan.manifest import SLICES as SLICES
-from zbc.plan.manifest import STEPS as STEPS
-from zbc.plan.manifest import VERSION as VERSION
 from zbc.plan.manifest import Boundary as Boundary
 from zbc.plan.manifest import Manifest as Manifest
 from zbc.plan.manifest import RampPlan as RampPlan
 from zbc.plan.manifest import RankPlan as RankPlan
 from zbc.plan.manifest import Unequal as Unequal
-from zbc.plan.manifest import Words as Words
-from zbc.plan.manifest import rank_file as rank_file
-from zbc.plan.manifest import sha
 from zbc.plan.reading import REPLAN
 from zbc.plan.reading import is_plan as is_plan
 from zbc.plan.reading import read_manifest as read_manifest

@@ -11,19 +11,19 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zbc.errors import ZbcError
-from zbc.host.interfaces import Interface, interfaces, towards
 from zbc.plan.directory import Manifest
 from zbc.runtime.transports.network import Network, bind_loopback
 from zbc.runtime.transports.transport import Staged, Transport
@@ -32,6 +32,8 @@ from zbc.training import devices
 from zbc.training.launch.board import Board, Connect, prefixed
 
 SHARED = "ranks share a GPU: what they send goes through the host's memory, which is slow"
+_SIOCGIFADDR = 0x8915  # Linux
+_ANYWHERE = "192.0.2.1"  # of no machine (RFC 5737); looking up the route to it sends nothing
 _CONNECT_S = 20.0
 _HINT = (
     "open the ports between the machines, or set GLOO_SOCKET_IFNAME on each to the interface that reaches the others"
@@ -143,3 +145,50 @@ def _shared(manifest: Manifest, device: torch.device, board: Board, limit: timed
         return "shared" if len(set(gpus)) < board.ranks else ""
 
     return bool(board.meet("device", limit, json.dumps([host, devices.named(device)]), decide))
+
+
+# ---- the network interfaces of this machine ------------------------------------------------------------------------
+
+
+class Interface(NamedTuple):
+    """A network interface with an IPv4 address."""
+
+    name: str
+    address: str
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces of this machine; empty on systems other than Linux."""
+    with suppress(ImportError):
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            cards = []
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # an interface without an address
+                    packed = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                    cards.append(Interface(name, socket.inet_ntoa(packed[20:24])))
+            return cards
+    return []
+
+
+def towards(host: str) -> Interface | None:
+    """The interface through which `host` is reached, and reaches this machine.
+
+    If `host` is this machine itself, the interface of the default route, or the only one. None if it is unknown.
+    """
+    by_address = {interface.address: interface for interface in interfaces()}
+    outside = [interface for interface in by_address.values() if not ip_address(interface.address).is_loopback]
+    for target in (host, _ANYWHERE):
+        local = _local_end(target)
+        if local is not None and local in by_address and by_address[local] in outside:
+            return by_address[local]
+    return outside[0] if len(outside) == 1 else None
+
+
+def _local_end(host: str) -> str | None:
+    """The source address of packets to `host`."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, 9))
+        return str(way.getsockname()[0])
+    return None
