@@ -37,14 +37,14 @@ def run_paced(
 
 def rank_that_waits(place: Place, options: RunOptions, pipe: Any) -> None:
     """The main function of a rank in `run_paced`."""
-    tell, gates = local.Line.tell, _gates(options.out)
+    send, gates = local._send, _gates(options.out)
 
-    def patiently(self: local.Line, kind: str, content: Any) -> None:
-        tell(self, kind, content)
-        while kind == "line" and not (gates / _name(content)).exists():
+    def patiently(pipe: Any, said: tuple[str, Any]) -> None:
+        send(pipe, said)
+        while said[0] == "line" and not (gates / _name(said[1])).exists():
             time.sleep(_TICK_S)
 
-    with mock.patch.object(local.Line, "tell", patiently):
+    with mock.patch.object(local, "_send", patiently):
         _usual(place, options, pipe)
 
 

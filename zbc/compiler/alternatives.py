@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -64,8 +65,7 @@ def _need(other: Ordered, job: Job, error: ZbcError) -> str:
 def _fitting(job: Job, failed: str, until: Until, left: list[str]) -> Iterator[tuple[float, Ordered]]:
     """Yields ms of a step and the order of every other schedule that keeps to the job's limits, those without a search
     first; predicted, not proven. `left` gets the ones there is no time for."""
-    job = chunked(job) or job
-    table = estimate.layers(job)
+    jobs = [(one, estimate.layers(one)) for one in (job, chunked(job)) if one is not None]
     for name, card in sorted(SCHEDULES.items(), key=lambda entry: entry[1].searched):
         if name == failed:
             continue
@@ -73,14 +73,13 @@ def _fitting(job: Job, failed: str, until: Until, left: list[str]) -> Iterator[t
             left.append(name)
             continue
         chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
-        changes = {"kind": name, "chunks": chunks}
-        other = replace(job, schedule=job.schedule.model_copy(update=changes))
-        try:
-            found = glance(other, table)
-        except ZbcError:
-            continue
-        if found is not None:
-            yield found.step_ms(job), found
+        changed = job.schedule.model_copy(update={"kind": name, "chunks": chunks})
+        for one, table in jobs:  # whole logits first, as plans have them
+            with suppress(ZbcError):
+                found = glance(replace(one, schedule=changed), table)
+                if found is not None:
+                    yield found.step_ms(one), found
+                    break
 
 
 def _helps(compiled: Compiled, way: str) -> bool:
