@@ -195,9 +195,9 @@ BOUNDS = {
     "models of transformers": (lambda: lines(*HF), 880),
     "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 26994),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 4008),
-    "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 22980),
-    "all of zbc": (lambda: lines("zbc"), 71433),
-    "tests": (lambda: lines("tests"), 50862),
+    "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 23077),
+    "all of zbc": (lambda: lines("zbc"), 71521),
+    "tests": (lambda: lines("tests"), 50863),
 }
 
 

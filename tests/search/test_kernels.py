@@ -20,6 +20,7 @@ from zbc.compiler.search import moves, patterns, portfolio, retiming, timing
 from zbc.compiler.search.cyclic import stretched
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.learned import learned, policies
+from zbc.compiler.search.played import Played
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Placement
@@ -381,7 +382,7 @@ def test_orders_of_slices_are_legal_fit_and_do_not_depend_on_the_engine(seed, pl
     given = cut(seed)
     benches = [Recorder(given.problem, engine, "makespan") for engine in (plain, compiled)]
     recipes = [*policies(given.problem.v), *learned(given.problem.v)[:6]]
-    recipes += patterns.fitting(given.problem)[:6]
+    recipes += map(Played, patterns.in_flight(given.problem)[:6])
     for bench in benches:
         bench.order(given.simplest[0][1], "one by one")
         for recipe in recipes:

@@ -13,16 +13,7 @@ import typer
 from zbc.commands import predicting
 from zbc.commands.console import indented, labelled, show, show_json, table
 from zbc.commands.opening import Changes, is_planned
-from zbc.commands.options import (
-    AsJson,
-    Budget,
-    ProfileFile,
-    Quiet,
-    ScheduleName,
-    Settings,
-    Verbose,
-    share,
-)
+from zbc.commands.options import AsJson, Budget, ProfileFile, Quiet, ScheduleName, Settings, Verbose, share
 from zbc.commands.summary import layer_ranges, ranges
 from zbc.errors import ZbcError
 from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap

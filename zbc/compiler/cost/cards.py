@@ -146,7 +146,7 @@ def _made(file: Path | None, job: Job, policy: str, cuts: Sequence[int]) -> Sequ
 
 
 def _read(text: str) -> Sequence[Profile]:
-    """What a file with this text gives: numbers in files are rounded."""
+    """The cards of a file with this text: numbers in files are rounded."""
     return [checked(one, "a card", None, "") for one in json.loads(text)]
 
 

@@ -98,7 +98,7 @@ class Case:
         return Setup.of(self.job, self.card, self.placement, self.v, choice, self.costs(choice))
 
     def request(self, setup: Setup, seconds: float, *, quick: bool) -> Hashable:
-        """What decides the result of a look: schedules that differ in their own limits search for the same under a
+        """All that decides the result of a look: schedules that differ in their own limits search for the same under a
         smaller one."""
         limit, job = setup.limit, self.job
         if not self.card.searched or limit.tighter is not None or self.moves:

@@ -23,7 +23,7 @@ RUN, METRICS = "run.json", "metrics.jsonl"
 
 
 class _Step(BaseModel):
-    """What is read of a line of metrics.jsonl."""
+    """The values read of a line of metrics.jsonl."""
 
     model_config = ConfigDict(strict=True)
     step: int

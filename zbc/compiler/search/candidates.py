@@ -16,12 +16,14 @@ from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Decoder, Genes
 from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.patterns import expanded
+from zbc.compiler.search.played import Played, played
 from zbc.compiler.search.problem import Problem
 
 TINY = 1e-9
 NO_END = 10**18
 # Costs of search steps in op visits, so that one budget counts them all alike.
 LIST_VISITS = 10
+FILL_VISITS = 20
 DECODE_VISITS = 2000  # to prepare it, for any size
 TIME_VISITS = 1
 MADE_VISITS, BLOCK_VISITS = 8, 2  # for orders made op by op
@@ -29,7 +31,7 @@ JUDGE_VISITS = 3000  # for a whole plan that is timed
 STEPS = 8  # until a sequence of steps has a period, as in `simulate.steady_state`
 
 Judge = Callable[[Sequence[int]], float]
-Recipe = Genes | AnyBlock | tuple[float, ...]  # the last are knobs of a policy
+Recipe = Genes | AnyBlock | Played | tuple[float, ...]  # the last are knobs of a policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,10 @@ class Bench:
 
     def decode(self, recipe: Recipe, origin: str) -> Candidate | None:
         """The schedule of a recipe for this problem; None if its decoder gets stuck."""
+        if isinstance(recipe, Played):
+            self.spent += FILL_VISITS * self.problem.size
+            made = played(self.problem, self._rows.table(), expanded(self.problem, recipe.block))
+            return self._timed(self.engine.numbers(made), origin, recipe) if made else None
         if isinstance(recipe, AnyBlock):
             self.spent += BLOCK_VISITS * self.problem.size
             order = expanded(self.problem, recipe)

@@ -32,6 +32,7 @@ from zbc.compiler.blocks import (
     collide,
     later,
     offsets_of,
+    walking,
 )
 from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.problem import Problem
@@ -59,6 +60,23 @@ def fitting(problem: Problem) -> list[AnyBlock]:
             held += most
         else:
             found.append((-held, place, block))
+    return [block for *_, block in sorted(found)]
+
+
+def in_flight(problem: Problem) -> list[AnyBlock]:
+    """The blocks whose F and B keep to the limit if each W followed its B; short walks first, the fullest first.
+
+    For slices in V placements of two chunks; else nothing.
+    """
+    p = problem.p
+    if problem.slices == 1 or problem.v != 2 or problem.rank != [*range(p), *reversed(range(p))] or p < 2:
+        return []
+    found = []
+    for family, blocks in enumerate((walking(p), _blocks(p, whole=False))):
+        for place, (block, offsets) in enumerate(blocks):
+            held = [_most(problem, later(offsets, problem.slices - 1), rank, late=False) for rank in range(p)]
+            if all(most <= limit + ROOM for most, limit in held):
+                found.append((family, -sum(most for most, _ in held), place, block))
     return [block for *_, block in sorted(found)]
 
 
@@ -102,8 +120,9 @@ def _period(times: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     return tuple((lead, family, leg) for _, family, lead, leg in sorted(found))
 
 
-def _most(problem: Problem, offsets: Offsets, rank: int) -> tuple[float, float]:
-    """A rank's peak units in steady state, and its limit."""
+def _most(problem: Problem, offsets: Offsets, rank: int, *, late: bool = True) -> tuple[float, float]:
+    """A rank's peak units in steady state, and its limit; `late`: W in its slot, not after its B."""
+    offsets = offsets if late else (*offsets[:4], *offsets[2:4])
     changes, entries = _changes(problem, rank), _period(tuple(times[rank] for times in offsets))
     held = most = -sum(lead * changes[family][leg] for lead, family, leg in entries)
     for _, family, leg in entries:

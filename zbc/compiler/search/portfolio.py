@@ -18,13 +18,14 @@ from zbc.compiler.search import cyclic, patterns
 from zbc.compiler.search.candidates import Bench, Candidate, Judge, Recipe
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.learned import learned, policies
+from zbc.compiler.search.played import Played
 from zbc.compiler.search.problem import Problem
 
 # Op visits per second, a cautious estimate, to convert seconds of budget into work.
 PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
 FINALISTS = 4  # recipes found with fewer microbatches and decoded in full
 REPEATED = 2  # orders found with fewer microbatches and repeated
-FIRST_BLOCKS = 3
+FIRST_BLOCKS, FIRST_PLAYED = 3, 24
 LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 4_000_000, 8_000_000
 FIRST_MOVES, GROWTH = 4.0, 2.0
 WIDTHS = (4, 4, 8)  # of the first brackets; the last one for all others
@@ -94,7 +95,7 @@ def _in_turn(small: Bench, full: Bench, visits: int, target: float) -> None:
 def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe | Candidate]) -> None:
     """Decodes the best recipes found with few microbatches for all of them, each once; and the best building block."""
     known = [c for c in small.roots if c.recipe is not None]
-    blocks = [c for c in known[most:] if isinstance(c.recipe, AnyBlock)]
+    blocks = [c for c in known[most:] if isinstance(c.recipe, AnyBlock | Played)]
     for candidate in known[:most] + blocks[:1]:
         if candidate.recipe is not None and candidate.recipe not in carried:
             carried.add(candidate.recipe)
@@ -119,6 +120,8 @@ def _fast_tier(bench: Bench, target: float) -> None:
     known += blocks[2 * len(policies(v)) :]
     for block in patterns.fitting(bench.problem)[:FIRST_BLOCKS]:
         bench.decode(block, "block")
+    for block in patterns.in_flight(bench.problem)[:FIRST_PLAYED]:
+        bench.decode(Played(block), "block, W in gaps")
     for tried, (recipe, origin) in enumerate(known):
         if bench.reached(target) or (tried >= LEAST_TRIED and bench.spent > FAST_VISITS):
             return
@@ -130,10 +133,12 @@ def _patterns(bench: Bench, target: float) -> Iterator[bool]:
     if bench.over:
         return
     began = bench.spent
-    for block in patterns.fitting(bench.problem):
+    known: list[tuple[Recipe, str]] = [(block, "block") for block in patterns.fitting(bench.problem)]
+    known += [(Played(block), "block, W in gaps") for block in patterns.in_flight(bench.problem)]
+    for recipe, origin in known:
         if bench.over or bench.spent - began > PATTERN_VISITS or bench.reached(target):
             return
-        bench.decode(block, "block")
+        bench.decode(recipe, origin)
         yield True
 
 
