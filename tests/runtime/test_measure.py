@@ -46,11 +46,13 @@ CASES = {
     "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
 }
 LLAMA = CASES["llama"]["model"]
+BY_ADAMW = ["layers.0.*", "layers.1.*", "*.down.weight"]
 MASTERS, LOW_STATE = {"dtype": "bfloat16", "parameters": "bfloat16"}, {"state": "bfloat16"}
 CASES |= {
     **{f"{name} masters": {"model": {**LLAMA, "variant": name, **MASTERS}} for name in ("llama", "qwen3")},
     "no masters": {"model": {**LLAMA, **MASTERS, "master": False}, "optimizer": LOW_STATE},
     "low momentum": {"model": LLAMA, "optimizer": {"kind": "muon", "state": "bfloat16"}},
+    "groups": {"model": LLAMA, "optimizer": {"kind": "muon", "groups": [{"names": BY_ADAMW, "muon": False}]}},
     "qwen2": {"model": {**LLAMA, "variant": "qwen2", "kv_heads": 3}},
     "qwen3": {"model": {**LLAMA, "variant": "qwen3", "dtype": "bfloat16", "head_size": 10}},
     "window": {"model": {**LLAMA, "window": 12}},

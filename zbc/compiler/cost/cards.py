@@ -34,6 +34,7 @@ KEEP, ATTENTION, CHEAP, GATHERED = "keep", "attention", "cheap", "gathered"
 _WORDS = "words"  # a rank's share of a vocabulary
 _READ = ("model", "adapter", "optimizer", "data", "schedule", "parallel", "train", "hardware")  # sections
 _RUN = ("ir.py", "ops.py", "topology.py", "job", "plan", "runtime", "training")  # zbc's own code that makes cards
+_STILL = {"optimizer": {"lr", "schedule", "sync"}}  # keys that no card depends on
 _LAYERS = 2  # of a model whose layers are all alike: its card is that of longer ones
 _FILES = 2**22  # bytes of users' code that a digest covers
 _MOST = 1024  # cards in memory
@@ -94,7 +95,8 @@ def _plain(job: Job) -> Job:
     model = job.model
     if not model.builtin:
         return job
-    layers = model.layers if job.adapter.rank else min(model.layers, _LAYERS)
+    some = job.adapter.rank or any(not group.muon for group in job.optimizer.groups)  # layers may differ
+    layers = model.layers if some else min(model.layers, _LAYERS)
     plain = replace(job, data=Data.model_validate({"kind": "synthetic"}))
     return _with(plain, "model", pretrained=None, loss="cross_entropy", layers=layers)
 
@@ -152,7 +154,8 @@ def _read(text: str) -> Sequence[Profile]:
 
 def _digest(job: Job, policy: str, cuts: Sequence[int]) -> str | None:
     """The name of a card; None if nobody knows which files make its layers."""
-    said = {name: getattr(job, name).model_dump(mode="json") for name in ("model", "adapter", "optimizer", "data")}
+    sections = ("model", "adapter", "optimizer", "data")
+    said = {name: getattr(job, name).model_dump(mode="json", exclude=_STILL.get(name)) for name in sections}
     parallel = {key: getattr(job.parallel, key) for key in ("tp", "cp", "ep", "expert_tp", "tp_sequence")}
     how = (job.schedule.microbatch_size, job.train.fused_gradients, job.hardware.device, parallel)
     shared = (job.vocabulary, job.parallel.pp) if policy == _WORDS else bool(job.vocabulary)

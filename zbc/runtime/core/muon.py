@@ -50,10 +50,13 @@ def is_called(name: str, known: str) -> bool:
 def is_matrix(options: spec.Optimizer, name: str, parameter: Tensor) -> bool:
     """Whether Muon updates the parameter: a matrix, or a stack of those of experts."""
     stacked = of_expert(name, 0) != name
-    if options.kind != "muon" or OUTER.match(name) or parameter.dim() != 2 + stacked:
-        return False
+    return not OUTER.match(name) and parameter.dim() == 2 + stacked and by_muon(options, name)
+
+
+def by_muon(options: spec.Optimizer, name: str) -> bool:
+    """Whether Muon updates a parameter of this name, if it is a matrix."""
     group = of_groups(options, name)
-    return group is None or group.muon
+    return options.kind == "muon" and (group is None or group.muon)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
