@@ -50,13 +50,13 @@ def is_called(name: str, known: str) -> bool:
 def is_matrix(options: spec.Optimizer, name: str, parameter: Tensor) -> bool:
     """Whether Muon updates the parameter: a matrix, or a stack of those of experts."""
     stacked = of_expert(name, 0) != name
-    return not OUTER.match(name) and parameter.dim() == 2 + stacked and by_muon(options, name)
+    matrix = not OUTER.match(name) and parameter.dim() == 2 + stacked
+    return matrix and options.kind == "muon" and by_muon(options, name)
 
 
 def by_muon(options: spec.Optimizer, name: str) -> bool:
-    """Whether Muon updates a parameter of this name, if it is a matrix."""
-    group = of_groups(options, name)
-    return options.kind == "muon" and (group is None or group.muon)
+    """Whether no group says that AdamW updates a matrix of this name."""
+    return (group := of_groups(options, name)) is None or group.muon
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

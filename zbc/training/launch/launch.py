@@ -172,8 +172,7 @@ def _check_start(options: RunOptions, *, started: bool) -> None:
         text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
         named = shlex.quote(str(options.plan))
         raise ZbcError("E604", text, hint=f"torchrun --max-restarts {options.max_restarts} ... -m zbc run {named}")
-    asked = (("--device", options.device is not None), ("--threads", options.threads))
-    given = [name for name, there in asked if there]
+    given = ["--device"] * (options.device is not None) + ["--threads"] * options.threads
     if given and options.local is None:
         text = f"run: {' and '.join(given)} {'is' if len(given) == 1 else 'are'} for runs with --local"
         raise ZbcError("E604", text, hint="add --local N; torchrun's ranks compute where the plan says")

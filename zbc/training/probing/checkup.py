@@ -223,10 +223,8 @@ def plain_modules(settings: Settings) -> dict[str, nn.Module]:
 
 
 def _ways(plan: StoredPlan, settings: Settings) -> tuple[str, ...]:
-    split = plan.program.split
-    more = ", compiled" * settings.model.compile
-    if plan.manifest.slices > 1:
-        more += f", in {plan.manifest.slices} slices"
+    split, slices = plan.program.split, plan.manifest.slices
+    more = ", compiled" * settings.model.compile + f", in {slices} slices" * (slices > 1)
     return tuple(
         ("B and W apart" if s in split else "backward in one")
         + (", recomputed" * (settings.memory.of(s) != "keep"))

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from zbc.ir import Kind, Op, Placement, Program, forward
 from zbc.job.graph import spans
 from zbc.job.learning_rate import RateSchedule
+from zbc.job.sections import OptimizerGroup
 from zbc.job.spec import Job
 from zbc.ops import round_trip
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
-from zbc.runtime.core.muon import by_muon, is_called
+from zbc.runtime.core.muon import by_muon
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.tensor_parallel import Group
@@ -127,7 +128,7 @@ def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bo
     """A rig with each kind of layer of a job, under a `policy` for activations; that of a graph has no layer that does
     nothing. `apart`: the tables of words are stages of their own, which `order` does not have. Raises E5xx if its model
     or its data do not work."""
-    stepped, job = job.optimizer, _in_groups(job, ())
+    stepped, job = job.optimizer, replace(job, optimizer=job.optimizer.model_copy(update={"groups": []}))
     plans = [replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [forward(0)], 1).manifest))]
     names = {plan.name for plan in plans}
     plans = between_words(plans, job) if apart else plans
@@ -136,13 +137,15 @@ def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bo
     shapes = Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
     inputs = shapes.inputs
     packed = [(inputs[i], shapes.packed[plan.name], shapes.flows[i]) for i, plan in enumerate(plans)]
-    own = [[name for name in shapes.parameters if name.startswith(f"{plan.name}.")] for plan in plans]
-    by_it = [[one.removeprefix(plan.name) for one in own[i] if by_muon(stepped, one)] for i, plan in enumerate(plans)]
-    order = kinds(plans, [(*takes, *names) for takes, names in zip(packed, by_it, strict=True)])
+    spared = [name for name in shapes.parameters if not by_muon(stepped, name)]
+    own = [[one.removeprefix(plan.name) for one in spared if one.startswith(f"{plan.name}.")] for plan in plans]
+    order = kinds(plans, [(*takes, *names) for takes, names in zip(packed, own, strict=True)])
     groups = [*spans(job.model).values()] or [range(len(plans))]
     chosen = [g[i] for g in groups for i in chain(order[g.start : g.stop], packed[g.start : g.stop])]
+    if adamw := [plans[i].name + name for i in chosen for name in own[i]]:
+        job.optimizer.groups.append(OptimizerGroup(names=adamw, muon=False))
     rig = Rig(
-        _in_groups(replace(job, optimizer=stepped), [name for i in chosen for name in own[i]]),
+        job,
         layers=tuple(
             _chained([plans[i] for i in chosen], read_by(plans)) if job.model.graph else [plans[i] for i in chosen]
         ),
@@ -156,15 +159,6 @@ def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bo
     idle = {"layers": LayerPlan(IDLE, Idle), "kinds": IDLE, "inputs": rig.inputs[at], "outputs": rig.inputs[at]}
     more = {name: (of := getattr(rig, name))[:at] + (one,) + of[at:] for name, one in idle.items()}
     return rig if job.model.graph else replace(rig, **more)
-
-
-def _in_groups(job: Job, parameters: Sequence[str]) -> Job:
-    """The job with the groups of its optimizer that name one of these parameters, if they say which Muon steps."""
-    groups = []
-    for group in job.optimizer.groups if job.optimizer.kind == "muon" else ():
-        if names := [name for name in group.names if any(is_called(one, name) for one in parameters)]:
-            groups.append(group.model_copy(update={"names": names}))
-    return replace(job, optimizer=job.optimizer.model_copy(update={"groups": groups}))
 
 
 def _chained(layers: Sequence[LayerPlan], read: Mapping[str, tuple[str, ...]]) -> Iterator[LayerPlan]:

@@ -59,8 +59,20 @@ class Unflushed(StageOptimizer):
     def newest(self) -> None:
         """Sets the parameters to the newest version."""
 
+    def step(self, scale: float | None) -> None:
+        self._turn()
+        with unversioned(tuple(self._trained)):
+            self._inner.step(scale)
+        self._keep()
+
     def skip(self) -> None:
         """A step that changes nothing."""
+        self._turn()
+        self._keep()
+
+    def _turn(self) -> None:
+        """The newest weights become the older ones; a step follows, or nothing does."""
+        self.steps += 1
 
     def loaded(self) -> None:
         """The newest weights were overwritten, and with the optimizer's state the older ones, if it has any."""
@@ -133,21 +145,12 @@ class TwoVersions(Unflushed):
     def newest(self) -> None:
         self._show(newer=True)
 
-    def step(self, scale: float | None) -> None:
-        self._turn()
-        with unversioned(tuple(self._trained)):
-            self._inner.step(scale)
-        self._keep()
-
-    def skip(self) -> None:
-        self._turn()
-        self._keep()
-
     def loaded(self) -> None:
         super().loaded()
         self._partial = self.apart
 
     def _turn(self) -> None:
+        super()._turn()
         if self._trained:
             copy_all(self._older, self._newer)
         self._older, self._newer = self._newer, self._older
@@ -156,7 +159,6 @@ class TwoVersions(Unflushed):
         if (dealt := inside(self._inner, Sharded)) is not None:
             dealt.weights.moved()
         self._forget()
-        self.steps += 1
 
     def _show(self, *, newer: bool) -> None:
         if newer == self.newer:
@@ -205,16 +207,10 @@ class OneVersion(Unflushed):
             copy_all([p.data for p in self._trained], self._aside)
             self._forget()
 
-    def step(self, scale: float | None) -> None:
-        self.skip()
-        with unversioned(tuple(self._trained)):
-            self._inner.step(scale)
-        self._keep()
-
-    def skip(self) -> None:
+    def _turn(self) -> None:
+        super()._turn()
         if self._older:
             copy_all(self._older, [p.data for p in self._trained])
-        self.steps += 1
 
 
 def versioned(options: spec.Optimizer, inner: StageOptimizer, casts: Iterable[SplitLinear], late: int) -> Unflushed:
