@@ -69,28 +69,13 @@ STEPS = """
     rank 0: F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, VALIDATE, STEP s0
     rank 1: RECV_F s1 m0, F s1 m0, BW s1 m0, {}
 """
-FIRST, SECOND = "      RECV_F s1 m0 <r0\n", "      RECV_F s1 m1 <r0\n"
-SWAPPED = CROSSED.replace(SECOND, "").replace(FIRST, SECOND + FIRST)
-HALVES = """
-    rank 0: F s0 m0, SEND_F s0 m0, F s0 m0.1, SEND_F s0 m0.1
-    rank 1: RECV_F s1 m0, RECV_F s1 m0.1, F s1 m0.1, F s1 m0
-"""
-PAIR, ONE = "2 ops wait for each other", "an op waits for a later op of its own rank"
+PAIR = "2 ops wait for each other"
 WAIT = "{}  waits for  {}, after step {}"
 SUMS = """
     rank 0: F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, REDUCE s0, REDUCE s1, VALIDATE, STEP s0, STEP s1
     rank 1: RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, REDUCE s1, REDUCE s0, VALIDATE, STEP s0, STEP s1
 """
-JUDGED = """
-    rank 0: F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, REDUCE s1, REDUCE s0, VALIDATE, STEP s0, STEP s1
-    rank 1: RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, REDUCE s0, VALIDATE, REDUCE s1, STEP s0, STEP s1
-"""
 FAULTS = {  # a listing, and what its first error tells
-    "a rank that judges before a sum that others stand behind": (
-        JUDGED,
-        ONE,
-        WAIT.format("rank 1 step 5: VALIDATE", "rank 1 step 6: REDUCE s1", 5),
-    ),
     "sums in two orders": (
         SUMS,
         PAIR,
@@ -111,45 +96,11 @@ FAULTS = {  # a listing, and what its first error tells
         WAIT.format("rank 0 step 3: BW s0 m0", "rank 1 step 4: SEND_B s1 m0 >r0", 3),
         WAIT.format("rank 1 step 3: VALIDATE", "rank 0 step 4: VALIDATE", 3),
     ),
-    "a rank that stays away": (
-        STEPS.format("SEND_B s1 m0"),
-        "VALIDATE never comes on rank 1",
-        "rank 0 step 4: VALIDATE  waits for it",
-    ),
-    "a message that nobody receives": (
-        CROSSED + "      SEND_B s1 m0 >r0\n",
-        "a second RECV_B s0 m0 <r1 never comes on rank 0",
-        "rank 1 step 8: SEND_B s1 m0 >r0  waits for it",
-    ),
     "a missing op of a schedule": (
         "rank 0: BW s0 m0\nrank 1: F s1 m0, BW s1 m0",
-        "F s0 m0 never comes on rank 0",
-        "rank 0 step 0: BW s0 m0  waits for it",
-        "rank 1 step 0: F s1 m0  waits for it",
+        "3 of 3 ops never run",
+        "rank 0 step 0: BW s0 m0",
     ),
-    "a channel whose ends disagree": (
-        SWAPPED,
-        "channel r0 -> r1 stands still at message 0: rank 0 sends SEND_F s0 m0 >r1, rank 1 receives RECV_F s1 m1 <r0",
-        "rank 0 step 1: SEND_F s0 m0 >r1  waits for it",
-    ),
-    "a backward first": (
-        "rank 0: BW s0 m0, F s0 m0",
-        ONE,
-        WAIT.format("rank 0 step 0: BW s0 m0", "rank 0 step 1: F s0 m0", 0),
-        "on rank 0, bring step 1 and what it needs before step 0",
-    ),
-    "a slice that came for one that did not": (
-        HALVES,
-        ONE,
-        WAIT.format("rank 1 step 2: F s1 m0.1", "rank 1 step 3: F s1 m0", 2),
-    ),
-} | {
-    f"{first} first": (
-        f"rank 0: F s0 m0, BW s0 m0, {first}, {second}{rest}",
-        ONE,
-        WAIT.format(f"rank 0 step 2: {first}", f"rank 0 step 3: {second}", 2),
-    )
-    for first, second, rest in (("STEP s0", "VALIDATE", ""), ("VALIDATE", "REDUCE s0", ", STEP s0"))
 }
 
 
@@ -157,7 +108,7 @@ FAULTS = {  # a listing, and what its first error tells
 def test_each_fault_is_named_with_those_that_wait(fault):
     text, said, *more = FAULTS[fault]
     first, *others = facts(
-        error_of(listing(text, Placement.bidirectional([0, 1]) if text in (SUMS, JUDGED) else None)).errors[0]
+        error_of(listing(text, Placement.bidirectional([0, 1]) if text == SUMS else None)).errors[0]
     )
     assert first == f"E201 {said}" and {*more} <= {*others}
 
@@ -197,15 +148,6 @@ def test_a_long_circle_is_shown_by_its_beginning_and_its_end():
 
 
 # ---- programs the other checks reject ----------------------------------------------------------------------
-
-
-def test_a_circle_and_what_never_comes_are_both_reported():
-    text = """
-        rank 0: F s0 m0, BW s0 m0, F s0 m1, BW s0 m1, BW s0 m2
-        rank 1: F s1 m0, F s1 m1, BW s1 m0, BW s1 m1, F s1 m2, BW s1 m2
-    """
-    messages = [error.message for error in error_of(listing(text)).errors]
-    assert messages == ["deadlock: 2 ops wait for each other", "deadlock: F s0 m2 never comes on rank 0"]
 
 
 @pytest.mark.parametrize("op", ["F s9 m0", "SEND_F s1 m0", "RECV_F s0 m0", "F s0 m1 up", "REDUCE s7", "STEP s0"])

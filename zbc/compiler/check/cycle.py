@@ -1,6 +1,6 @@
 """The shortest cycle of waits among the ops that never run, found with networkx.
 
-Waits of an op for an op of another rank, or for a later one of its own, count 1; the order of a rank counts 0. Nodes
+Waits of an op for an op of another rank count 1; the order of a rank counts 0. Nodes
 are (START, op), its beginning; (END, op), the end of an op that blocks its rank; for a collective, which a rank starts
 without waiting for it, (NEXT, op), its turn in the queue of its rank, and (OVER, op), its completion. Nodes in no cycle
 are removed before the search.
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from zbc.compiler.check.faults import late_reads
 from zbc.compiler.graph import Graph
 from zbc.ops import Kind
 
@@ -115,8 +114,6 @@ class _Waits:
                     yield from self._for_event((END, i), self.g.party[i])
                 yield from self._needs(i)
         yield from self._collectives()
-        for i, late in (*self.g.late, *late_reads(self.g)):
-            yield (START, i), (START, late), 1
 
     def _needs(self, i: int) -> Iterator[tuple[Node, Node, int]]:
         """Yields the waits of an op for its inputs, or its group's."""

@@ -49,7 +49,7 @@ def op_faults(g: Graph) -> Iterator[ZbcError]:
     yield from _groups(g)
     yield from (_place(g, i, code) for i, code in g.lost if code == "E205")
     yield from [*_weights(g)] or _numbers(g)
-    yield from _order(g, sorted({*g.late, *late_reads(g), *found.early}))
+    yield from _order(g, sorted({*g.late, *_late_reads(g), *found.early}))
     yield from _averaged(g)
     yield from _redone(g)
 
@@ -149,7 +149,7 @@ class _Missing:
     """
 
     def __init__(self, g: Graph) -> None:
-        self.g, self.late = g, late_writers(g)
+        self.g, self.late = g, _late_writers(g)
         self.once = {kind for kind in g.layout.kinds if kind.row.scope is Scope.UNIT}
         self.few = {kind for kind in g.layout.kinds if not kind.is_mark} - self.once
         self.out = {i for i, code in g.lost if code == "E202"}
@@ -426,12 +426,12 @@ def _before(g: Graph, early: int, late: int) -> ZbcError:
     return ZbcError("E206", text, details=[g.text(early), g.text(late)], hint=hint)
 
 
-def late_reads(g: Graph) -> Iterator[tuple[int, int]]:
+def _late_reads(g: Graph) -> Iterator[tuple[int, int]]:
     """Yields (op, a later op on its rank that writes the cell it finds empty). E208 covers weights."""
-    yield from ((op, late) for (op, cell), late in late_writers(g).items() if not _comes_and_goes(g, cell))
+    yield from ((op, late) for (op, cell), late in _late_writers(g).items() if not _comes_and_goes(g, cell))
 
 
-def late_writers(g: Graph) -> dict[tuple[int, int], int]:
+def _late_writers(g: Graph) -> dict[tuple[int, int], int]:
     """(op, cell it finds empty) -> the first later op on its rank that writes the cell, if any."""
     wanted: dict[int, list[int]] = {}
     for unmet in g.unmet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zbc.compiler.graph import FAR, CellKey, Graph
+from zbc.compiler.graph import CellKey, Graph
 from zbc.ir import Message, Op
 from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope
 
@@ -39,16 +39,6 @@ def makers(g: Graph, key: CellKey, unit: int) -> list[Home]:
 def users(g: Graph, key: CellKey, unit: int) -> list[Home]:
     """The ops that could free a cell, likewise."""
     return [home for kind, row in _able(g) for ref in row.frees for home in _ops(g, kind, ref, key, unit, made=False)]
-
-
-def maker(g: Graph, cell: int) -> Op:
-    """The op that writes a cell, whether or not the program has it. If several kinds could, one that the program
-    uses."""
-    key, unit = g.layout.key_of(cell)
-    if key.end == FAR and travels(g, key) and g.layout.explicit:
-        return transfer(g, key.what, key.home, key.place, unit, sends=False)
-    ops = [home.op for home in makers(g, key, unit)]
-    return next((op for op in ops if op.kind in g.layout.kinds), ops[-1])
 
 
 def travels(g: Graph, key: CellKey) -> bool:

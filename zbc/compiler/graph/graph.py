@@ -84,7 +84,6 @@ class Graph:
     again: list[tuple[int, int, int]] = field(default_factory=list)  # op, cell (or MESSAGE), the first writer's node
     late: list[tuple[int, int]] = field(default_factory=list)  # op, a later op that makes a value it closes
     mixed: list[Mixed] = field(default_factory=list)
-    absent: dict[int, list[int]] = field(default_factory=dict)  # collective's event -> ranks that never come to it
     spare: dict[int, int] = field(default_factory=dict)  # event of a duplicate transfer -> its op
 
     @property

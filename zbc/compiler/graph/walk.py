@@ -287,13 +287,9 @@ class _Walk:
                     g.parties[event - n] += 1
 
     def _absent(self) -> None:
-        """Records collectives that a member never comes to: they never complete."""
+        """Lets collectives that a member never comes to wait forever."""
         g = self.g
         for event, ops in g.met.items():
             op = g.ops[ops[0]]
             if op.kind.is_collective and not g.program.apart(op):
-                there = {g.rank(i) for i in ops}
-                away = sorted(members(g.program, *op[:2]) - there)
-                if away:
-                    g.absent[event] = away
-                    g.parties[event - self.n] += 1
+                g.parties[event - self.n] += not members(g.program, *op[:2]) <= {g.rank(i) for i in ops}
