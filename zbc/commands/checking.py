@@ -176,16 +176,14 @@ def show_order(target: Path, output: Path | None) -> None:
 def check_plan(target: Path) -> Checked:
     """Verifies and checks a plan directory. Raises all E4xx and E2xx found, together."""
     from zbc.compiler import recall
-    from zbc.compiler.check import check_all, survival
+    from zbc.compiler.check import check_all, check_forward, survival
     from zbc.compiler.check.asked import check_asked
-    from zbc.compiler.check.forward import check_forward
     from zbc.compiler.check.orders import order_problems
     from zbc.compiler.graph import build
     from zbc.compiler.partition.limits import limits_of
     from zbc.compiler.report.report import bound_is
     from zbc.compiler.sim.simulate import either_transfer
     from zbc.plan import directory as plan
-    from zbc.plan.forward import forward_of
     from zbc.plan.headline import headline, prediction, settled_ms
 
     folder = folder_of(target)
@@ -204,7 +202,7 @@ def check_plan(target: Path) -> Checked:
         try:
             check_all(program)
             if evaluates(manifest):
-                check_forward(forward_of(program))
+                check_forward(program)
         except ZbcError as error:
             problems += error.errors
         else:

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from zbc.compiler import alternatives, ramps
 from zbc.compiler.adapting import adapter_report
-from zbc.compiler.check import check_graph
+from zbc.compiler.check import check_forward, check_graph
 from zbc.compiler.check.asked import missing_problems
-from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import check_host, check_memory
 from zbc.compiler.compiled import Compiled
@@ -28,7 +27,6 @@ from zbc.host.until import Until
 from zbc.ir import Program
 from zbc.job.cuts import cuts_of
 from zbc.job.spec import Job
-from zbc.plan.forward import forward_of
 from zbc.plan.lateness import lateness
 
 ASKING = 10.0  # least CPU seconds for testing whether other schedules would fit
@@ -84,7 +82,7 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
     check_graph(found.complete.graph)
     raise_found(missing_problems(job, program))
     if job.train.eval_every:
-        check_forward(forward_of(program))
+        check_forward(program)
     # Time and weigh; tell.
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)

@@ -16,12 +16,14 @@ from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.versions import check_steps
 from zbc.compiler.graph import Graph, build
 from zbc.ir import Program
+from zbc.plan.forward import forward_of
 
 __all__ = [
     "Survival",
     "check_all",
     "check_complete",
     "check_deadlock",
+    "check_forward",
     "check_graph",
     "check_pairing",
     "survival",
@@ -43,4 +45,12 @@ def check_graph(graph: Graph) -> None:
         check_steps(graph.cyclic)
         return
     for problems in (op_faults, message_faults, deadlock_problems):
+        raise_found(problems(graph))
+
+
+def check_forward(program: Program) -> None:
+    """Raise E203, E204 (transfers) or E201 for the evaluation on the ranks of a program: the forward-only program of
+    its placement, whose ops are complete as they are made."""
+    graph = build(forward_of(program))
+    for problems in (message_faults, deadlock_problems):
         raise_found(problems(graph))
