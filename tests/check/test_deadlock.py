@@ -107,9 +107,7 @@ FAULTS = {  # a listing, and what its first error tells
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_named_with_those_that_wait(fault):
     text, said, *more = FAULTS[fault]
-    first, *others = facts(
-        error_of(listing(text, Placement.bidirectional([0, 1]) if text == SUMS else None)).errors[0]
-    )
+    first, *others = facts(error_of(listing(text, Placement.bidirectional([0, 1]) if text == SUMS else None)).errors[0])
     assert first == f"E201 {said}" and {*more} <= {*others}
 
 

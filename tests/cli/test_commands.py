@@ -15,9 +15,10 @@ from zbc.commands.jobs import Template, template_text
 from zbc.commands.summary import layer_ranges, ranges
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
-from zbc.compiler.recall import timeline_of
+from zbc.compiler.recall import costs_of
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.shapes import load_job
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Op
 from zbc.plan.directory import StoredPlan
 
@@ -433,7 +434,7 @@ def test_a_plan_is_drawn_from_its_directory_as_from_its_job(name, zbc, job):
 def test_a_plan_directory_holds_all_that_its_prediction_needs(changes, zbc, job):
     assert zbc("plan", job(kind="zb-v", **changes), "-q").code == 0
     plan = StoredPlan.read(Path("plan"))
-    timeline, _ = timeline_of(plan)
+    timeline = simulate(plan.program, costs_of(plan.manifest))
     predicted = plan.manifest.predicted
     assert timeline.makespan == pytest.approx(predicted["makespan_ms"], abs=1e-8)
     assert timeline.span == pytest.approx(predicted["span_ms"], abs=1e-8)

@@ -14,7 +14,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage
 from zbc.compiler.passes.freeze_shares import frozen_shares
-from zbc.compiler.recall import timeline_of
+from zbc.compiler.recall import costs_of
 from zbc.compiler.recorded.times import measured, times_of
 from zbc.compiler.recorded.view import typical
 from zbc.compiler.schedules import SCHEDULES, Request, find
@@ -104,7 +104,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     plan = StoredPlan.read(tmp_path / "plan")
     assert plan.program == compiled.program and plan.program.freezes
     assert FROZEN in plan.manifest.capabilities
-    assert timeline_of(plan)[0].makespan == pytest.approx(compiled.report.makespan_ms)
+    assert simulate(plan.program, costs_of(plan.manifest)).makespan == pytest.approx(compiled.report.makespan_ms)
     assert load_job(tmp_path / "plan").freeze == compiled.job.freeze
     assert plan.manifest.predicted["freezing"]["frozen"] == pytest.approx(frozen(plan.program), abs=1e-9)
 

@@ -80,7 +80,8 @@ def test_tokens_stand_in_the_plan_as_it_numbers_them_and_cost_the_same_when_it_i
     manifest = compiled.write(tmp_path / "plan")
     assert manifest.planning["schedule"]["tokens"] == list(compiled.report.unequal.tokens)
     assert sorted(compiled.report.unequal.tokens) == sorted(TOKENS) and compiled.report.unequal.given == tuple(TOKENS)
-    timeline, costs = recall.timeline_of(StoredPlan.read(tmp_path / "plan"))
+    plan = StoredPlan.read(tmp_path / "plan")
+    timeline = simulate(plan.program, costs := recall.costs_of(plan.manifest))
     assert costs == compiled.costs
     assert timeline.makespan == pytest.approx(manifest.predicted["makespan_ms"])
     assert "unequal" not in manifest.predicted

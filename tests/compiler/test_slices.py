@@ -17,6 +17,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules.lagged import one_f_one_b
 from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.compare import Asked
 from zbc.errors import ZbcError
 from zbc.ir import Kind
@@ -54,7 +55,8 @@ def test_slices_stand_in_the_manifest_and_cost_the_same_when_it_is_read_again(tm
     assert manifest.cuts == [0, *manifest.cuts[1:4], 2048] and sorted(set(manifest.cuts)) == manifest.cuts
     longest = max(b - a for a, b in pairwise(manifest.cuts))
     assert {tuple(boundary.shape) for boundary in manifest.boundaries} == {(2, longest, 64)}
-    timeline, costs = recall.timeline_of(StoredPlan.read(tmp_path / "plan"))
+    plan = StoredPlan.read(tmp_path / "plan")
+    timeline = simulate(plan.program, costs := recall.costs_of(plan.manifest))
     assert costs == compiled.costs
     assert timeline.makespan == pytest.approx(manifest.predicted["makespan_ms"])
     assert len(manifest.predicted["slices"]) == 4

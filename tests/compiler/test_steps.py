@@ -34,7 +34,7 @@ def either_way(order, costs):
     timeline = simulate(order, costs)
     found = of_complete(Context(lower(order, costs=costs), costs))
     assert of_complete(Context(lower(order, "post-validate", costs), costs)) == pytest.approx(found)
-    assert found[0] == pytest.approx(settled(lower(order, costs=costs), costs))
+    assert found[0] == pytest.approx(settled(Context(lower(order, costs=costs), costs)))
     assert found[0] >= timeline.makespan
     return found
 
@@ -89,7 +89,7 @@ def test_steps_follow_without_a_gap_and_of_a_large_one_only_the_asked_time_is_to
     timelines = list(islice(consecutive(program, costs), 4))
     for before, after in pairwise(timelines):
         assert after.first_start(0) == pytest.approx(before.last_end(0))
-    assert timelines[3].last_end(0) - timelines[2].last_end(0) == pytest.approx(settled(program, costs))
+    assert timelines[3].last_end(0) - timelines[2].last_end(0) == pytest.approx(settled(Context(program, costs)))
     program, at = make("1f1b", 4, 8), costs_of(make("1f1b", 4, 8))
     monkeypatch.setattr(steps, "LARGE", 50)
     found = [of_complete(Context(lower(program, *sync, costs=at), at))[1] for sync in ((), ("post-validate",))]

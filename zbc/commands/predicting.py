@@ -52,12 +52,12 @@ def report(
     if json:
         show_json({**_as_json(plan, noise, spread), "ranks": idle_json(plan.bubbles())})
     elif not quiet:
-        from zbc.compiler.steps import settled
+        from zbc.compiler.steps import period_of
         from zbc.viz.words import title, verdict
 
         step = verdict(plan.timeline, bubbles=verbose).split("; ")
         if plan.program.flushless:
-            step = [f"{short(settled(plan.program, plan.costs))} ms with its optimizer, without a flush"]
+            step = [f"{short(period_of(plan.program, plan.costs))} ms with its optimizer, without a flush"]
         show(title(plan.program), "", labelled("step", *step))
         if spread is None:
             show(labelled("noise", "none; --jitter 5% or --straggler 10% says how far it spreads the step"))

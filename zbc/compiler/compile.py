@@ -20,7 +20,7 @@ from zbc.compiler.numbering import numbered
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered, over_of
 from zbc.compiler.report import report
-from zbc.compiler.steps import with_barrier, without_barrier
+from zbc.compiler.steps import settled, with_barrier, without_barrier
 from zbc.errors import ZbcError
 from zbc.exact.proving import proven
 from zbc.host.until import Until
@@ -115,9 +115,7 @@ def looked(job: Job) -> tuple[Ordered, float]:
     proven nor reported."""
     table = estimate.layers(job)
     job, before, _ = numbered(job, table, 0.0)
-    complete = (found := freezes(job, before, table)).complete
-    ahead = None if job.optimizer.sync == "before-step" or job.freeze.share else without_barrier(complete)
-    return found, with_barrier(complete) if ahead is None else ahead
+    return (found := freezes(job, before, table)), settled(found.complete)
 
 
 def _steps(job: Job, program: Program, period: float, flush: float) -> report.Facts:

@@ -17,7 +17,7 @@ from zbc.job import gpu
 from zbc.job.cuts import cuts_of
 from zbc.job.flops import attention_cost
 from zbc.job.spec import Job
-from zbc.job.throughput import Throughput, throughput
+from zbc.job.throughput import Throughput, settled_of, throughput
 from zbc.plan import directory as plans
 
 
@@ -52,8 +52,7 @@ class Compiled:
     @property
     def settled_ms(self) -> float:
         """ms of a step with its optimizer in steady state."""
-        ahead = self.report.ahead_ms if self.job.optimizer.sync != "before-step" else None
-        return float(self.report.barrier_ms if ahead is None else ahead)
+        return settled_of(self.report, self.job.optimizer.sync)
 
     @property
     def sequences(self) -> int:

@@ -10,7 +10,7 @@ as long as the step gets shorter. Finally the ops are ordered again for the best
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -20,7 +20,6 @@ from zbc.compiler.partition.setup import Ordered, as_ordered, finished, over_of
 from zbc.compiler.report.report import Facts, told
 from zbc.compiler.seating import seated
 from zbc.errors import ZbcError
-from zbc.ir import Program
 from zbc.job.spec import Job
 
 _OPS, _LEAST, _MOST = 2_000_000, 40, 2000  # ops that are simulated for numbers, and tries at least and at most
@@ -141,66 +140,39 @@ def _fits(job: Job, found: Ordered) -> bool:
 
 def _renumbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
     """The numbers that give an order its shortest step that fits, found by local search."""
-    fits, made = _fits(job, found), {tuple(range(len(job.tokens))): found}
-
-    def ms_of(other: Numbers, least: float) -> float | None:
-        costs = found.costs.renumbered(other)
-        quick = found.judged.priced(costs).step_ms(job.objective)
-        if quick >= least:
-            return None
-        one = replace(found, costs=costs)
-        ms = one.step_ms(job)
-        if ms >= least or (fits and not _fits(job, one)):
-            return None
-        made[other] = one
-        return ms
-
-    tries = tries_of(_OPS, found.program, _LEAST)
-    numbers, _ = shortest(job.tokens, found.step_ms(job), tries, ms_of)
-    return numbers, made[numbers]
-
-
-def tries_of(ops: float, program: Program, least: int) -> int:
-    """The number of tries that simulate `ops` ops in all, at least `least`."""
-    return max(least, min(_MOST, int(ops / max(1, program.size))))
-
-
-def shortest(
-    lengths: Sequence[int], given: float, tries: int, ms_of: Callable[[Numbers, float], float | None]
-) -> tuple[Numbers, float]:
-    """The numbers of the shortest step, and its ms, by at most `tries` calls; `given`: ms with the numbers as given.
-
-    `ms_of(numbers, least)`: ms of a step with these numbers, None if it is not shorter than `least` or does not fit.
-    """
-    numbers, least, left = tuple(range(len(lengths))), given, tries
-    asked = {tuple(lengths)}
+    lengths, fits, best, least = job.tokens, _fits(job, found), found, found.step_ms(job)
+    numbers, asked = tuple(range(len(lengths))), {tuple(lengths)}
+    tries = max(_LEAST, min(_MOST, _OPS // max(1, found.program.size)))
 
     def better(other: Numbers) -> bool:
         """Makes `other` the best numbers if they are better; returns whether they were."""
-        nonlocal numbers, least, left
+        nonlocal numbers, best, least
         now = tuple(lengths[k] for k in other)
         if now in asked:
             return False
         asked.add(now)
-        left -= 1
-        ms = ms_of(other, least * _BETTER)
-        if ms is None:
+        costs = found.costs.renumbered(other)
+        if found.judged.priced(costs).step_ms(job.objective) >= least * _BETTER:
             return False
-        numbers, least = other, ms
+        one = replace(found, costs=costs)
+        ms = one.step_ms(job)
+        if ms >= least * _BETTER or (fits and not _fits(job, one)):
+            return False
+        numbers, best, least = other, one, ms
         return True
 
     for other in _starts(lengths):
         better(other)
     going = True
-    while going and left > 0:
+    while going and len(asked) <= tries:
         going = False
         for i, j in combinations(range(len(lengths)), 2):
             swapped = list(numbers)
             swapped[i], swapped[j] = swapped[j], swapped[i]
             going = better(tuple(swapped)) or going
-            if left <= 0:
+            if len(asked) > tries:
                 break
-    return numbers, least
+    return numbers, best
 
 
 def _starts(lengths: Sequence[int]) -> Iterator[Numbers]:

@@ -1,4 +1,4 @@
-"""The job, the costs and the timeline of a plan directory, recomputed from the manifest.
+"""The job and the costs of a plan directory, recomputed from the manifest.
 
 The manifest holds every section of the job, so the same code that predicted the plan predicts it again; the numbers
 equal `manifest.predicted`.
@@ -16,15 +16,12 @@ from pydantic import BaseModel
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs, refuse_slices
 from zbc.compiler.cost.estimate import Layer
-from zbc.compiler.cost.machine import Machine
-from zbc.compiler.cost.stage_bytes import boundaries
-from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.errors import ZbcError
 from zbc.job import links, toml
 from zbc.job import profile as profiles
 from zbc.job.rules import of_a_plan
 from zbc.job.spec import SECTIONS, Draft, Job
-from zbc.plan.directory import MANIFEST, Manifest, StoredPlan, read_manifest
+from zbc.plan.directory import MANIFEST, Manifest, read_manifest
 from zbc.plan.reading import REPLAN, check_layers, sections_of
 
 
@@ -97,19 +94,3 @@ def stages_of(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...
     index = {layer.name: i for i, layer in enumerate(table)}
     check_layers(manifest, list(index))
     return [tuple(index[name] for name in names) for names in manifest.layers]
-
-
-def boundary_sizes(job: Job, manifest: Manifest, table: Sequence[Layer]) -> list[float]:
-    """Bytes of the tensor after each stage but the last; 0 if unknown."""
-    return boundaries(job, stages_of(manifest, table), table)
-
-
-def link_gbps(job: Job) -> float:
-    """GB/s of a link within a node, by the job or its defaults."""
-    return Machine.of(job).near.speed / 1e6
-
-
-def timeline_of(plan: StoredPlan) -> tuple[Timeline, Costs]:
-    """The timeline of a plan, as predicted when it was made, and its costs."""
-    costs = costs_of(plan.manifest)
-    return simulate(plan.program, costs), costs

@@ -93,10 +93,13 @@ def optimizer_ms(program: Program, costs: Costs, rank: int) -> float:
     return costs.total("step", program.owners(rank))
 
 
-def settled(program: Program, costs: Costs) -> float:
-    """ms of a step of a complete program in steady state, with its optimizer."""
+def settled(complete: Context) -> float:
+    """ms of a step of a complete program in steady state, with its optimizer: with the barrier if it has one."""
+    program, costs = complete.program, complete.costs
     if program.flushless:
         return period_of(program, costs)
+    if not program.ahead:
+        return with_barrier(complete)
     period, ends = 0.0, [[0.0] * len(program.ranks)]
     for _, timeline in zip(range(2 * _MEAN), consecutive(program, costs), strict=False):
         ends.append([max(timeline.closes(r), before) for r, before in enumerate(ends[-1])])
@@ -132,5 +135,5 @@ def without_barrier(complete: Context) -> float | None:
         open_program = program.with_ranks(open_end, by="without-barrier")
         # The pass reads only the graph's compute ops and their messages, unless weights are gathered.
         context = Context(open_program, costs) if program.sharded else complete
-        program = PostValidate().run(open_program, context)
-    return settled(program, costs)
+        complete = Context(PostValidate().run(open_program, context), costs)
+    return settled(complete)

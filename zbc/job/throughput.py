@@ -6,8 +6,8 @@ Predictions and measured runs share this code, so they differ only by the time o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from zbc.job.flops import training_flops
 from zbc.job.model_section import Model
@@ -53,6 +53,12 @@ def throughput(
     flops = training_flops(model, frozen=frozen)
     mfu = None if flops is None or not peak_tflops else flops * rate / (world * peak_tflops * 1e12)
     return Throughput(rate, every, None if every is None else every / world, mfu)
+
+
+def settled_of(predicted: Mapping[str, Any], sync: str) -> float:
+    """ms of a step with its optimizer, in steady state: with the barrier, or without if the optimizer does (`sync`)."""
+    ahead = None if sync == "before-step" else predicted.get("ahead_ms")
+    return float(predicted["barrier_ms"] if ahead is None else ahead)
 
 
 def idle_rate(busy: Sequence[float], whole: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from zbc.errors import ZbcError
 from zbc.job import gpu
 from zbc.job.model_section import Model
-from zbc.job.throughput import Throughput, balance, idle_rate, throughput
+from zbc.job.throughput import Throughput, balance, idle_rate, settled_of, throughput
 from zbc.plan.directory import Manifest
 
 
@@ -34,9 +34,7 @@ def throughput_of(manifest: Manifest, ms: float) -> Throughput:
 def settled_ms(manifest: Manifest) -> float:
     """The predicted ms of a step with its optimizer, in steady state."""
     with prediction():
-        sync = manifest.planning.get("optimizer", {}).get("sync", "before-step")
-        ahead = manifest.predicted.get("ahead_ms") if sync != "before-step" else None
-        return float(manifest.predicted["barrier_ms"] if ahead is None else ahead)
+        return settled_of(manifest.predicted, manifest.planning.get("optimizer", {}).get("sync", "before-step"))
 
 
 def headline(manifest: Manifest) -> dict[str, Any]:

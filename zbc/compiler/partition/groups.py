@@ -1,7 +1,7 @@
 """The stages of a graph of groups of layers: each is a run of layers of one group, and the largest stage is least.
 
-A bound on the largest stage gives the number of stages of each group: as few as keep to it. The least bound with no
-more stages than ranks is found among the times of all runs; remaining ranks halve the largest stages.
+Each group begins with one stage, and each further rank goes to the group with the largest: since more stages never make
+the largest of a group larger, no other way has a smaller one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from zbc.job.graph import spans
 from zbc.job.spec import Job
 
 Runs = list[list[int]]  # per group the number of layers of each of its stages
-_ROOM = 1e-9
 
 
 def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
@@ -47,30 +46,12 @@ def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
 
 def even(groups: Sequence[Sequence[float]], ranks: int) -> Runs:
     """Splits layers of `groups`, in ms, into `ranks` stages in all, of at least a layer each."""
-    sums = sorted({sum(ms[a:b]) for ms in groups for a in range(len(ms)) for b in range(a + 1, len(ms) + 1)})
-    low, high = 0, len(sums) - 1
-    while low < high:
-        middle = (low + high) // 2
-        fits = sum(len(_packed(ms, sums[middle])) for ms in groups) <= ranks
-        fits = fits and max(map(max, groups)) <= sums[middle] + _ROOM
-        low, high = (low, middle) if fits else (middle + 1, high)
-    counts = [len(_packed(ms, sums[low])) for ms in groups]
-    while sum(counts) < ranks:
-        open_ = [g for g, ms in enumerate(groups) if counts[g] < len(ms)]
-        counts[max(open_, key=lambda g: _largest(groups[g], split(groups[g], counts[g])))] += 1
-    return [split(ms, count) for ms, count in zip(groups, counts, strict=True)]
-
-
-def _packed(ms: Sequence[float], most: float) -> list[int]:
-    """Layers of as few stages as keep to `most`, filled one after the other."""
-    counts, held = [0], 0.0
-    for cost in ms:
-        if counts[-1] and held + cost > most + _ROOM:
-            counts.append(0)
-            held = 0.0
-        counts[-1] += 1
-        held += cost
-    return counts
+    runs = [split(ms, 1) for ms in groups]
+    while sum(map(len, runs)) < ranks:
+        more = [g for g, ms in enumerate(groups) if len(runs[g]) < len(ms)]
+        g = max(more, key=lambda g: _largest(groups[g], runs[g]))
+        runs[g] = split(groups[g], len(runs[g]) + 1)
+    return runs
 
 
 def split(ms: Sequence[float], count: int) -> list[int]:

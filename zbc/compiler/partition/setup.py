@@ -127,7 +127,7 @@ class Ordered:
 
     def step_ms(self, job: Job) -> float:
         """ms of a step as it is reported: in steady state, or by the job's objective (see `Job.steady`)."""
-        return settled(self.complete.program, self.costs) if job.steady else self.judged.step_ms(job.objective)
+        return settled(self.complete) if job.steady else self.judged.step_ms(job.objective)
 
 
 @dataclass(frozen=True, slots=True)

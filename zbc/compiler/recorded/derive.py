@@ -21,6 +21,8 @@ from operator import add
 from zbc.compiler import recall
 from zbc.compiler.cost import estimate, profiled
 from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.cost.machine import Machine
+from zbc.compiler.cost.stage_bytes import boundaries
 from zbc.compiler.recorded.times import Times, median_ms, times_of
 from zbc.compiler.recorded.view import typical
 from zbc.ir import Kind
@@ -302,13 +304,13 @@ class _Work:
     @functools.cached_property
     def _gbps(self) -> float:
         known = None if self.base is None else self.base.link
-        return known.gbps if known is not None else recall.link_gbps(self.job)
+        return known.gbps if known is not None else Machine.of(self.job).near.speed / 1e6
 
     @functools.cached_property
     def _behind(self) -> list[float]:
         """Bytes of the tensor behind each stage, for the median microbatch."""
         share = statistics.median(self.job.tokens or [1]) / (self.job.row_tokens if self.job.tokens else 1)
-        return [share * size for size in recall.boundary_sizes(self.job, self.manifest, self.table)]
+        return [share * size for size in boundaries(self.job, self.stages, self.table)]
 
     def _host(self) -> Host:
         """The base's host times, with this run's transfer times: the mean of senders and receivers. On a GPU the

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
 from zbc.host.contents import contents
-from zbc.job.throughput import Throughput, balance, idle_rate
+from zbc.job.throughput import Throughput, balance, idle_rate, settled_of
 from zbc.job.wording import sentence
 from zbc.topology import INNER, Topology
 
@@ -75,8 +75,8 @@ class RunLog:
         """ms of steps with the optimizer."""
         predicted = self.about.get("predicted", {})
         sync = self.about.get("training", {}).get("optimizer", {}).get("sync", "before-step")
-        key = "barrier_ms" if sync == "before-step" else "ahead_ms"
-        return Quantity.of(predicted.get(key), [row["step_ms"] for row in self.counted])
+        meant = settled_of(predicted, sync) if "barrier_ms" in predicted else None
+        return Quantity.of(meant, [row["step_ms"] for row in self.counted])
 
     def bubble(self) -> Quantity:
         """The share of a step in which the busiest rank does not compute; a step has its optimizer in it."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
+from zbc.compiler.sim.context import Context
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
@@ -53,7 +54,7 @@ def replan(
     """
     job = with_profile(manifest if whole is None else whole, profile)
     again = recall.costs_for(job, manifest)
-    present = settled(program, again)
+    present = settled(Context(program, again))
     cut = tuple(map(tuple, manifest.layers))
     try:
         compiled = compile_job(job, suggest=False, budget=budget)

@@ -16,8 +16,9 @@ from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
 from zbc.compiler.recorded.times import times_of
 from zbc.compiler.recorded.view import RecordedStep, typical
+from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.copies import Copying, copied
-from zbc.compiler.sim.simulate import Timeline, simulate
+from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import settled
 from zbc.ir import Op
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
@@ -169,7 +170,8 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
     """Compare a recorded run with its plan; `again`: plan it again with the measured times, too."""
     manifest, program = trace.plan.manifest, trace.plan.program
     costs = recall.costs_of(manifest)
-    timeline = simulate(program, costs)
+    context = Context(program, costs)
+    timeline = context.timeline
     steps = typical(trace)
     middle = _median(steps)
     times = times_of(steps, costs)
@@ -193,7 +195,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         median_step=middle.number,
         clock_uncertainty_ms=trace.uncertainty_ns / _MS,
         crowded=_crowded(trace),
-        step=Quantity.of(settled(program, costs), [step.wall_ns / _MS for step in steps]),
+        step=Quantity.of(settled(context), [step.wall_ns / _MS for step in steps]),
         makespan=Quantity.of(timeline.makespan, [step.makespan_ns / _MS for step in steps]),
         span=Quantity.of(timeline.span, [step.span_ns / _MS for step in steps]),
         bubble_makespan=Quantity.of(bubbles[0], [step.bubble(step.makespan_ns) for step in steps]),

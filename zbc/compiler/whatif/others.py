@@ -101,7 +101,7 @@ def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
         if made is None or excess(variant, made.memory, made.costs) > 0:
             return None
         held = None if made.costs.bytes is None else max(rank.bytes for rank in made.memory)
-        return Other(name, settled(made.complete.program, made.costs), held)
+        return Other(name, settled(made.complete), held)
     except ZbcError:
         return None
 
