@@ -13,9 +13,8 @@ the end, as with k + 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 from zbc.compiler.check.deadlock import deadlock_problems
 from zbc.compiler.check.faults import message_faults, op_faults
@@ -24,7 +23,7 @@ from zbc.compiler.graph import build, of_steps
 from zbc.compiler.graph.graph import run
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
-from zbc.ops import home_of, owner_text
+from zbc.ops import Scope, home_of, owner_text
 
 # Names kinds: the proof is about the order of STEP and the sums before it, by which alone such a step ends.
 ROW = 3  # consecutive steps checked as one program
@@ -41,72 +40,45 @@ def check_steps(program: Program) -> None:
 
 # ---- E210, and the ends of a step ------------------------------------------------------------------------------
 
+CLOSING = {Kind.REDUCE: "r", Kind.STEP: "s", Kind.GATHER: "g"}
+
 
 def version_problems(program: Program) -> Iterator[ZbcError]:
-    """Yields problems with the versions that ops read, and with the ops that close the step of each stage."""
+    """Yields ops that have no place in such steps, and owners whose ops do not come in this order: as many backwards as
+    before each STEP, REDUCE where ranks share the owner, STEP, GATHER where they share it out; those of the next step
+    after all of these."""
+    units = program.microbatches * program.slices
     for rank, ops in enumerate(program.ranks):
-        yield from _strangers(program, rank)
-        for owner in program.owners(rank):
-            steps = [i for i, op in enumerate(ops) if op.kind is Kind.STEP and op.stage == owner]
-            if not steps or program.microbatches % len(steps):
-                text = f"program: rank {rank} runs STEP {owner_text(owner)} {len(steps)} times in a step"
-                yield ZbcError("E202", text, hint="one STEP behind the last backward of each stage, or of so many")
+        owners = program.owners(rank)
+        for step, op in enumerate(ops):
+            if op.kind.row.scope is not Scope.UNIT and not (op.kind in CLOSING and op.stage in owners):
+                text = f"program: {op} has no place in steps that follow one another without a flush, or on this rank"
+                yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
+        for owner in owners:
+            mine = [(letter, op) for op in ops if (letter := _letter(op, owner))]
+            order, steps = "".join(letter for letter, _ in mine), [op for letter, op in mine if letter == "s"]
+            one = "p" * (units // max(1, len(steps))) + "r" * program.shared(Op(Kind.REDUCE, owner)) + "s"
+            one += "g" * (program.sharded and program.shared(Op(Kind.GATHER, owner)))
+            if order.rstrip("n") == one * len(steps) and [op.mb for op in steps] == [*range(len(steps))] != []:
+                continue
+            early = order.find("n")
+            if 0 <= early < order.rfind("s"):
+                text = f"{mine[early][1]} would add to the gradients of the step before: {steps[-1]} comes after it"
+                code, hint = "E210", "backwards of a stage come after its STEP of the step before; fuse B and W"
             else:
-                yield from _between(program, rank, owner, steps)
-                yield from _around(program, rank, owner, steps[-1])
+                code = "E206" if sorted(order.rstrip("n")) == sorted(one * len(steps)) else "E202"
+                text = f"{len(steps)} STEP {owner_text(owner)} in a step, not each right behind what it is made of"
+                hint = "all backwards, REDUCE if ranks share the stage, STEP, GATHER if they step it in parts"
+            yield ZbcError(code, f"program: {text}", where=f"rank {rank}", hint=hint)
 
 
-def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
-    """Yields ops that have no place in steps without a flush, or on this rank."""
-    owners = program.owners(rank)
-    for step, op in enumerate(program.ranks[rank]):
-        wide = op.kind.stage_wide or op.kind.rank_wide or op.kind.unit_wide
-        if (wide and op.kind not in (Kind.STEP, Kind.REDUCE, Kind.GATHER)) or op.kind.is_mark:
-            text = f"program: {op} does not go with steps that follow one another without a flush"
-            yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
-        elif wide and op.stage not in owners:
-            text = f"program: {op} is on rank {rank}, which does not hold its stage"
-            yield ZbcError("E205", text, where=f"rank {rank} step {step}")
-        elif NEXT > op.mb >= program.microbatches or op.mb >= NEXT + program.microbatches:
-            text = f"program: {op} is outside the program, which has {program.microbatches} microbatches in a step"
-            yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
-
-
-def _between(program: Program, rank: int, owner: int, steps: Sequence[int]) -> Iterator[ZbcError]:
-    """Checks for equally many backwards between STEPs, if a stage steps on its own after every few of them."""
-    stage = home_of(owner)
-    ops, per_step = program.ranks[rank], program.microbatches // len(steps) * program.slices
-    for number, (first, last) in enumerate(pairwise((-1, *steps))):
-        count = sum(op.kind.makes_part and op.stage == stage and op.mb < NEXT for op in ops[first + 1 : last])
-        if count != per_step and len(steps) > 1:
-            text = f"program: {count} backwards come before {ops[last]}, all others have {per_step}"
-            yield ZbcError("E202", text, where=f"rank {rank} step {last}", hint=f"one STEP behind {per_step} of them")
-        if ops[last].mb != number:
-            text = f"program: {ops[last]} is the STEP number {number} of its stage, counted from 0"
-            yield ZbcError("E202", text, where=f"rank {rank} step {last}")
-
-
-def _around(program: Program, rank: int, owner: int, step: int) -> Iterator[ZbcError]:
-    """Yields ops on the wrong side of the STEP of an owner."""
-    ops, stage = program.ranks[rank], home_of(owner)
-    sums = [i for i, op in enumerate(ops) if op == Op(Kind.REDUCE, owner)]
-    if len(sums) != program.shared(Op(Kind.REDUCE, owner)):
-        text = f"program: rank {rank} runs REDUCE {owner_text(owner)} {len(sums)} times in a step"
-        yield ZbcError("E202", text, hint="once where replicas share the stage, between its last backward and its STEP")
-        return
-    first = min(sums, default=step)
-    for i, op in enumerate(ops):
-        makes = op.stage == stage and op.kind.makes_part
-        if makes and op.mb < NEXT and i > min(first, step):
-            text = f"program: {ops[min(first, step)]} comes before {op}, which it needs"
-            yield ZbcError("E206", text, where=f"rank {rank} step {i}", hint=f"move {op} before it")
-        if op.stage == stage and op.kind.computes and op.kind is not Kind.F and op.mb >= NEXT and i < max(first, step):
-            text = f"program: {op} would add to the gradients of the step before: {ops[step]} comes after it"
-            hint = "a stage's backwards of a step come after the STEP of the step before; fuse B and W"
-            yield ZbcError("E210", text, where=f"rank {rank} step {i}", hint=hint)
-    if first > step:
-        text = f"program: {ops[step]} comes before {ops[first]}, which it needs"
-        yield ZbcError("E206", text, where=f"rank {rank} step {step}", hint="move it behind")
+def _letter(op: Op, owner: int) -> str:
+    """What an op is for an owner: a backward of this step or the next one, or an op that closes a step."""
+    if op.kind in CLOSING and op.stage == owner:
+        return CLOSING[op.kind]
+    if not op.kind.computes or op.kind.is_forward or op.stage != home_of(owner):
+        return ""
+    return "n" if op.mb >= NEXT else "p" if op.kind.makes_part else ""
 
 
 # ---- E201 of any number of steps -------------------------------------------------------------------------------

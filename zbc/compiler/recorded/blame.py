@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import islice, pairwise
+from itertools import islice
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.view import Arrival, RecordedStep
@@ -133,55 +133,35 @@ def _senders(step: RecordedStep) -> dict[tuple[int, Op], int]:
 
 
 def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares]:
-    """The predicted shares of a step with its optimizer in steady state, per rank of a pipeline, in ms."""
-    ranks = range(timeline.ranks)
-    if program.ahead:
-        *_, before, last = islice(consecutive(program, costs), SETTLES)
-        return [_settled(before.closes(rank), last, rank) for rank in ranks]
-    steps = [optimizer_ms(program, costs, rank) for rank in ranks]
-    copies, rows = copied(timeline), list[Shares]()
-    for rank in ranks:
-        idle = timeline.idle(rank)
-        sums = idle.sums + costs.of("agree")
-        waited = copies[rank].waited
-        totals = Shares(timeline.busy(rank), idle.warm_up, idle.message - waited, waited, idle.drain, sums, steps[rank])
-        totals.drain += max(steps) - steps[rank]
-        totals.senders = _waits(timeline, rank)
+    """The predicted shares of a step with its optimizer in steady state, per rank of a pipeline, in ms. Without a
+    barrier it begins for a rank at the end of its previous one."""
+    ranks, ahead, rows = range(timeline.ranks), program.ahead, list[Shares]()
+    steps = [0.0 if ahead else optimizer_ms(program, costs, rank) for rank in ranks]
+    begins = [min(map(timeline.opens, ranks))] * len(ranks)
+    if ahead:
+        *_, before, timeline = islice(consecutive(program, costs), SETTLES)
+        begins = [before.closes(rank) for rank in ranks]
+    graph, copies = timeline.graph, copied(timeline)
+    for rank, free in enumerate(begins):
+        totals, begin, computes = Shares(copies=copies[rank].waited, optimizer=steps[rank]), free, False
+        for i in timeline.ops(rank):
+            idle, took, own = max(0.0, timeline.start[i] - free), timeline.end[i] - timeline.start[i], graph.ops[i].kind
+            if not computes:
+                totals.warm_up += idle
+            else:
+                totals.message += idle
+                if idle > 1e-9 and own.computes and (source := timeline.waited_for(i)) >= 0:
+                    sender = graph.rank(source)
+                    totals.senders[sender] = totals.senders.get(sender, 0.0) + idle
+            computes = computes or own.computes
+            if own.computes:
+                totals.compute += took
+            else:
+                totals.optimizer += took
+            free = timeline.end[i]
+        closes = timeline.closes(rank)
+        totals.message -= totals.copies
+        totals.sums = max(0.0, closes - free) if ahead else closes - free + costs.of("agree")
+        totals.drain = 0.0 if ahead else begin + timeline.makespan - closes + max(steps) - steps[rank]
         rows.append(totals)
     return rows
-
-
-def _settled(begin: float, timeline: Timeline, rank: int) -> Shares:
-    """Shares of a step without a barrier, which begins for a rank at the end of its previous one."""
-    ops, free = timeline.graph.ops, begin
-    totals = Shares()
-    computes = False
-    for i in timeline.ops(rank):
-        idle, took = max(0.0, timeline.start[i] - free), timeline.end[i] - timeline.start[i]
-        first = ops[i].kind.computes and not computes
-        computes = computes or first
-        if computes and not first:
-            totals.message += idle
-        else:
-            totals.warm_up += idle
-        if ops[i].kind.computes:
-            totals.compute += took
-        else:
-            totals.optimizer += took
-        free = timeline.end[i]
-    totals.sums = max(0.0, timeline.closes(rank) - timeline.last_end(rank))
-    totals.senders = _waits(timeline, rank)
-    return totals
-
-
-def _waits(timeline: Timeline, rank: int) -> dict[int, float]:
-    """The ranks that a rank waits for between its ops, with ms."""
-    graph, ms = timeline.graph, dict[int, float]()
-    nodes = timeline.ops(rank)
-    first = next((k for k, i in enumerate(nodes) if graph.ops[i].kind.computes), len(nodes))
-    for before, i in pairwise(nodes[first:]):
-        idle, source = timeline.start[i] - timeline.end[before], timeline.waited_for(i)
-        if idle > 1e-9 and source >= 0 and graph.ops[i].kind.computes:
-            sender = graph.rank(source)
-            ms[sender] = ms.get(sender, 0.0) + idle
-    return ms
