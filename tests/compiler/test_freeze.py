@@ -15,7 +15,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage
 from zbc.compiler.passes.freeze_shares import frozen_shares
 from zbc.compiler.recall import costs_of
-from zbc.compiler.recorded.times import measured, times_of
+from zbc.compiler.recorded.times import median_ms, times_of
 from zbc.compiler.recorded.view import typical
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.compiler.shapes import load_job
@@ -178,8 +178,9 @@ def test_a_recording_tells_what_whole_ops_take(tmp_path, after):
     times = times_of(typical(trace))
     samples = [ns for (kind, _), some in times.cost.items() for ns in some if kind is Kind.BW]
     assert samples and {round(ns, -3) for ns in samples} == {4_000_000}
-    costs = measured(compiled.costs, times)
-    assert [costs.of("bw", s) for s in range(4)] == pytest.approx([4.0] * 4)
+    ms = {k.row.cost: tuple(median_ms(times.cost[k, s]) for s in range(4)) for k in (Kind.F, Kind.BW)}
+    assert ms["bw"] == pytest.approx([4.0] * 4)
+    costs = compiled.costs.with_ms(**ms, b=(2.0,) * 4, w=(2.0,) * 4)
     whole = compiled.report.freezing.unfrozen_ms
     meant = simulate(trace.plan.program, costs).makespan
     assert meant == pytest.approx(2 * (compiled.report.makespan_ms if after < 4 else whole))

@@ -11,7 +11,7 @@ from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.recorded import blame, report
 from zbc.compiler.recorded.derive import derive
 from zbc.compiler.recorded.replan import replan
-from zbc.compiler.recorded.times import measured, times_of
+from zbc.compiler.recorded.times import median_ms, times_of
 from zbc.compiler.recorded.view import step_of, typical
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Op
@@ -247,6 +247,16 @@ def test_two_of_four_ranks_that_are_out_of_line_at_once_are_named(tmp_path):
 # ---- measured costs and a new plan ---------------------------------------------------------------------------
 
 
+def as_measured(plan, steps):
+    """The timeline of a plan at the times of its ops in these steps."""
+    cost, ms = times_of(steps).cost, {}
+    for kind in {kind for kind, _ in cost}:
+        samples = [cost[kind, s] for s in range(plan.costs.stages)]
+        whole = [median_ms(some) if some else 0.0 for some in samples]
+        ms[kind.row.cost] = plan.costs.portions(kind.row.cost, whole)
+    return simulate(plan.program, plan.costs.with_ms(**ms))
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_simulator_with_measured_times_finds_the_step_that_was_measured(tmp_path, kind):
     plan = compiled(kind)
@@ -254,8 +264,7 @@ def test_the_simulator_with_measured_times_finds_the_step_that_was_measured(tmp_
     times = {(kind, s): 2.0 + ((7 * s + len(kind.value)) % 5) for s in stages for kind in computing}
     world = as_predicted(plan, op=lambda op, rank, step: times[op.kind, op.stage], transfer=0.05, data=0.1, agree=1.0)
     steps = typical(record(plan, tmp_path, world))
-    again = simulate(plan.program, measured(plan.costs, times_of(steps)))
-    assert again.makespan == pytest.approx(steps[0].makespan_ns / MS, rel=0.02)
+    assert as_measured(plan, steps).makespan == pytest.approx(steps[0].makespan_ns / MS, rel=0.02)
 
 
 SLICED = {"schedule": {"slices": 4}, "model": {"seq_len": 64}}
@@ -269,8 +278,7 @@ def test_slices_are_put_together_to_whole_microbatches(tmp_path, kind):
     world = as_predicted(plan, op=lambda op, rank, step: 1.5 * plan.costs.duration(op))
     trace = record(plan, tmp_path, world)
     steps = typical(trace)
-    again = simulate(plan.program, measured(plan.costs, times_of(steps)))
-    assert again.makespan == pytest.approx(steps[0].makespan_ns / MS, rel=1e-3)
+    assert as_measured(plan, steps).makespan == pytest.approx(steps[0].makespan_ns / MS, rel=1e-3)
     found = report.build(trace)
     assert found.replan.present_ms == pytest.approx(found.step.measured, rel=0.02)
     for one in found.slices:

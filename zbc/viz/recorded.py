@@ -5,7 +5,7 @@ from __future__ import annotations
 from zbc.compiler import recall
 from zbc.compiler.recorded.report import median_step
 from zbc.compiler.recorded.timeline import Recording
-from zbc.compiler.recorded.times import measured, times_of
+from zbc.compiler.recorded.times import times_of, with_messages
 from zbc.compiler.recorded.view import step_of
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
@@ -24,7 +24,7 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
     measured_steps = [step_of(trace, number) for number in numbers]
     program, costs = trace.plan.program, recall.costs_of(trace.plan.manifest)
     predicted = repeated(simulate(program, costs), program, costs, steps, barrier=measured_steps[0].barrier)
-    real = measured(costs, times_of(measured_steps, costs))
+    real = with_messages(costs, times_of(measured_steps, costs))
     named = groups(program, trace.plan.manifest.layers)
     pictures = [Drawn("predicted", program, predicted, costs, groups=named)]
     memory, ahead = tuple(rank.memory for rank in trace.ranks), steps > 1 and not measured_steps[0].barrier

@@ -1,4 +1,4 @@
-"""Times of ops and transfers in recorded steps, and the costs of a plan with these times.
+"""Times of ops and transfers in recorded steps.
 
 Two times are read off each compute op. `work` is the op itself. `cost` is the time until its rank can run the next: the
 op, the runtime's work around it, and the transfers started since the previous compute op. The simulator has ranks run
@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from zbc.compiler.cost.cost import Costs, PerStage
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.view import Arrival, RecordedStep
 from zbc.ir import NEXT, WHOLE, Kind, Op, groups
-from zbc.ops import Lane, round_trip
+from zbc.ops import Lane
 from zbc.trace.line import Cause
 
 _MS = 1e6
-_What = TypeVar("_What", Kind, str)
 Key = tuple[Kind, int, int]  # kind, stage, rank of the run
 
 
@@ -132,27 +130,13 @@ def median_ms(samples: Sequence[int]) -> float:
     return statistics.median(samples) / _MS
 
 
-def measured(costs: Costs, times: Times) -> Costs:
-    """`costs` with the measured times in place of the predicted ones, if measured; bytes stay."""
-    _, b, w, _, bw = (_medians(times.cost, kind, costs) for way in (True, False) for kind in round_trip(split=way))
-    links = tuple(
-        {edge: _as_long(ms, times.lags.get((pipe, edge[0]))) for edge, ms in links.items()}
-        for pipe, links in enumerate(costs.links)
+def with_messages(costs: Costs, times: Times) -> Costs:
+    """`costs` with the measured times of messages in place of the predicted ones, if measured."""
+    links = (
+        {edge: _as_long(ms, times.lags.get((pipe, edge[0]))) for edge, ms in of.items()}
+        for pipe, of in enumerate(costs.links)
     )
-    columns = dict[str, PerStage]()
-    for kind in sorted({kind for kind, _ in times.cost}):
-        columns[kind.row.cost] = _column(kind.row.cost, _medians(times.cost, kind, costs), costs)
-    for name in sorted({name for name, _ in times.closing}):
-        columns[name] = _column(name, _medians(times.closing, name, costs), costs)
-    columns["b"], columns["w"] = _halves(b, w, bw, costs)
-    both = zip(columns["b"], columns["w"], bw, strict=True)
-    columns["bw"] = tuple(mine_b + mine_w if ms is None else ms for mine_b, mine_w, ms in both)
-    if times.norm:
-        columns["agree"] = (median_ms(times.norm) + median_ms(times.sums),)
-    shared = {
-        name: costs.portions(name, whole) if name in ("f", "b", "w", "bw") else whole for name, whole in columns.items()
-    }
-    return replace(costs.with_ms(**shared), links=links, source="measured")
+    return replace(costs, links=tuple(links))
 
 
 def _as_long(ms: float | tuple[float, ...], samples: Sequence[int] | None) -> float | tuple[float, ...]:
@@ -161,29 +145,3 @@ def _as_long(ms: float | tuple[float, ...], samples: Sequence[int] | None) -> fl
         return ms
     found, usual = median_ms(samples), statistics.median(ms) if isinstance(ms, tuple) else 0.0
     return tuple(one * found / usual if usual else found for one in ms) if isinstance(ms, tuple) else found
-
-
-def _medians(samples: Mapping[tuple[_What, int], list[int]], what: _What, costs: Costs) -> list[float | None]:
-    """ms of each stage, or of each rank; None if not measured."""
-    places = len(costs.column(what.row.cost)) if isinstance(what, Kind) else costs.stages
-    columns = (samples.get((what, place)) for place in range(places))
-    return [median_ms(column) if column else None for column in columns]
-
-
-def _column(name: str, found: Sequence[float | None], costs: Costs) -> PerStage:
-    """A column with measured times, else the assumed ones."""
-    return tuple(assumed if ms is None else ms for ms, assumed in zip(found, costs.typical(name), strict=True))
-
-
-def _halves(
-    b: list[float | None], w: list[float | None], bw: list[float | None], costs: Costs
-) -> tuple[PerStage, PerStage]:
-    """B and W of every stage; if only BW ran, split in the predicted proportion."""
-    first, second = list[float](), list[float]()
-    for s, (mine_b, mine_w, both) in enumerate(zip(*map(costs.typical, ("b", "w", "bw")), strict=True)):
-        whole = bw[s] if bw[s] is not None else both
-        share = mine_b / (mine_b + mine_w) if mine_b + mine_w > 0 else 0.5
-        b_ms, w_ms = b[s], w[s]
-        first.append(share * (whole or 0.0) if b_ms is None else b_ms)
-        second.append((1 - share) * (whole or 0.0) if w_ms is None else w_ms)
-    return tuple(first), tuple(second)
