@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from zbc.compiler.cost import estimate, pricing
-from zbc.compiler.partition.limits import bounds_of, limits_of
-from zbc.compiler.partition.setup import Ordered, as_ordered, finished, over_of
+from zbc.compiler.cost import estimate
+from zbc.compiler.partition.limits import limits_of
+from zbc.compiler.partition.setup import Ordered, over_of
 from zbc.compiler.report.report import Facts, told
 from zbc.compiler.seating import seated
 from zbc.errors import ZbcError
@@ -123,11 +123,7 @@ def _alike(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> O
     """The order of the job with whole rows, at the costs of its unequal ones; None if no such order fits."""
     even = job.with_tokens(())
     try:
-        _, found = seated(even, estimate.layers(even), budget)
-        placement = found.program.placement
-        costs = pricing.build(as_ordered(job, found), placement, found.stages, table)
-        program = finished(job, found.program, costs, found.stages)
-        made = replace(found, program=program, costs=costs, bounds=bounds_of(job, placement, costs))
+        made = seated(even, estimate.layers(even), budget)[1].repriced(job, table)
     except ZbcError:
         return None
     return made if _fits(job, made) else None

@@ -67,12 +67,12 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
     kind, chunks = (section.get("kind"), section.get("chunks")) if isinstance(section, dict) else (None, None)
     where = draft.document.where
     if not isinstance(kind, str) or kind.lower() == AUTO or not is_name(kind):
-        return undecided(draft, SCHEDULES.values())
+        return undecided(draft)
     try:
         found = find(kind)
     except ZbcError as error:
         return [ZbcError("E104", error.message, where=where(("schedule", "kind")), hint=error.hint)]
-    problems = option_problems(draft, found, SCHEDULES.values())
+    problems = option_problems(draft, found)
     if not isinstance(chunks, int) or chunks < 1:  # not given, or reported by itself
         return problems
     try:
@@ -82,13 +82,12 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
     return problems
 
 
-def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[ScheduleCard]) -> list[ZbcError]:
-    """E110 for everything in a job that `schedule` cannot do; `known` are all schedules."""
+def option_problems(draft: Draft, schedule: ScheduleCard) -> list[ZbcError]:
+    """E110 for everything in a job that `schedule` cannot do."""
     section, parallel = draft.sections.get("schedule"), draft.sections.get("parallel")
     if section is None or parallel is None:
         return []
-    unused = [key for key in OPTIONS if key not in schedule.options]
-    problems = list(_unread(draft, schedule.name, unused, list(known)))
+    problems = list(_unread(draft, schedule.name, [key for key in OPTIONS if key not in schedule.options]))
     if section.group is not None and "group" in schedule.options:
         problems += _group(draft, schedule, section.group, parallel.pp)
     problems += excludes.of_schedule(draft.sections, draft.document.where, schedule.name, schedule.traits)
@@ -100,19 +99,19 @@ def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[Schedu
     return problems
 
 
-def undecided(draft: Draft, known: Iterable[ScheduleCard]) -> list[ZbcError]:
+def undecided(draft: Draft) -> list[ZbcError]:
     """E110 for keys that are not supported by an order chosen among all schedules, or read from a file."""
     section = draft.sections.get("schedule")
     if section is None or section.plugin is not None:  # which gets them
         return []
-    return list(_unread(draft, section.kind if section.file is None else "an order from a file", OPTIONS, list(known)))
+    return list(_unread(draft, section.kind if section.file is None else "an order from a file", OPTIONS))
 
 
-def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[ScheduleCard]) -> Iterator[ZbcError]:
+def _unread(draft: Draft, name: str, keys: Iterable[str]) -> Iterator[ZbcError]:
     for key in keys:
         if getattr(draft.sections["schedule"], key) is None:
             continue
-        meant = [card.name for card in known if key in card.options]
+        meant = [card.name for card in SCHEDULES.values() if key in card.options]
         text = f"schedule: schedule.{key} is for {', '.join(meant)}, not for {name}"
         yield ZbcError("E110", text, where=draft.document.where(("schedule", key)), hint="leave it out")
 

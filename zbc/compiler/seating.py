@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.cost import estimate
 from zbc.compiler.cost.chain import best_chain
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.order import order
-from zbc.compiler.partition.setup import Ordered, as_ordered, finished
+from zbc.compiler.partition.setup import Ordered
 from zbc.job.spec import Job
 
 _NOMINAL = 1 << 20  # bytes of a tensor of unknown size
@@ -26,7 +26,7 @@ def seated(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> t
     chosen = _with(job, best_chain(transfers(job)))
     found = order(chosen, table, budget)
     numbered = _with(job, tuple(range(job.parallel.pp * job.parallel.dp)))
-    if _step(numbered, found, table) >= found.step_ms(chosen):
+    if found.repriced(numbered, table).step_ms(numbered) >= found.step_ms(chosen):
         return chosen, found
     again = order(numbered, table, budget)
     return (numbered, again) if again.step_ms(numbered) < found.step_ms(chosen) else (chosen, found)
@@ -49,11 +49,3 @@ def transfers(job: Job) -> list[list[float]]:
 
 def _with(job: Job, ranks: tuple[int, ...]) -> Job:
     return replace(job, parallel=job.parallel.model_copy(update={"order": list(ranks)}))
-
-
-def _step(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> float:
-    """ms of the found order's step, with its ranks as in the job."""
-    placement = found.program.placement
-    costs = pricing.build(as_ordered(job, found), placement, found.stages, table)
-    program = finished(job, found.program, costs, found.stages)
-    return replace(found, program=program, costs=costs).step_ms(job)

@@ -168,11 +168,6 @@ class Layout:
         k = bisect_right(self.firsts, message) - 1
         return self.channels[k][1], message - self.firsts[k]
 
-    def message_of(self, op: Op) -> int:
-        """The message that a transfer of the program carries."""
-        row = self.compile(self.pipes[op.pipe][op.stage], op.kind, op.pipe, op.stage, op.slice, op.other)
-        return row.posts[0] + op.mb * row.step if isinstance(row, CellColumns) else -1
-
     def key_of(self, cell: int) -> tuple[CellKey, int]:
         """The column of a cell, and its index in that column."""
         base, key = max((base, key) for key, base in self.columns.items() if base <= cell)

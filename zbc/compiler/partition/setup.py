@@ -103,8 +103,7 @@ class Ordered:
     @property
     def judged(self) -> Context:
         """The program that time and memory are read of: the complete one, unless the order tells the same for less."""
-        timed = "complete" in vars(self) and "timeline" in vars(self.complete)
-        return self.compute if self.plain and not timed else self.complete
+        return self.compute if self.plain else self.complete
 
     @cached_property
     def memory(self) -> list[RankMemory]:
@@ -124,6 +123,13 @@ class Ordered:
         if lowering.first == self.lowering.first:
             vars(other)["begun"] = self.begun
         return other
+
+    def repriced(self, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
+        """The same order at the costs of another job, of which `table` are the layers. Raises E110."""
+        placement = self.program.placement
+        costs = pricing.build(as_ordered(job, self), placement, self.stages, table)
+        program = finished(job, self.program, costs, self.stages)
+        return replace(self, program=program, costs=costs, bounds=bounds_of(job, placement, costs))
 
     def step_ms(self, job: Job) -> float:
         """ms of a step as it is reported: in steady state, or by the job's objective (see `Job.steady`)."""

@@ -46,7 +46,6 @@ BIDIRECTIONAL = (
         memory="p",
         needs="closed form for even p that divides m; any p and m run",
         options=("group", "early"),
-        fitted=True,
     ),
     _TWO_V(
         name="bitpipe",
@@ -59,7 +58,6 @@ BIDIRECTIONAL = (
         memory="p",
         needs="closed form for even p; any p and m run",
         options=("group", "early"),
-        fitted=True,
     ),
     _TWO(
         name="dualpipe",
@@ -109,7 +107,6 @@ BIDIRECTIONAL = (
         needs="closed form when p divides m; any m runs",
         options=("group", "early"),
         chunks_in=2,
-        fitted=True,
     ),
     _TWO(
         name="chimera-zb",

@@ -50,7 +50,6 @@ def replicated(replicas: Sequence[int], microbatches: int) -> ScheduleCard:
         makespan="by replicas",
         span="by replicas",
         memory="warm-up + 1",
-        fitted=True,
     )
 
 

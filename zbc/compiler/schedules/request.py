@@ -78,7 +78,6 @@ class ScheduleCard:
     chunks_in: int = 1  # stages per rank are a multiple of this
     ranks_in: int = 1  # ranks are a multiple of this
     searched: bool = False  # made for the costs and the memory limit of the job
-    fitted: bool = False  # made by hand, but packed at the costs of the job if its slots collide
     grouped: bool = False  # its orders have overlap groups
     budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
     whole: bool = False  # it has no order for slices of microbatches

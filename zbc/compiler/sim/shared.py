@@ -47,10 +47,7 @@ def sums_of(timeline: Timeline, costs: Costs) -> Sums | None:
 
 def shared(timeline: Timeline, costs: Costs, rank: int) -> Iterator[Shared]:
     """Yields the collectives inside the ops of a rank, in order."""
-    if "f_sums" not in costs.ms:
-        return
-    graph = timeline.graph
-    skip = 0
+    graph, skip = timeline.graph, 0
     for i in graph.mine(rank):
         if skip:
             skip -= 1
