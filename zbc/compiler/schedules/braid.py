@@ -31,6 +31,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.schedules.phases import ANY, Group, Leg, Step, emitted, marked
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.schedules.searched import found
 from zbc.compiler.sim.simulate import simulate
@@ -39,7 +40,6 @@ from zbc.ir import Kind, Op, Placement, Program
 
 DOWN, UP = 0, 1  # legs of the V
 LARGE = 200_000  # ops that all list schedulers together may place
-Group = tuple[Op, ...]  # one op, or two
 
 
 def braid_v(request: Request) -> Program:
@@ -47,7 +47,8 @@ def braid_v(request: Request) -> Program:
     p, m = request.p, request.m
     placement = Placement.vshape(p)
     costs = request.costs or Costs.uniform(placement)
-    made = [_program(placement, m, [_formula(rank, p, m) for rank in range(p)])] if p > 1 else []  # would hold 4p
+    formula = ((_phases(rank, p, max(m, 3 * p)), (Leg(rank), Leg(2 * p - 1 - rank))) for rank in range(p))
+    made = [_program(placement, m, [emitted(*each, m) for each in formula])] if p > 1 else []  # would hold 4p
     tries = max(2 if m < 3 * p or p == 1 else 0, LARGE // (12 * p * m))
     lists = [order for policy in POLICIES[:tries] if (order := _Lists(placement, m, costs, policy).run()) is not None]
     if lists:
@@ -66,45 +67,17 @@ def _cost(program: Program, costs: Costs, objective: str) -> float:
 
 
 def _program(placement: Placement, m: int, lists: Sequence[Sequence[Group]]) -> Program:
-    ranks = tuple(tuple(op for group in groups for op in _marked(group)) for groups in lists)
+    ranks = tuple(tuple(op for group in groups for op in marked(group)) for groups in lists)
     return Program(placement, m, ranks, ("braid-v",))
-
-
-def _marked(group: Group) -> Group:
-    return group if len(group) < 2 else (Op(Kind.OVERLAP, 0), *group)
 
 
 # ---- by formula -----------------------------------------------------------------------------------------------------
 
 
-def _formula(rank: int, p: int, m: int) -> list[Group]:
-    """The groups of a rank, without the ops of microbatches that do not exist."""
-    due, counts = list[Op](), dict[tuple[bool, int], int]()
-    stage = {DOWN: rank, UP: 2 * p - 1 - rank}
-
-    def op(kind: Kind, leg: int) -> Op:
-        if kind is Kind.W:
-            return due.pop(0)
-        key = kind is Kind.F, leg
-        made = Op(kind, stage[leg], counts.get(key, 0))
-        counts[key] = made.mb + 1
-        if kind is Kind.B:
-            due.append(made._replace(kind=Kind.W))
-        return made
-
-    groups = [tuple([op(*item) for item in group]) for group in _phases(rank, p, max(m, 3 * p))]
-    groups += [(last,) for last in due]
-    kept = (tuple(item for item in group if item.mb < m) for group in groups)
-    return [group for group in kept if group]
-
-
-Step = tuple[Kind, int]
-
-
 def _phases(rank: int, p: int, n: int) -> Iterator[tuple[Step, ...]]:
     """The phases of the module's table, except the last W; each W is the oldest pending one."""
     rest = p - 1 - rank
-    f, up, d, d_up, b_up, w = (Kind.F, DOWN), (Kind.F, UP), (Kind.BW, DOWN), (Kind.BW, UP), (Kind.B, UP), (Kind.W, UP)
+    f, up, d, d_up, b_up, w = (Kind.F, DOWN), (Kind.F, UP), (Kind.BW, DOWN), (Kind.BW, UP), (Kind.B, UP), (Kind.W, ANY)
     yield from [(f,)] * (2 * rest)
     yield from [(f,), (up,)] * (rank + 1)
     yield from [(f,)] * ((rank + 1) % 2)

@@ -25,25 +25,14 @@ microbatches use the order of the next possible number without the ops of the mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
+from zbc.compiler.schedules.phases import ANY, Leg, Step, emitted, marked
 from zbc.compiler.schedules.request import Request
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 
 OUTER, INNER = 0, 1  # directions, by the end of the half at which they enter
-PAIR = None  # F of a direction with BW of the other
-Step = tuple[Kind | None, int]
-
-
-class Direction(NamedTuple):
-    """A rank's stage and pipe of one direction, and the microbatches of that direction: first, first + every, ..."""
-
-    stage: int
-    pipe: int
-    every: int
-    first: int
 
 
 def dualpipe(request: Request) -> Program:
@@ -56,72 +45,38 @@ def dualpipe(request: Request) -> Program:
     for r in range(p):
         outer = min(r, p - 1 - r)
         pipe = int(r > outer)  # the pipe that enters at this end
-        directions = (Direction(outer, pipe, 2, pipe), Direction(p - 1 - outer, 1 - pipe, 2, 1 - pipe))
-        ranks.append(_DualpipeRank(directions, m, request.overlap).run(_steps(outer, p // 2, n)))
-    return Program(Placement.bidirectional(range(p)), m, tuple(map(tuple, ranks)), ("dualpipe",))
+        legs = (Leg(outer, pipe, 2, pipe), Leg(p - 1 - outer, 1 - pipe, 2, 1 - pipe))
+        ranks.append(_ops(outer, p // 2, n, legs, request))
+    return Program(Placement.bidirectional(range(p)), m, tuple(ranks), ("dualpipe",))
 
 
 def dualpipe_v(request: Request) -> Program:
     """One half of DualPipe on 2p ranks, with the V placement."""
     p, m = request.p, request.m
     n = max(2 * p, m)
-    ranks = []
-    for r in range(p):
-        directions = (Direction(r, 0, 1, 0), Direction(2 * p - 1 - r, 0, 1, 0))
-        ranks.append(_DualpipeRank(directions, m, request.overlap).run(_steps(r, p, n)))
-    return Program(Placement.vshape(p), m, tuple(map(tuple, ranks)), ("dualpipe-v",))
+    ranks = (_ops(r, p, n, (Leg(r), Leg(2 * p - 1 - r)), request) for r in range(p))
+    return Program(Placement.vshape(p), m, tuple(ranks), ("dualpipe-v",))
 
 
-def _steps(r: int, h: int, n: int) -> Iterator[Step]:
+def _ops(r: int, h: int, n: int, legs: tuple[Leg, Leg], request: Request) -> tuple[Op, ...]:
+    groups = emitted(_phases(r, h, n), legs, request.m)
+    return tuple(op for group in groups for op in (marked(group) if request.overlap else group))
+
+
+def _phases(r: int, h: int, n: int) -> Iterator[tuple[Step, ...]]:
     """The phases of the module's table. A W is the oldest pending one, of either direction."""
     rest = h - 1 - r
-    f, inner_f, d, inner_d = (Kind.F, OUTER), (Kind.F, INNER), (Kind.BW, OUTER), (Kind.BW, INNER)
-    b, inner_b, w = (Kind.B, OUTER), (Kind.B, INNER), (Kind.W, OUTER)
-    yield from [f] * (2 * rest)
-    yield from [f, inner_f] * (r + 1)
-    yield from [inner_b, w, inner_f] * rest
+    f, inner_f, d, inner_d = ((kind, leg) for kind in (Kind.F, Kind.BW) for leg in (OUTER, INNER))
+    b, inner_b, w = (Kind.B, OUTER), (Kind.B, INNER), (Kind.W, ANY)
+    yield from [(f,)] * (2 * rest)
+    yield from [(f,), (inner_f,)] * (r + 1)
+    yield from [(inner_b,), (w,), (inner_f,)] * rest
     for i in range(n - 2 * h + r + 1):
         # At the middle, the first D works on its rank's previous result: in a group, f would have to wait for it.
-        yield from [f, inner_d] if i == 0 and rest == 0 else [(PAIR, OUTER)]
-        yield PAIR, INNER
-    yield from [inner_d, (PAIR, INNER)] * rest
-    yield from ([inner_d, d] * (r + 1))[: r + 1]
-    yield from ([inner_b, b] * (r + 1))[r + 1 :]
-    yield from [w, b] * rest
-    yield from [w] * (r + 1)
-
-
-class _DualpipeRank:
-    """Ops of one rank as they are emitted; each direction counts its own microbatches."""
-
-    def __init__(self, directions: Sequence[Direction], m: int, overlap: bool) -> None:
-        self.directions, self.m, self.overlap = directions, m, overlap
-        self.done: dict[tuple[bool, int], int] = {}  # (forward, direction) -> microbatches
-        self.due: list[Op] = []
-        self.ops: list[Op] = []
-
-    def run(self, steps: Iterable[Step]) -> list[Op]:
-        """The ops of all steps, without those of microbatches that do not exist."""
-        for kind, direction in steps:
-            if kind is Kind.W:
-                self.ops.append(self.due.pop(0))
-            elif kind is None:
-                self._pair(self._next(Kind.F, direction), self._next(Kind.BW, 1 - direction))
-            else:
-                op = self._next(kind, direction)
-                self.ops.append(op)
-                if kind is Kind.B:
-                    self.due.append(op._replace(kind=Kind.W))
-        return [op for op in self.ops if op.mb < self.m]
-
-    def _next(self, kind: Kind, direction: int) -> Op:
-        stage, pipe, every, first = self.directions[direction]
-        key = kind is Kind.F, direction
-        count = self.done.get(key, 0)
-        self.done[key] = count + 1
-        return Op(kind, stage, first + every * count, pipe)
-
-    def _pair(self, forward: Op, backward: Op) -> None:
-        if self.overlap and max(forward.mb, backward.mb) < self.m:
-            self.ops.append(Op(Kind.OVERLAP, 0))
-        self.ops += [forward, backward]
+        yield from [(f,), (inner_d,)] if i == 0 and rest == 0 else [(f, inner_d)]
+        yield inner_f, d
+    yield from [(inner_d,), (inner_f, d)] * rest
+    yield from ([(inner_d,), (d,)] * (r + 1))[: r + 1]
+    yield from ([(inner_b,), (b,)] * (r + 1))[r + 1 :]
+    yield from [(w,), (b,)] * rest
+    yield from [(w,)] * (r + 1)

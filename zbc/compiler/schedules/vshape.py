@@ -17,46 +17,32 @@ order of 2p - 1 with the ops of the missing ones left out.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
 
+from zbc.compiler.schedules.phases import Leg, Step, emitted
 from zbc.compiler.schedules.request import Request
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Placement, Program
 from zbc.ops import round_trip
-
-
-class _VshapeRank:
-    """Ops of one rank as they are emitted; each (kind, chunk) counts its own microbatches."""
-
-    def __init__(self, r: int, p: int) -> None:
-        self.stages = (r, 2 * p - 1 - r)
-        self.done = Counter[tuple[Kind, int]]()
-        self.ops: list[Op] = []
-
-    def run(self, *steps: tuple[Kind, int], times: int = 1) -> None:
-        for step in steps * times:
-            self.ops.append(Op(step[0], self.stages[step[1]], self.done[step]))
-            self.done[step] += 1
 
 
 def zb_v(request: Request) -> Program:
     """The hand-made order of the paper; exact at uniform costs, legal at any."""
     p, m = request.p, request.m
-    ranks = [tuple(op for op in _rank_ops(r, p, max(m, 2 * p - 1)) if op.mb < m) for r in range(p)]
-    return Program(Placement.vshape(p), m, tuple(ranks), history=("zb-v",))
+    steps = [[(step,) for step in _phases(r, p, max(m, 2 * p - 1))] for r in range(p)]
+    ranks = (emitted(steps[r], (Leg(r), Leg(2 * p - 1 - r)), m) for r in range(p))
+    return Program(Placement.vshape(p), m, tuple(tuple(op for (op,) in groups) for groups in ranks), history=("zb-v",))
 
 
-def _rank_ops(r: int, p: int, m: int) -> list[Op]:
-    rank = _VshapeRank(r, p)
-    (f, b, w), (up_f, up_b, up_w) = ([(kind, pipe) for kind in round_trip(split=True)] for pipe in (0, 1))
-    rank.run(f, times=2 * (p - r) - 1)
-    rank.run(up_f, f, times=r)
-    rank.run(up_f, up_b, up_w, times=p - r)
-    while rank.done[up_f] < m:
-        if rank.done[f] < m:
-            rank.run(f)
-        rank.run(b, w, up_f, up_b, up_w)
-    rank.run(b, up_b, times=r)
-    rank.run(b, w, times=p - r)
-    rank.run(up_w, times=m - rank.done[up_w])
-    rank.run(w, times=m - rank.done[w])
-    return rank.ops
+def _phases(r: int, p: int, m: int) -> Iterator[Step]:
+    """The phases of the module's table."""
+    (f, b, w), (up_f, up_b, up_w) = ([(kind, leg) for kind in round_trip(split=True)] for leg in (0, 1))
+    yield from [f] * (2 * (p - r) - 1)
+    yield from [up_f, f] * r
+    yield from [up_f, up_b, up_w] * (p - r)
+    for k in range(m - p):
+        yield from [f] * (k < m - 2 * p + r + 1)
+        yield from [b, w, up_f, up_b, up_w]
+    yield from [b, up_b] * r
+    yield from [b, w] * (p - r)
+    yield from [up_w] * r
+    yield from [w] * r
