@@ -84,19 +84,13 @@ def op_of(g: Graph, node: int, cell: int | None = None) -> int:
     return op if any(ref.what == what for ref in g.layout.rows[g.ops[op].kind].writes) else -1
 
 
-def transfer(g: Graph, what: str, pipe: int, edge: int, unit: int, *, sends: bool) -> Op:
-    """The SEND or the RECV of the value on an edge."""
-    source, sink = g.layout.edges[edge] if what == "act" else reversed(g.layout.edges[edge])
-    mb, part = divmod(unit, g.layout.slices)
-    message = Message(source, sink, mb, pipe, part)
-    return g.program.placement.send(message) if sends else g.program.placement.recv(message)
-
-
 def ends(g: Graph, message: int) -> tuple[Op, Op]:
     """The SEND and the RECV of a message between stages."""
     meaning, unit = g.layout.meaning(message)
-    both = (transfer(g, meaning.what, meaning.home, meaning.edge, unit, sends=sends) for sends in (True, False))
-    return next(both), next(both)
+    source, sink = g.layout.edges[meaning.edge] if meaning.what == "act" else reversed(g.layout.edges[meaning.edge])
+    mb, part = divmod(unit, g.layout.slices)
+    found, placement = Message(source, sink, mb, meaning.home, part), g.program.placement
+    return placement.send(found), placement.recv(found)
 
 
 def rank_of(g: Graph, op: Op) -> int:

@@ -23,13 +23,7 @@ class Genes(NamedTuple):
     legs: tuple[float, ...]  # 2v, extra time per step of a leg
     turns: tuple[float, ...]  # 2v - 1, rest between two legs
     cap: int  # -1: no cap on microbatches per stage; else the cap minus the number implied by the keys
-    w_gap: float
-    w_slack: float
-    first_b: float
-    look: float
-    w_memory: float
-    reserve: float
-    reserve_later: float
+    rules: tuple[float, ...]  # W_GAP, W_SLACK, FIRST_B, LOOK, W_MEMORY, RESERVE, RESERVE_LATER: see listing.py
     period: float  # times the work of the busiest rank per microbatch
     release: float
 
@@ -78,17 +72,5 @@ class Decoder:
 
     def knobs(self, genes: Genes) -> list[float]:
         """The policy vector of `list_schedule`, mode 3."""
-        return [
-            3.0,
-            genes.w_gap,
-            genes.w_slack,
-            genes.first_b,
-            genes.look,
-            0.0,
-            0.0,
-            genes.w_memory,
-            genes.reserve,
-            genes.reserve_later,
-            self.period * genes.period,
-            genes.release * self.unit,
-        ]
+        times = self.period * genes.period, genes.release * self.unit
+        return [3.0, *genes.rules[:4], 0.0, 0.0, *genes.rules[4:], *times]

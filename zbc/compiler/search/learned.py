@@ -133,8 +133,8 @@ def learned(v: int) -> list[Genes]:
 
 def _genes(row: Row) -> Genes:
     legs, turns, knobs = row
-    cap, *rest = knobs
-    return Genes(legs, turns, int(cap), *rest)
+    cap, *rules, period, release = knobs
+    return Genes(legs, turns, int(cap), tuple(rules), period, release)
 
 
 def _stretch(genes: Genes, v: int) -> Genes:
