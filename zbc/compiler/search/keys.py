@@ -73,4 +73,4 @@ class Decoder:
     def knobs(self, genes: Genes) -> list[float]:
         """The policy vector of `list_schedule`, mode 3."""
         times = self.period * genes.period, genes.release * self.unit
-        return [3.0, *genes.rules[:4], 0.0, 0.0, *genes.rules[4:], *times]
+        return [3.0, *genes.rules[:4], 0.0, *genes.rules[4:], *times]

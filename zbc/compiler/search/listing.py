@@ -12,7 +12,7 @@ Ranks run in time. At each decision a rank picks F, B or W, which mean their fam
 - W runs in gaps of at least W_GAP of its length; with W_SLACK also when this rank would become the idlest; with
   W_MEMORY at once when memory blocks an F.
 - FIRST_B: a warm-up F may put off the earliest possible first B by that share of itself (9 and more: no limit).
-- PICK_F, PICK_B: of several stages the latest (0), the earliest (1) or the oldest microbatch (2).
+- of several stages the latest; with PICK_B the earliest with a B.
 - if B leaves more than it frees, room for that is reserved, and W runs as soon as a B needs it.
 - an F must leave a unit for each later stage of its rank, or it could deadlock: with slices, the rest of the microbatch
   that the stage runs next, since no slice returns before the last one has arrived. RESERVE and RESERVE_LATER scale the
@@ -78,12 +78,12 @@ def list_schedule(
     by_op, by_rank, seat_count, rank_count = blank
     first, rank, length, change, count, _, (feeds, reader, lag, after) = table
     seat_first, stage, units, forward, inputs, weight = seats
-    mode, w_gap, w_slack, look, w_memory = knobs[0], knobs[1], knobs[2] > 0.5, knobs[4], knobs[7] > 0.5
+    mode, w_gap, w_slack, look, w_memory = knobs[0], knobs[1], knobs[2] > 0.5, knobs[4], knobs[6] > 0.5
     missing, ready, started, returned = count.copy(), by_op.copy(), seat_count.copy(), seat_count.copy()
     held, flying, had_b = by_rank.copy(), by_rank.copy(), rank_count.copy()
     free, idle, last_f, unstarted = by_rank.copy(), by_rank.copy(), rank_count.copy(), rank_count.copy()
-    b_rules = (mode == 3, look * length[0], knobs[10], knobs[11], knobs[6])
-    f_rules = (mode == 3, look * length[0], knobs[10], knobs[11], knobs[5], knobs[3], knobs[8], knobs[9])
+    b_rules = (mode == 3, look * length[0], knobs[9], knobs[10], knobs[5])
+    f_rules = (mode == 3, look * length[0], knobs[9], knobs[10], knobs[3], knobs[7], knobs[8])
     b_seats = (seat_first, stage, units, inputs, change, missing, ready, returned, held, limit, key_b)
     f_seats = (seat_first, stage, units, forward, change, missing, ready, started, returned, held, room, key_f)
     f_more = (cap, reserve, first_b, length, flying, had_b, slices, unequal)
@@ -226,12 +226,8 @@ def choose_b(r: int, now: float, rules: View, seats: View) -> Choice:
             if at > soon and at <= now + look_ms and key < least:
                 least = key
             key = -key
-        elif pick == 0:
-            key = s * 1.0
-        elif pick == 1:
-            key = -1.0 * s
         else:
-            key = s - 1.0 * i * len(stage)
+            key = s * 1.0 if pick == 0 else -1.0 * s
         if at > soon:
             if at < later:
                 later = at
@@ -245,7 +241,7 @@ def choose_b(r: int, now: float, rules: View, seats: View) -> Choice:
 
 def choose_f(r: int, now: float, rules: View, seats: View, more: View) -> Choice:
     """The F that rank r should start."""
-    keyed, look_ms, period, release, pick, overshoot, early, late = rules
+    keyed, look_ms, period, release, overshoot, early, late = rules
     first, stage, units, base, change, missing, ready, started, returned, held, room, keys = seats
     cap, reserve, first_b, length, flying, had_b, slices, unequal = more
     low, high = first[r], first[r + 1]
@@ -266,12 +262,8 @@ def choose_f(r: int, now: float, rules: View, seats: View, more: View) -> Choice
             key = keys[s] + i * period
             if key - release > at:
                 at = key - release
-        elif pick == 0:
-            key = s * 1.0
-        elif pick == 1:
-            key = -1.0 * s
         else:
-            key = s - 1.0 * i * len(stage)
+            key = s * 1.0
         most = held[r] + change[op]  # with the reserve for later stages of the rank, as far as it matters
         other = seat + 1
         while other < high and most <= room[r] + ROOM:
