@@ -46,7 +46,6 @@ def replan(
     profile: Profile,
     *,
     whole: Manifest | None = None,
-    budget: float | None = None,
 ) -> Replan:
     """Plan the job of a plan again with a profile, and compare both under it.
 
@@ -57,7 +56,7 @@ def replan(
     present = settled(Context(program, again))
     cut = tuple(map(tuple, manifest.layers))
     try:
-        compiled = compile_job(job, suggest=False, budget=budget)
+        compiled = compile_job(job, suggest=False)
     except ZbcError as error:
         return Replan(present, None, manifest.schedule, cut, False, error.message)
     if whole is not None:

@@ -182,9 +182,9 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     return run(build(program), costs)
 
 
-def run(graph: Graph, costs: Costs) -> Timeline:
-    """The timeline of a given graph."""
-    return replay(graph, costs, lengths(graph, costs))
+def run(graph: Graph, costs: Costs, free_from: Sequence[float] | None = None) -> Timeline:
+    """The timeline of a given graph; `free_from` is when each rank can begin, in ms."""
+    return replay(graph, costs, lengths(graph, costs), free_from)
 
 
 def steady_state(first: Timeline, costs: Costs, steps: int = 8) -> float:

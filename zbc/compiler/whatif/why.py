@@ -12,7 +12,7 @@ from zbc.compiler.check.memory import excess
 from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
-from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.setup import start_of
 from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError
@@ -135,24 +135,16 @@ def bent_by_memory(compiled: Compiled) -> bool:
 
 def _full(compiled: Compiled) -> bool:
     """Whether some rank has no room for one more F."""
-    job, costs, placement = compiled.job, compiled.costs, compiled.program.placement
-    limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
-    room = job.room
-    stages = range(costs.stages)
+    costs, stages, more = compiled.costs, range(compiled.costs.stages), list[RankMemory]()
     kept, kept_bytes = (
         [min(hold(forward(s, part=j)) for j in range(costs.slices)) for s in stages]
         for hold in (costs.held, costs.held_bytes)
     )
     for rank, held in enumerate(compiled.memory):
-        chunks = placement.stages_of(rank)
-        units, size = min(kept[s] for s in chunks), min(kept_bytes[s] for s in chunks)
-        if limit is not None and limit[1] == "x" and held.units + units > limit[0] * placement.ranks + 1e-6:
-            return True
-        if limit is not None and limit[1] == "bytes" and held.activations + size > limit[0]:
-            return True
-        if room is not None and held.bytes + size > room:
-            return True
-    return False
+        units, size = (min(of[s] for s in compiled.program.placement.stages_of(rank)) for of in (kept, kept_bytes))
+        activations, together = held.activations + size, held.together + size
+        more.append(replace(held, units=held.units + units, activations=activations, together=together))
+    return excess(compiled.job, more, costs) > SAME
 
 
 def what_ifs(compiled: Compiled, until: Until | None = None) -> Iterator[WhatIf]:
