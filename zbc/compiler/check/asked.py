@@ -1,31 +1,37 @@
-"""Checks that a plan conforms to its job: all requested features, and memory that fits.
+"""Checks that a plan conforms to its job: all requested features, no more freezing than allowed, and memory that fits.
 
 The other checks ask whether an order can run; these, whether the job allows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zbc.compiler import recall
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import check_host, check_memory
+from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.passes.freeze import frozen_by_stage, trained, within
 from zbc.errors import ZbcError
 from zbc.excludes import FLUSHLESS
-from zbc.ir import Kind, Program
+from zbc.ir import WHOLE, Kind, Program
 from zbc.job.spec import Job
 from zbc.plan.directory import Manifest
 
 
 def check_asked(manifest: Manifest, program: Program) -> None:
-    """Raise E202 for features of the job that are missing; E301 and E302 for memory that does not fit.
+    """Raise E202 for features of the job that are missing and for layers frozen against its [freeze]; E301, E302 and
+    E301 for memory that does not fit.
 
     For a program that passes the other checks. Memory is not known if microbatches have slices that the job does not
     describe.
     """
     job = recall.job_of(manifest)
+    table = estimate.layers(job)
+    stages = recall.stages_of(manifest, table)
     raise_found(missing_problems(job, program))
+    raise_found(freeze_problems(program, job.freeze.share, [trained(table, part) for part in stages]))
     if manifest.slices == job.slices:
         costs = recall.costs_for(job, manifest)
         check_memory(job, peaks(program, costs), costs)
@@ -59,3 +65,21 @@ def missing_problems(job: Job, program: Program) -> Iterator[ZbcError]:
         if wanted and not there:
             text = f"program: the job has {key}, and its ops do nothing of it"
             yield ZbcError("E202", text, hint="plan again; if `zbc plan` made it, this is an error of zbc")
+
+
+def freeze_problems(program: Program, most: float, layers: Sequence[int]) -> Iterator[ZbcError]:
+    """Yields frozen shares that are not allowed, given the number of layers of each stage with weight gradients."""
+    for rank, step, op in program:
+        if op.share == WHOLE or not op.kind.makes_part:
+            continue
+        where = f"rank {rank} step {step}"
+        if not most:
+            text = f"program: {op} leaves out weight gradients, and the job freezes nothing"
+            yield ZbcError("E202", text, where=where, hint=f"write {op._replace(share=WHOLE)}, or set freeze.most")
+        elif op.share not in {round(WHOLE * kept / layers[op.stage]) for kept in range(layers[op.stage])}:
+            text = f"program: {op} freezes a part of a layer, stage {op.stage} has {layers[op.stage]}"
+            yield ZbcError("E202", text, where=where, hint="plan again")
+    for stage, share in enumerate(frozen_by_stage(program)):
+        if most and not within(share, most):
+            text = f"program: {share:.1%} of the weight gradients of stage {stage} are frozen, freeze.most is {most:g}"
+            yield ZbcError("E202", text, hint="plan again")
