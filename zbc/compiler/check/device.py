@@ -38,45 +38,29 @@ class Survival(NamedTuple):
 def survival(g: Graph) -> Survival:
     """The survival of a program that passed every check; for steps without a flush, of three in a row."""
     g = g if g.cyclic is None else of_steps(g.cyclic, 3)
+    waits, queued = _behind(g)
     return Survival(
-        happens(g, run(g, blocking_sends=True)[1]),
-        happens(g, run(g, behind=device_waits(g))[1]),
-        happens(g, run(g, behind=one_queue(g))[1]),
+        happens(g, run(g, blocking_sends=True)[1]), *(happens(g, run(g, behind=more)[1]) for more in (waits, queued))
     )
 
 
-def device_waits(g: Graph) -> dict[int, list[int]]:
-    """For each op that takes its rank's time, the events that its rank has started since the previous one."""
-    events: dict[int, list[int]] = {}
-    lanes, row_of, party = _lanes(g), g.row_of, g.party
+def _behind(g: Graph) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """For each op that takes its rank's time, the events that its rank has started since the previous one; for each
+    transfer or collective, the previous event on its stream: of its channel, or of all collectives."""
+    waits, queued = dict[int, list[int]](), dict[int, list[int]]()
+    lanes = [*(row.lane for row in g.rows), None]  # the last is for ops without a row
+    row_of, party, line_of, n = g.row_of, g.party, g.line_of, len(g.ops)
     for rank in range(len(g.first) - 1):
-        started: list[int] = []
-        for i in g.mine(rank):
-            lane = lanes[row_of[i]]
-            if lane is Lane.COMPUTE:
-                if started:
-                    events[i], started = started, []
-            elif party[i] >= 0 and (lane is Lane.LINK or lane is Lane.COLLECTIVE):
-                started.append(party[i])
-    return events
-
-
-def one_queue(g: Graph) -> dict[int, list[int]]:
-    """For each transfer or collective, the previous event on its stream: of its channel, or of all collectives."""
-    before: dict[int, list[int]] = {}
-    lanes, row_of, party, line_of, n = _lanes(g), g.row_of, g.party, g.line_of, len(g.ops)
-    for rank in range(len(g.first) - 1):
-        last: dict[int, int] = {}
+        started, last = list[int](), dict[int, int]()
         for i in g.mine(rank):
             lane, event = lanes[row_of[i]], party[i]
-            if event >= 0 and (lane is Lane.LINK or lane is Lane.COLLECTIVE):
+            if lane is Lane.COMPUTE:
+                if started:
+                    waits[i], started = started, []
+            elif event >= 0 and (lane is Lane.LINK or lane is Lane.COLLECTIVE):
+                started.append(event)
                 stream = line_of[event - n] if lane is Lane.LINK else -1
                 if stream in last:
-                    before[i] = [last[stream]]
+                    queued[i] = [last[stream]]
                 last[stream] = event
-    return before
-
-
-def _lanes(g: Graph) -> list[Lane | None]:
-    """The lane of each row; the last is for ops without one."""
-    return [*(row.lane for row in g.rows), None]
+    return waits, queued
