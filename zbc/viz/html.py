@@ -87,8 +87,8 @@ def _panels(
         if plan.recorded is None:
             continue
         ids = [piece.id for rank in panel["names"] for piece in plan.strip.pieces(rank)]
-        panel["waited"] = [_short(plan.recorded.waited[i]) for i in ids]
-        panel["delayed"] = [_short(plan.recorded.delayed[i]) for i in ids]
+        for name, ms in zip(("waited", "delayed"), plan.recorded.leads, strict=True):
+            panel[name] = [_short(ms[i]) for i in ids]
         if len(ids) == len(panels[0]["source"]):
             panel["twin"] = 0
     return panels

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zbc.compiler.check.memory import excess
 from zbc.compiler.lowering import Lowering
@@ -29,7 +29,7 @@ INF = float("inf")
 T = TypeVar("T")
 
 
-def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **search: Any) -> Ordered:
+def planned(setup: Setup, budget: float | None = None, *, beat: float = INF) -> Ordered:
     """`Setup.make`, or if activations may move and memory is limited, the best order that keeps to it by offloading.
 
     Orders that take `beat` ms without copies are skipped if there are others. If tensors in flight need more of the
@@ -37,8 +37,8 @@ def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **s
     """
     units, device = setup.limit.units, setup.job.room
     if units is None or not moves(setup.job, setup.placement):
-        return setup.make(budget, beat=beat, **search)
-    orders = list(_orders(setup, units, setup.schedule.budget if budget is None else budget, search))
+        return setup.make(budget, beat=beat)
+    orders = list(_orders(setup, units, setup.schedule.budget if budget is None else budget))
     for _ in range(RETRIES):
         best = _fastest(setup, orders, units, beat)
         if device is None or not setup.limit.unit:
@@ -50,20 +50,20 @@ def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **s
     return best
 
 
-def _orders(setup: Setup, units: tuple[float, ...], budget: float, search: dict[str, Any]) -> Iterator[Ordered]:
+def _orders(setup: Setup, units: tuple[float, ...], budget: float) -> Iterator[Ordered]:
     """Yields the orders to bring down to `units`, searched ones with equal shares of the budget."""
     asked = setup.job.schedule
     if not setup.schedule.searched:
         groups = setup.schedule.groups
         some = [asked.group] if groups is None or asked.group else _few(setup, list(groups(setup.placement.ranks)))
         for group in some:
-            yield setup.ordered(0.0, group=group, **search)
+            yield setup.ordered(0.0, group=group)
         return
-    looked_for = _few(setup, [setup.under(limit) for limit in _limits(setup, units)])
-    large = _size(setup) > LARGE  # then loading kernels once pays
+    fast = replace(setup, compiled=setup.compiled or _size(setup) > LARGE)  # then loading kernels once pays
+    looked_for = _few(setup, [fast.under(limit) for limit in _limits(setup, units)])
     for variant in looked_for:
         for seconds in dict.fromkeys((0.0, budget / len(looked_for))):
-            yield variant.ordered(seconds, **{"compiled": large, **search})
+            yield variant.ordered(seconds)
     yield from setup.by_hand(lambda groups: _few(setup, groups))
 
 

@@ -150,6 +150,7 @@ class Setup:
     limit: Limit
     lowering: Lowering
     woven: dict[tuple[Program, int], Ordered] = field(default_factory=dict, compare=False)  # with late units, see Weave
+    compiled: bool = False  # loads compiled kernels for the fast tier, too
 
     @classmethod
     def of(cls, job: Job, schedule: ScheduleCard, placement: Placement, v: int, choice: Choice, costs: Costs) -> Setup:
@@ -164,18 +165,17 @@ class Setup:
                 limit = _whole(limit, placement, job.schedule.microbatches)
         return cls(job, schedule, placement, v, choice.stages, choice.recompute, costs, limit, lowering_of(job))
 
-    def make(self, budget: float | None = None, *, beat: float = INF, **search: Any) -> Ordered:
+    def make(self, budget: float | None = None, *, beat: float = INF) -> Ordered:
         """The order; searched ones take about `budget` seconds (None: the schedule's default), and none under limits at
         which less than `beat` ms is impossible.
 
-        `search` sets more of the request: see `Request`. If the result needs too many bytes, the search runs again with
-        the tighter limit; if tensors in flight need more of the device than the limit left for them, with that much
-        less for activations.
+        If the result needs too many bytes, the search runs again with the tighter limit; if tensors in flight need more
+        of the device than the limit left for them, with that much less for activations.
         """
-        order = self._best(budget, beat, search)
+        order = self._best(budget, beat)
         tighter = self.limit.tighter
         if tighter is not None and excess(self.job, order.memory, self.costs) > 0:
-            return replace(self, limit=tighter).make(budget, beat=beat, **search)
+            return replace(self, limit=tighter).make(budget, beat=beat)
         device, units = self.job.room, self.limit.units
         for _ in range(RETRIES):
             if device is None or units is None or not self.limit.unit:
@@ -189,13 +189,13 @@ class Setup:
                 for now, extra, unit, most in zip(held, over, self.limit.unit, units, strict=True)
             ]
             units = tuple(map(max, lowered, least_of(self.placement, self.limit.costs)))
-            order = self.under(units)._best(budget, beat, search)
+            order = self.under(units)._best(budget, beat)
         return order
 
-    def _best(self, budget: float | None, beat: float, search: dict[str, Any]) -> Ordered:
+    def _best(self, budget: float | None, beat: float) -> Ordered:
         """One order for its limit. If searches do not see all costs of a step, the best by the full step of that and of
         the hand-made orders; as long as bounds, which do not include overlap, allow a better one."""
-        best = self.ordered(budget, **search)
+        best = self.ordered(budget)
         if not self.schedule.searched or not unseen(self.job, self.costs) or len(self.placement.pipes) > 1:
             return best
         over, step = self._over(best), best.step_ms(self.job)
@@ -237,11 +237,11 @@ class Setup:
                 named = (self.schedule.name, *order.program.history[1:])  # as in results that a search takes from there
                 yield replace(order, program=replace(order.program, history=named))
 
-    def quick(self, budget: float, **search: Any) -> Ordered:
+    def quick(self, budget: float) -> Ordered:
         """One order for its limit, not the best possible with vocabulary parallelism."""
         if not self.job.vocabulary:
-            return self._ordered(self.limit.units, budget, None, search)
-        order = self._ordered(self._less([meetings(self.job)] * self.placement.ranks), budget, None, search)
+            return self._ordered(self.limit.units, budget)
+        order = self._ordered(self._less([meetings(self.job)] * self.placement.ranks), budget)
         weave = order.lowering.weave
         quick = None if weave is None else replace(weave, quick=True)
         return replace(order, lowering=replace(order.lowering, weave=quick))
@@ -252,7 +252,7 @@ class Setup:
             return None
         return tuple(map(max, least_of(self.placement, self.limit.costs), map(sub, self.limit.units, more)))
 
-    def ordered(self, budget: float | None, *, group: int | None = None, **search: Any) -> Ordered:
+    def ordered(self, budget: float | None, *, group: int | None = None) -> Ordered:
         """One order for its limit; `group` instead of the job's.
 
         With vocabulary parallelism it is made for less than the limit, since collectives before the last stage's
@@ -260,11 +260,11 @@ class Setup:
         """
         units, extra = self.limit.units, [meetings(self.job)] * self.placement.ranks
         if not self.job.vocabulary:
-            return self._ordered(units, budget, group, search)
+            return self._ordered(units, budget, group)
         if units is None:
-            return self._later(self._ordered(units, budget, group, search))
+            return self._later(self._ordered(units, budget, group))
         for _ in range(RETRIES):
-            order = self._ordered(self._less(extra), budget, group, search)
+            order = self._ordered(self._less(extra), budget, group)
             held = peaks(order.complete.program, replace(self.limit.costs, bytes=None, shares=()))
             beyond = [rank.units - most for rank, most in zip(held, units, strict=True)]
             over = [max(gap, STEP) if gap > 1e-6 else 0.0 for gap in beyond]
@@ -284,9 +284,7 @@ class Setup:
             return found
         return found if self._over(later) else later
 
-    def _ordered(
-        self, units: tuple[float, ...] | None, budget: float | None, group: int | None, search: dict[str, Any]
-    ) -> Ordered:
+    def _ordered(self, units: tuple[float, ...] | None, budget: float | None, group: int | None = None) -> Ordered:
         job, asked = self.job, self.job.schedule
         request = Request(
             p=job.parallel.pp,
@@ -300,7 +298,7 @@ class Setup:
             objective=job.objective,
             slices=job.slices,
             budget=self.schedule.budget if budget is None else budget,
-            **search,
+            compiled=self.compiled,
         )
         program = finished(job, self.schedule.make(request), self.costs, self.stages)
         if (program, 1) in self.woven:

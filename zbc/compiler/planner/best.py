@@ -93,12 +93,12 @@ class Best:
         return not case.job.costs.overlap and not case.moves and least >= self.step * (1 - SAME)
 
     def _orders(self, case: Case, setup: Setup, seconds: float, *, quick: bool) -> Iterator[Ordered]:
-        compiled = {"compiled": True} if self.compiled and case.card.searched and not case.two_pipes else {}
+        setup = replace(setup, compiled=self.compiled and case.card.searched and not case.two_pipes)
         if quick:
-            yield setup.quick(seconds, **compiled)
+            yield setup.quick(seconds)
             return
         if not case.roomy:
-            yield planned(setup, seconds, beat=self.step, **compiled)
+            yield planned(setup, seconds, beat=self.step)
             return
         # They may use all memory. The budget is for the limit whose order looks best.
         where, looks = (case, setup.stages, setup.recompute), list[tuple[tuple[float, float], Setup]]()

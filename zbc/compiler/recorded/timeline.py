@@ -28,11 +28,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """Recorded steps of one replica of the pipeline, on one axis that begins with the first of them.
-
-    `waited` and `delayed` have an entry per op of the graph, step after step: ms it waited for its message, and ms
-    between that and its start.
-    """
+    """Recorded steps of one replica of the pipeline, on one axis that begins with the first of them."""
 
     steps: tuple[RecordedStep, ...]
     copy: int = 0
@@ -91,16 +87,9 @@ class Recording:
             end = max([start, *(ended[rank] for rank, _ in places if rank in ended)])
             yield op, self._ms(start), self._ms(end)
 
-    @property
-    def waited(self) -> list[float]:
-        return self._leads[0]
-
-    @property
-    def delayed(self) -> list[float]:
-        return self._leads[1]
-
     @cached_property
-    def _leads(self) -> tuple[list[float], list[float]]:
+    def leads(self) -> tuple[list[float], list[float]]:
+        """Per op of the graph, step after step: ms it waited for its message, and ms between that and its start."""
         graph, count = self.graph, len(self.graph.ops)
         waited, delayed = ([0.0] * (count * len(self.steps)) for _ in range(2))
         for number, step in enumerate(self.steps):
@@ -115,7 +104,7 @@ class Recording:
         return waited, delayed
 
     def path(self) -> list[int]:
-        """The critical path of every step, from its last op back, the last step first; ops count as in `waited`.
+        """The critical path of every step, from its last op back, the last step first; ops count as in `leads`.
 
         Before an op comes the one it waited for, if it waited, else the previous one of its rank.
         """
@@ -131,7 +120,7 @@ class Recording:
         while i >= 0:
             yield i
             source = timeline.waited_for(i)
-            fed = source >= 0 and self.waited[base + i] * _MS > LEAST_WAIT_NS
+            fed = source >= 0 and self.leads[0][base + i] * _MS > LEAST_WAIT_NS
             i = source if fed else before.get(i, -1)
 
     def beside(self, rank: int) -> Iterator[Beside]:
