@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zbc.compiler import recall
-from zbc.compiler.check import check_all, survives_blocking_sends
+from zbc.compiler.check import check_all
 from zbc.compiler.check.asked import check_asked
+from zbc.compiler.check.deadlock import deadlock_problems
 from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost.cost import Costs, refuse_slices
+from zbc.compiler.graph import build
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.recorded.log import is_run
 from zbc.compiler.recorded.log import read as read_log
@@ -144,7 +146,7 @@ class Plan:
 
     def survives_blocking_sends(self) -> bool:
         """Whether the order is free of deadlock also if a send blocks until it is received."""
-        return survives_blocking_sends(self.complete)
+        return not any(deadlock_problems(build(self.complete), blocking_sends=True))
 
     def simulate(self) -> Timeline:
         """Start and end of each op, in ms, with `makespan`, `span`, both bubble rates and `idle(rank)`."""

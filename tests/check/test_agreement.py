@@ -11,17 +11,11 @@ import pytest
 
 from tests.check import operational
 from tests.check.certificate import check_circle, check_places, circles, fewest_waits, named_ops
+from tests.check.each import check_complete, check_deadlock, check_pairing, survives_blocking_sends
 from tests.check.programs import BREAKS, Broken, broken, correct
 from tests.listing import show
 from tests.tiers import few
-from zbc.compiler.check import (
-    check_all,
-    check_complete,
-    check_deadlock,
-    check_pairing,
-    survival,
-    survives_blocking_sends,
-)
+from zbc.compiler.check import check_all, survival
 from zbc.compiler.graph import build
 from zbc.errors import ZbcError
 from zbc.ir import Program

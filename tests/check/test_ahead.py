@@ -12,12 +12,13 @@ from functools import cache
 import pytest
 
 from tests.check import operational
+from tests.check.each import check_deadlock, survives_blocking_sends
 from tests.check.programs import BREAKS, Broken, broken, compute_order, placement
 from tests.listing import listing, show
 from tests.lowered import lower
 from tests.refusals import error_of, refused
 from tests.tiers import few
-from zbc.compiler.check import check_all, check_deadlock, survival, survives_blocking_sends
+from zbc.compiler.check import check_all, survival
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
 from zbc.errors import ZbcError

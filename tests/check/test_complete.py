@@ -4,10 +4,11 @@ import re
 
 import pytest
 
+from tests.check.each import check_complete
 from tests.jobs import job
 from tests.listing import listing
 from tests.refusals import error_of, facts, only
-from zbc.compiler.check import check_all, check_complete
+from zbc.compiler.check import check_all
 from zbc.compiler.check.asked import missing_problems
 from zbc.compiler.check.faults import op_faults
 from zbc.compiler.compile import compile_job

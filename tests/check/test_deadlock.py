@@ -7,12 +7,13 @@ from itertools import product
 import pytest
 
 from tests.check.certificate import check_circle, check_places, circles
+from tests.check.each import check_complete, check_deadlock, survives_blocking_sends
 from tests.compiler.grid import chunk_counts
 from tests.listing import listing
 from tests.lowered import lower
 from tests.refusals import facts
 from tests.tiers import few
-from zbc.compiler.check import check_all, check_complete, check_deadlock, survives_blocking_sends
+from zbc.compiler.check import check_all
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program

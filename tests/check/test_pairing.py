@@ -2,9 +2,10 @@
 
 import pytest
 
+from tests.check.each import check_pairing
 from tests.listing import listing
 from tests.refusals import error_of, facts, only
-from zbc.compiler.check import check_all, check_pairing
+from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 

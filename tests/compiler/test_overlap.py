@@ -9,6 +9,7 @@ import pytest
 from bench.fuzz import BARS, SUMS, exposed
 from tests.check import operational
 from tests.check.braids import with_sums
+from tests.check.each import check_complete, check_deadlock
 from tests.compiler.grid import make, timed, units
 from tests.compiler.test_paper_tables import rows
 from tests.compiler.test_passes import listing as lines
@@ -17,7 +18,7 @@ from tests.listing import listing
 from tests.lowered import lower, ran
 from tests.refusals import refused
 from tests.tiers import few
-from zbc.compiler.check import check_all, check_complete, check_deadlock
+from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks

@@ -8,11 +8,12 @@ from textwrap import dedent
 import pytest
 
 from tests.check import operational
+from tests.check.each import check_deadlock
 from tests.check.programs import bare, compute_order
 from tests.check.programs import placement as random_placement
 from tests.compiler.grid import FIXED, chunk_counts, make, timed
 from tests.lowered import lower, ran
-from zbc.compiler.check import check_all, check_deadlock
+from zbc.compiler.check import check_all
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.insert_comm import InsertComm

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.check.each import check_complete
 from tests.compiler.grid import FIXED, MICROBATCHES, RANKS, WAVES, chunk_counts, make, timed, units
 from tests.tiers import few
-from zbc.compiler.check import check_complete
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.compiler.sim.bounds import bounds

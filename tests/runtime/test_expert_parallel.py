@@ -13,6 +13,7 @@ from random import Random
 import pytest
 import torch
 
+from tests.check.each import check_complete
 from tests.composed import GPT, TOLERANCE, apart, toml
 from tests.jobs import job
 from tests.refusals import refused
@@ -20,7 +21,6 @@ from tests.runtime.test_experts import MODEL, tables
 from tests.runtime.test_tensor_parallel import numbers
 from tests.threads import each_parameter, run_threads
 from tests.tiers import few
-from zbc.compiler.check import check_complete
 from zbc.compiler.compile import compile_job
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.shapes import load_job

@@ -7,12 +7,13 @@ from random import Random
 
 import pytest
 
+from tests.check.each import check_complete
 from tests.check.slices import shares
 from tests.lowered import lower
 from tests.search.instances import Instance, Recorder, costs, instance, limits, odd
 from tests.tiers import few
 from zbc.compiler import blocks
-from zbc.compiler.check import check_all, check_complete
+from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs, Size
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request

@@ -262,12 +262,11 @@ def _proven(survives: Survival) -> dict[str, Any]:
 
 def not_strict(program: Program) -> ZbcError:
     """E207, with the cycle that blocking sends would cause."""
-    from zbc.compiler.check.deadlock import check_deadlock
+    from zbc.compiler.check.deadlock import deadlock_problems
+    from zbc.compiler.graph import build
 
-    try:
-        check_deadlock(program, blocking_sends=True)
-    except ZbcError as error:
-        details = [f"{error.errors[0].message}:", *error.errors[0].details]
+    error = next(deadlock_problems(build(program), blocking_sends=True))
+    details = [f"{error.message}:", *error.details]
     hint = "fine on gloo, NCCL and in one process, where a send returns at once; drop --strict for these"
     return ZbcError("E207", "program: deadlocks where a send blocks until it is received", details=details, hint=hint)
 

@@ -9,9 +9,9 @@ never comes.
 
 from __future__ import annotations
 
-from zbc.compiler.check.deadlock import check_deadlock, deadlock_problems, survives_blocking_sends
+from zbc.compiler.check.deadlock import deadlock_problems
 from zbc.compiler.check.device import Survival, survival
-from zbc.compiler.check.faults import check_complete, check_pairing, message_faults, op_faults
+from zbc.compiler.check.faults import message_faults, op_faults
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.versions import check_steps
 from zbc.compiler.graph import Graph, build
@@ -21,13 +21,9 @@ from zbc.plan.forward import forward_of
 __all__ = [
     "Survival",
     "check_all",
-    "check_complete",
-    "check_deadlock",
     "check_forward",
     "check_graph",
-    "check_pairing",
     "survival",
-    "survives_blocking_sends",
 ]
 
 

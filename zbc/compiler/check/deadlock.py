@@ -14,33 +14,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.compiler.check import names
-from zbc.compiler.check.found import SHOWN, raise_found
-from zbc.compiler.graph import Graph, build, happens, run
+from zbc.compiler.check.found import SHOWN
+from zbc.compiler.graph import Graph, happens, run
 from zbc.errors import ZbcError
-from zbc.ir import Program
 
 LONGEST = 12  # shown lines of a cycle
 
 
-def check_deadlock(program: Program, *, blocking_sends: bool = False) -> None:
-    """Raise E201, with the ops that wait for each other.
+def deadlock_problems(g: Graph, *, blocking_sends: bool = False) -> Iterator[ZbcError]:
+    """Yields E201 with the ops that wait for each other, if any do.
 
     A step ends when every op has run and every message it started has moved. With `blocking_sends` a SEND ends only
     when its message has moved, as in a transport without buffers; receives are posted ahead all the same. Programs
-    without transfers wait across ranks for each other's compute ops. Accepts any program; in one that the other checks
+    without transfers wait across ranks for each other's compute ops. For any program; in one that the other checks
     reject, ops may wait for what never comes instead, of which these tell more.
     """
-    raise_found(deadlock_problems(build(program), blocking_sends=blocking_sends))
-
-
-def survives_blocking_sends(program: Program) -> bool:
-    """Whether a program also ends when every SEND blocks its rank until its message has moved."""
-    graph = build(program)
-    return happens(graph, run(graph, blocking_sends=True)[1])
-
-
-def deadlock_problems(g: Graph, *, blocking_sends: bool = False) -> Iterator[ZbcError]:
-    """The problems of `check_deadlock`, one by one."""
     done = run(g, blocking_sends=True)[1] if blocking_sends else g.ran[1]
     if happens(g, done):
         return

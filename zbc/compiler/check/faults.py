@@ -14,35 +14,21 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zbc.compiler.check import names
-from zbc.compiler.check.found import raise_found
-from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Channel, EdgeValue, Graph, build, members
+from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Channel, EdgeValue, Graph, members
 from zbc.errors import ZbcError
-from zbc.ir import Op, Program
+from zbc.ir import Op
 from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, WORDS, At, Kind, Scope, experts_of, home_of, owner_text, round_trip
 
 # Names a kind: REDO alone runs ops again, which no value says.
 
 
-def check_complete(program: Program) -> None:
-    """Raise the faults of a program before any message moves: E202, E205, E206, E208.
+def op_faults(g: Graph) -> Iterator[ZbcError]:
+    """Yields the faults of a program before any message moves.
 
     E202: ops missing, repeated or out of range. E205: ops on a rank that does not hold their stage. E206: ops that come
     before their dependencies on their own rank. E208: gathered weights are missing, or too many are resident. Transfers
     are checked for range, rank and order only.
     """
-    raise_found(op_faults(build(program)))
-
-
-def check_pairing(program: Program) -> None:
-    """Raise E203 for transfers that miss an end or have one too many, E204 for channels in disorder.
-
-    A program with neither transfers nor step-level ops is a schedule that a pass has yet to complete: it passes.
-    """
-    raise_found(message_faults(build(program)))
-
-
-def op_faults(g: Graph) -> Iterator[ZbcError]:
-    """The faults of `check_complete`, one by one."""
     found = _Missing(g)
     yield from (_place(g, i, code) for i, code in g.lost if code == "E202")
     yield from found.faults()
@@ -55,7 +41,8 @@ def op_faults(g: Graph) -> Iterator[ZbcError]:
 
 
 def message_faults(g: Graph) -> Iterator[ZbcError]:
-    """The faults of `check_pairing`, one by one. For each channel in disorder the first message that disagrees."""
+    """Yields E203 for transfers that miss an end or have one too many, E204 for the first message of each channel on
+    which its ends disagree. None for a schedule, which has neither transfers nor step-level ops yet."""
     if not g.layout.explicit:
         return
     away = {g.ops[i] for i, code in g.lost if code == "E205"}
