@@ -16,27 +16,40 @@ the busiest rank has no less than an equal share of all work, and one microbatch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.ways import ROOM, Way, fill
 from zbc.ir import Placement
 
 
-@dataclass(frozen=True, slots=True)
 class _MirroredRank:
     """Times of one rank in ms, valid for every split, and of one microbatch per pipe."""
 
-    head: float  # before its first op
-    first_b: float  # before its first B, less the F that can run meanwhile
-    warm: float  # the same, from its own first op on
-    tail: float  # idle after its last F
-    back: float  # from its last B to the end
-    late_w: float  # W that can run after the last B
-    forced: bool  # a B comes before the last F
-    life: tuple[float, ...]  # least memory-time over the limit
-    f_and_b: tuple[float, ...]
-    w: tuple[float, ...]
+    def __init__(self, ways: Sequence[Way], m: int, limit: float, r: int) -> None:
+        one, chunks = ways[0], [[s for s, rank in enumerate(pipe) if rank == r] for pipe in ways[0].placement.pipes]
+        held = [(way, c[0], c[-1]) for way, c in zip(ways, chunks, strict=True) if c]
+        stages = [s for c in chunks for s in c]
+        around = [way.around(s, t) for way, s, t in held]
+        down = [way.down(0, s) for way, s, _ in held]
+        forwards = fill([(one.kept[s], one.f[s], m) for s in stages], limit)
+        last = [(one.kept[s], one.b[s] + one.w[s], m) for s in stages]
+        last += [(one.left[s], one.w[s], m) for s in stages]
+        windows = [way.around(t, s) - one.f[t] for way, s, t in held]
+        self.head = min(down)  # before its first op
+        # Before its first B, less the F that can run meanwhile; and the same, from its own first op on.
+        self.first_b = min(a + b for a, b in zip(down, around, strict=True)) - forwards
+        self.warm = max(0.0, min(around) - forwards)
+        self.tail = max(0.0, min(windows) - fill(last, limit))  # idle after its last F
+        # From its last B to the end, and W that can run after it; whether a B comes before the last F.
+        self.back = min(way.up(s, 0) - one.b[s] + one.b[0] + one.w[0] for way, s, _ in held)
+        self.late_w = fill([(one.left[s], one.w[s], m) for s in stages], limit)
+        self.forced = m * min(sum(one.kept[s] for s in c) for c in chunks) > limit
+        self.life = [  # least memory-time over the limit
+            sum(one.kept[s] * (way.around(s, s) + one.b[s]) + one.left[s] * one.w[s] for s in c) / limit
+            for way, c in zip(ways, chunks, strict=True)
+        ]
+        self.f_and_b = [sum(one.f[s] + one.b[s] for s in c) for c in chunks]
+        self.w = [sum(one.w[s] for s in c) for c in chunks]
 
     def span(self, split: Sequence[int]) -> float:
         idle = self.warm + self.tail if self.forced else max(self.warm, self.tail)
@@ -58,7 +71,7 @@ def mixed(placement: Placement, costs: Costs, m: int, limits: Sequence[float]) -
     ways = [Way(placement, costs, pipe) for pipe in range(len(placement.pipes))]
     if len(ways) > 2:
         return _shared(ways, m)
-    ranks = [_rank(ways, m, limits[r] + ROOM, r) for r in range(placement.ranks) if ways[0].stages[r]]
+    ranks = [_MirroredRank(ways, m, limits[r] + ROOM, r) for r in range(placement.ranks) if ways[0].stages[r]]
     splits = [(x, m - x) for x in range(1, m)]
     makespan = min((max(rank.makespan(split) for rank in ranks) for split in splits), default=float("inf"))
     span = min((max(rank.span(split) for rank in ranks) for split in splits), default=float("inf"))
@@ -70,33 +83,3 @@ def _shared(ways: Sequence[Way], m: int) -> tuple[float, float]:
     one = ways[0]
     share = m * (sum(one.f) + sum(one.b) + sum(one.w)) / one.placement.ranks
     return max(share, min(way.around(0, 0) for way in ways) + one.b[0] + one.w[0]), share
-
-
-def _rank(ways: Sequence[Way], m: int, limit: float, r: int) -> _MirroredRank:
-    one, placement = ways[0], ways[0].placement
-    chunks = [[s for s, rank in enumerate(pipe) if rank == r] for pipe in placement.pipes]
-    held = [(way, c[0], c[-1]) for way, c in zip(ways, chunks, strict=True) if c]
-    stages = [s for c in chunks for s in c]
-    around = [way.around(s, t) for way, s, t in held]
-    down = [way.down(0, s) for way, s, _ in held]
-    forwards = fill([(one.kept[s], one.f[s], m) for s in stages], limit)
-    last = [(one.kept[s], one.b[s] + one.w[s], m) for s in stages]
-    last += [(one.left[s], one.w[s], m) for s in stages]
-    windows = [way.around(t, s) - one.f[t] for way, s, t in held]
-    back = [way.up(s, 0) - one.b[s] + one.b[0] + one.w[0] for way, s, _ in held]
-    life = [
-        sum(one.kept[s] * (way.around(s, s) + one.b[s]) + one.left[s] * one.w[s] for s in c) / limit
-        for way, c in zip(ways, chunks, strict=True)
-    ]
-    return _MirroredRank(
-        head=min(down),
-        first_b=min(a + b for a, b in zip(down, around, strict=True)) - forwards,
-        warm=max(0.0, min(around) - forwards),
-        tail=max(0.0, min(windows) - fill(last, limit)),
-        back=min(back),
-        late_w=fill([(one.left[s], one.w[s], m) for s in stages], limit),
-        forced=m * min(sum(one.kept[s] for s in c) for c in chunks) > limit,
-        life=tuple(life),
-        f_and_b=tuple(sum(one.f[s] + one.b[s] for s in c) for c in chunks),
-        w=tuple(sum(one.w[s] for s in c) for c in chunks),
-    )
