@@ -18,13 +18,12 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.order import order
-from zbc.compiler.partition.limits import limit_of, smallest
+from zbc.compiler.partition.limits import limit_of, smallest, whole
 from zbc.compiler.partition.setup import over_of, start_of
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.candidates import Bench
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.portfolio import COMPILED_RATE
-from zbc.compiler.search.rungs import whole
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate, steady_state

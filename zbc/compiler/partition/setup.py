@@ -16,12 +16,11 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.initial import Stages, initial
-from zbc.compiler.partition.limits import Limit, bounds_of, limit_of, room_of, under
+from zbc.compiler.partition.limits import Limit, bounds_of, limit_of, room_of, under, whole
 from zbc.compiler.partition.userpass import passes_of
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard, several
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
-from zbc.compiler.search.rungs import whole
 from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.context import Context
 from zbc.compiler.steps import settled
