@@ -67,7 +67,9 @@ def version_problems(program: Program) -> Iterator[ZbcError]:
                 code, hint = "E210", "backwards of a stage come after its STEP of the step before; fuse B and W"
             else:
                 code = "E206" if sorted(order.rstrip("n")) == sorted(one * len(steps)) else "E202"
-                text = f"{len(steps)} STEP {owner_text(owner)} in a step, not each right behind what it is made of"
+                turn = next((k for k, letter in enumerate(order) if letter != (one * len(order))[k]), len(order))
+                first = mine[turn][1] if turn < len(order) else "the end"
+                text = f"what makes and closes a step of {owner_text(owner)} is out of turn, or missing, at {first}"
                 hint = "all backwards, REDUCE if ranks share the stage, STEP, GATHER if they step it in parts"
             yield ZbcError(code, f"program: {text}", where=f"rank {rank}", hint=hint)
 
