@@ -55,7 +55,7 @@ from bench.record import Record
 from tests.jobs import job
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
-from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.compiler.cost.machine import Machine
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.shapes import load_job
@@ -415,7 +415,7 @@ def balanced_ms(job: Job) -> float:
     ends = [(layer.f / P, layer.b / P, layer.w / P) for layer in (table[0], table[-1])]
     f, b, w = (sum(column) for column in zip(*ends, strict=True))
     again = 2 * 4 * (job.model.vocab or 0) / P * (job.model.seq_len or 0)
-    b += Machine.of(job).ms([Kernel(0, again)])
+    b += Machine.of(job).ms([("", 0.0, again, 1)])
     more = {"f": f, "b": b, "w": w}
     costs = costs.with_ms(**{name: tuple(x + ms for x in costs.column(name)) for name, ms in more.items()})
     program = card.make(Request(P, MICROBATCHES))

@@ -178,8 +178,8 @@ def test_every_shape_is_looked_at_once_with_each_way_to_share_out(model):
 
 
 def test_exchanges_of_layers_that_are_alike_are_timed_once(model, monkeypatch):
-    timed, plain = [], Machine.shared_ms
-    monkeypatch.setattr(Machine, "shared_ms", lambda self, *how, **more: timed.append(how) or plain(self, *how, **more))
+    timed, plain = [], Machine.rings_ms
+    monkeypatch.setattr(Machine, "rings_ms", lambda self, *how, **more: timed.append(how) or plain(self, *how, **more))
     found = core._shapes(document_of(model(LARGE), gpu="h100", gpus=4096, batch="4096"))
     own = next(own for shape, own in found if shape.why is None and shape.tp == 8)
     assert core._bound(own) > 0 and 0 < len(timed) < 20  # for 80 layers with several each

@@ -147,9 +147,9 @@ def test_what_a_forward_holds_as_it_adds_outputs_of_adapters_is_predicted(tmp_pa
     how = {"kind": "1f1b", "pp": 2, "m": 2, "layers": 2, "model": model, "memory": {"activations": kept}}
     compiled, _, (scale, _) = weighed(tmp_path, adapter={"rank": 4, "targets": [targets]}, **how)
     (size, _), ops = compiled.costs.bytes, scale.readings
-    assert size.more_f == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.02)
+    assert size.needs["f"] == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.02)
     if kept == "recompute":
-        assert size.rise.bw == pytest.approx(max(one.rise for one in ops if one.op.kind is Kind.BW), rel=0.02)
+        assert size.needs["bw"] == pytest.approx(max(one.rise for one in ops if one.op.kind is Kind.BW), rel=0.02)
 
 
 PARTS = [
@@ -173,8 +173,8 @@ def test_what_a_backward_holds_depends_on_the_layers_with_adapters(tmp_path, tar
     assert held.activations == pytest.approx(scale.held.activations, rel=0.01)
     back = Kind.B if kind == "zb-h1" else Kind.BW
     found = [one.rise for one in scale.readings if one.op.kind is back]
-    assert getattr(size.rise, back.value.lower()) == pytest.approx(found[-1], rel=0.01)
-    assert getattr(size.coming, back.value.lower()) == pytest.approx(found[0], rel=0.02)
+    assert size.needs[back.value.lower()] == pytest.approx(found[-1], rel=0.01)
+    assert size.needs[f"first {back.value.lower()}"] == pytest.approx(found[0], rel=0.02)
 
 
 @pytest.mark.parametrize("targets", ["layers.3.*", "layers.0.down", "layers.0.up"])
@@ -184,7 +184,7 @@ def test_what_nothing_trained_precedes_is_held_for_a_forward_alone(tmp_path, tar
     how = {"kind": "1f1b", "pp": 2, "m": 3, "layers": 4, "model": model, "partition": {"layers_per_stage": [1, 3]}}
     compiled, _, (scale, _) = weighed(tmp_path, adapter={"rank": 4, "targets": [targets]}, **how)
     (size, _), ops = compiled.costs.bytes, scale.readings
-    assert size.more_f == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.01)
+    assert size.needs["f"] == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.01)
 
 
 SHARED = [{"tp": 2}, {"tp": 2, "tp_sequence": True}, {"dp": 2, "shard": "optimizer"}]

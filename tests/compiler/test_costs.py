@@ -14,7 +14,6 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.machine import Link, Machine, assumed_link
-from zbc.compiler.cost.stage_bytes import NO_BYTES
 from zbc.compiler.partition.initial import initial
 from zbc.ir import Kind, Op, Placement
 from zbc.job.flops import keys_seen
@@ -202,7 +201,6 @@ def test_kernels_have_a_start_and_attention_whole_tiles():
     # torch's CPU kernel, measured with and without is_causal: 1.00 at 256, 0.75 at 1024, 0.62 at 2048 tokens.
     shares = [keys_seen(length, 512) / length for length in (256, 1024, 2048)]
     assert shares == [1.0, 0.75, 0.625]
-    assert keys_seen(128 * 1000, 128) == pytest.approx((128 * 1000 + 128) / 2)
     assert keys_seen(10**12, 128) == pytest.approx(10**12 / 2)  # without a look at each tile
     assert keys_seen(700, 512) == pytest.approx((512 * 512 + 188 * 700) / 700)
 
@@ -231,20 +229,6 @@ def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations
     assert eight.w == pytest.approx(table[1].w + 6 * 3 * 2 * 4096 * 14336 * tokens / 1e9, rel=1e-3)
 
 
-def test_all_experts_have_weights_to_read_and_gradients_to_write(no_launches):
-    """If memory is the limit, six more experts mean six more MLPs to read in F, and to write and add in W."""
-    slow = {"device": "cuda", "tflops": 1e9, "memory_gbps": 1.0}
-    two, eight = (
-        estimate.layers(job(model={"hidden": 64, "experts": experts}, hardware=slow))[1] for experts in (2, 8)
-    )
-    mlp, router, tokens = 6 * 2 * 64 * 256, 6 * 64, 2 * 16
-    assert 1e6 * (eight.f - two.f) == pytest.approx(4 * (mlp + router + 6 * tokens) + 6 * 8 * tokens, rel=0.005)
-    biases = 6 * (256 + 64)
-    # Gradients are written, gathered in one tensor of all experts, and added to the sum.
-    made, added = mlp + router + biases, 12 * (mlp + router + biases) + 8 * (mlp + biases)
-    assert 1e6 * (eight.w - two.w) == pytest.approx(4 * made + added, rel=0.005)
-
-
 @pytest.mark.parametrize("more", [{}, {"adapter": {"rank": 4}}, {"schedule": {"slices": 2}}], ids=str)
 def test_a_stage_that_runs_again_gathers_no_tokens_a_third_time(more):
     """Its second forward keeps all that a plain one would; so do the stages named, and no others."""
@@ -257,7 +241,7 @@ def test_a_stage_that_runs_again_gathers_no_tokens_a_third_time(more):
 
     assert sizes("recompute", "regather") == sizes("recompute", True)
     kept, second, plain = sizes({"1": "recompute"}, "regather"), sizes("recompute", True), sizes("keep", True)
-    assert kept[1].rise == second[1].rise and kept[0].share < plain[0].share
+    assert kept[1].needs["bw"] == second[1].needs["bw"] and kept[0].share < plain[0].share
 
 
 def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says(no_launches):
@@ -506,7 +490,8 @@ def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():
     tied = {"ties": True}
     apart, alike = bytes_of(), bytes_of(model=tied)
     assert [s.weights for s in apart.bytes] == [s.weights for s in alike.bytes]
-    assert alike.tied == size and apart.tied == 0.0 and alike.of("reduce", TIED) > 0.0 == apart.of("reduce", TIED)
+    assert [one.bytes_owned(TIED).summed for one in (alike, apart)] == [size, 0.0]
+    assert alike.of("reduce", TIED) > 0.0 == apart.of("reduce", TIED)
     v = Placement.vshape(2)
     apart, alike = bytes_of(v), bytes_of(v, model=tied)
     saved = [one.weights - both.weights for one, both in zip(apart.bytes, alike.bytes, strict=True)]
@@ -530,7 +515,3 @@ def test_linear_layers_in_fp8_take_half_of_what_arithmetic_takes_and_runs_refuse
         assert saved == pytest.approx([half] * 4, rel=1e-2)
     with refused("E110", "for plans alone"):
         make_worker(make_plan(make_program("1f1b", 2, 2), model={**LLAMA, "dtype": "fp8"}))
-
-
-def test_a_stage_that_meets_no_other_rank_is_the_same_in_plans_that_split_nothing():
-    assert NO_BYTES.unsplit == NO_BYTES

@@ -13,7 +13,7 @@ from tests.tiers import few
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
-from zbc.compiler.cost.cost import Costs, Size
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.holding import fullest
 from zbc.compiler.memory.holding import peaks as held_peaks
 from zbc.compiler.memory.per_rank import peaks
@@ -238,7 +238,7 @@ def test_what_an_order_holds_follows_from_a_few_moments(kind):
         some = Costs.uniform(program.placement)
         kept = tuple(rng.random() for _ in range(some.stages))
         left = tuple(size * rng.uniform(0.2, 1.5) for size in kept)
-        costs = replace(some, size={"kept": tuple(map(Size, kept)), "left": tuple(map(Size, left))})
+        costs = replace(some, amounts={"kept": kept, "left": left})
         assert held_peaks(held, {"kept": kept, "left": left}) == pytest.approx([r.units for r in peaks(program, costs)])
 
 

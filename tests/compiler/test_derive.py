@@ -16,7 +16,7 @@ from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.footprint import Footprint
-from zbc.compiler.cost.turns import rise
+from zbc.compiler.cost.turns import needs
 from zbc.compiler.partition.initial import initial
 from zbc.compiler.planner.case import Case
 from zbc.compiler.recorded.derive import derive_from, solve
@@ -245,9 +245,9 @@ def test_a_fused_backward_takes_what_was_measured_and_bounds_know_it():
 
 def test_the_gradient_between_two_layers_counts_where_they_keep_nothing():
     bare = Footprint(result=1000, entry=1000, more_b=500, more_bw=700)
-    found = rise([bare, bare], again=0, first=False)
-    assert (found.b, found.bw) == (1500, 1700)
-    assert rise([bare], again=0, first=False).bw == 700
+    found = needs([bare, bare], again=0)
+    assert (found["b"], found["bw"]) == (1500, 1700)
+    assert needs([bare], again=0)["bw"] == 700
 
 
 def test_what_was_measured_of_recompute_links_and_hosts_counts():

@@ -50,7 +50,7 @@ def test_no_graph_is_slower_than_its_chain_or_faster_than_its_bound(seed):
     place = Placement((tuple(range(stages)),), edges(rng, stages))
     costs = Costs.uniform(place, rng.random() + 0.5, rng.random() + 0.5, rng.random() + 0.1, rng.choice((0.0, 0.2)))
     plain = Placement.linear(stages)
-    chain = Costs(costs.ms, costs.size, Costs.uniform(plain, comm=max(costs.links[0].values())).links)
+    chain = Costs(costs.ms, costs.amounts, Costs.uniform(plain, comm=max(costs.links[0].values())).links)
     least = bounds(place, costs, m)
     for kind in ("1f1b", "zb-h1"):
         found = Context(branched(kind, place, Request(stages, m, costs=costs)), costs)

@@ -134,9 +134,10 @@ def test_ranks_that_share_layers_are_seated_together(tmp_path):
     assert found.program.topology.order == (0, 2, 3, 1)
     machine = Machine.of(found.job)
     assert machine.link((0, 1)).speed == 9e6 and machine.link((0, 3)).speed == 1e6
-    assert machine.shared_ms("tp", 1e6) == pytest.approx(1 / 20), "the slowest of the groups"
+    assert machine.rings_ms(machine.topology.circles("tp"), 1e6) == pytest.approx(1 / 20), "the slowest of the groups"
     copies = load_job(path, ["parallel.pp=2", "parallel.dp=2", "parallel.order=[0,2,1,3]"])
-    assert Machine.of(copies).sum_ms(1e6, [0]) == pytest.approx(1.0), "0-1: the second ranks meet on a slow link"
+    met = {copies.topology.ranks([0], at) for at in copies.topology.every}
+    assert Machine.of(copies).rings_ms(met, 1e6) == pytest.approx(1.0), "0-1: the second ranks meet on a slow link"
     with pytest.raises(ZbcError, match="each of the groups of 2 ranks 0 to 3 once"):
         load_job(path, ["parallel.order=[0,1,2,3,4,5,6,7]"])
     with pytest.raises(ZbcError, match="8 x 8, the run has 4 ranks"):
@@ -148,7 +149,7 @@ def test_the_machine_asks_the_table_of_ranks_or_of_nodes(tmp_path):
     machine = Machine.of(job)
     assert machine.link((0, 1)) == (pytest.approx(5e-3), 9e6), "stages 0 and 1 are on ranks 3 and 1"
     assert machine.link((1, 2)).speed == 1e6
-    assert machine.sum_ms(1e6, [0, 1]) == pytest.approx(5e-3 + 1 / 9)
+    assert machine.rings_ms([machine.topology.ranks([0, 1])], 1e6) == pytest.approx(5e-3 + 1 / 9)
     table = {"per": "node", "gbps": [[20, 2], [0, 10]], "us": [[1, 9], [9, 1]]}
     job = load_job(written(tmp_path, table, hardware={"ranks_per_node": 2}))
     machine = Machine.of(job)

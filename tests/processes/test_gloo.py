@@ -129,9 +129,9 @@ def test_rows_of_experts_cross_to_each_node_once_as_priced(pool, tmp_path, monke
 
 def priced(plan, folder):
     """ms of two steps."""
-    job, stages = load_job(folder / "zbc.toml"), [range(6)]
-    table = estimate.layers(job)
-    (one,) = pricing.exchanges(pricing._seated(job, plan.manifest.to_placement(), stages, table), stages, table)
+    job = load_job(folder / "zbc.toml")
+    stages = [estimate.layers(job)]
+    (one,) = pricing.exchanges(pricing._seated(job, plan.manifest.to_placement(), stages), stages)
     return 2 * plan.manifest.microbatches * (one.forward[0] + one.backward[0])
 
 

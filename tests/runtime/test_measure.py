@@ -1,6 +1,7 @@
 """Measured memory of a rank equals the prediction: by category, for shapes that the formulas were not fitted to."""
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from tests.threads import scaled
 from tests.tiers import dealt, few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.shapes import load_job
 from zbc.ir import Kind, Op, Placement
 from zbc.plan import dealing
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.training.models.experts import Experts
 from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
+
+ROOT = Path(__file__).parents[2]
 
 
 def weighed(tmp_path, steps=2, **changes):
@@ -278,8 +282,8 @@ def test_a_backward_that_runs_attention_again_has_used_the_gradient_from_the_nex
     back = Kind.B if kind == "zb-h1" else Kind.BW
     for size, scale in zip(compiled.costs.bytes, scales, strict=True):
         found = [one.rise for one in scale.readings if one.op.kind is back]
-        assert getattr(size.rise, back.value.lower()) == pytest.approx(found[-1], rel=0.03, abs=1000)
-        assert getattr(size.coming, back.value.lower()) == pytest.approx(found[0], rel=0.03)
+        assert size.needs[back.value.lower()] == pytest.approx(found[-1], rel=0.03, abs=1000)
+        assert size.needs[f"first {back.value.lower()}"] == pytest.approx(found[0], rel=0.03)
 
 
 TP, EP = {"tp": 2}, {"dp": 2, "ep": 2}
@@ -302,6 +306,16 @@ def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_
         predicted, wanted = compiled.costs.need_bytes(op, first=first), one.extra if op.kind is Kind.F else one.rise
         assert predicted == pytest.approx(wanted, rel=0.02, abs=1024), op
         assert op.kind is Kind.F or (one.came > 0) == first, op
+
+
+def test_gradients_that_come_from_several_stages_are_summed_in_a_tensor_of_its_own(tmp_path):
+    compiled = compile_job(load_job(ROOT / "plans" / "skip.toml"), budget=0.0, suggest=False)
+    compiled.write(tmp_path / "plan")
+    first = scaled(StoredPlan.read(tmp_path / "plan"), 2)[1][0]  # two stages read its output
+    found = {one.op: one.rise for one in first.readings if one.op.kind.is_backward}
+    assert {op.kind for op in found} == {Kind.B, Kind.BW}
+    for op, rise in found.items():
+        assert compiled.costs.need_bytes(op, first=op.mb == 0) == rise, op
 
 
 WHOLE = {

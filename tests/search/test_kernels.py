@@ -14,7 +14,7 @@ from tests.search.instances import Instance, Recorder, costs, instance, limits, 
 from tests.tiers import few
 from zbc.compiler import blocks
 from zbc.compiler.check import check_all
-from zbc.compiler.cost.cost import Costs, Size
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import moves, patterns, portfolio, retiming, timing
@@ -359,8 +359,8 @@ def cut(seed: int) -> Instance:
     k = rng.randint(2, 5)
     rows = shares(rng, k)
     costs = given.costs.cut(rows, f=shares(rng, k), b=shares(rng, k), w=rows)
-    kv = tuple(Size(0.1 * units) for units in costs.units("kept"))
-    costs = replace(costs, size={**costs.size, "kv": kv}) if rng.random() < 0.5 else costs
+    kv = tuple(0.1 * units for units in costs.units("kept"))
+    costs = replace(costs, amounts={**costs.amounts, "kv": kv}) if rng.random() < 0.5 else costs
     needs = least_of(given.placement, costs)
     limits = tuple(need * rng.uniform(1.0, 2.5) for need in needs) if rng.random() < 0.7 else None
     return Instance(given.placement, costs, rng.randint(1, 6), limits)

@@ -71,10 +71,8 @@ def possible(job: Job, *, bytes_known: bool) -> bool:
     return True
 
 
-def movable(kept: Size, stage: StageBytes | None) -> Size:
+def movable(kept: Size, stage: StageBytes) -> Size:
     """The part of a stage's kept activations that can move: all but its result, which stays until it is sent, and what
     the runtime leaves on the device."""
-    if stage is None:
-        return kept
     left = max(0.0, kept.bytes - stage.sent - stage.stays)
-    return Size(kept.units * left / (kept.bytes or 1.0), left)
+    return Size(kept.units * left / kept.bytes, left) if kept.bytes else kept

@@ -6,7 +6,7 @@ Times are ms. Memory is activation units (one rank's share of one microbatch = 1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import add
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 from zbc.compiler.cost.stage_bytes import NO_BYTES, StageBytes
 from zbc.errors import ZbcError
 from zbc.ir import COPY, NEXT, WHOLE, Edge, Kind, Op, Placement, Program, chain
-from zbc.ops import EXPERTS, OWNERS, TIED, VALUES, WORDS, Ref, experts_of
+from zbc.ops import EXPERTS, OWNERS, VALUES, WORDS, Ref, experts_of
 
 
 @dataclass(frozen=True, slots=True)
 class ShareBytes:
-    """Bytes of a rank's vocabulary shard: its resident state, its values (see `zbc.ops.VALUES`) per unit, and the
-    temporaries of its ops, by their columns."""
+    """Bytes of a rank's vocabulary shard: its values (see `zbc.ops.VALUES`) per unit, and of its ops, by their columns,
+    the temporaries."""
 
-    state: StageBytes
     values: Mapping[str, float]
     needs: Mapping[str, float]
 
@@ -44,9 +43,9 @@ def _activations_of(refs: Mapping[Kind, tuple[Ref, ...]]) -> dict[Kind, str]:
 
 
 _SUMS = ("f_sums", "b_sums", "bw_waits")
-BY_SLICE = ("f", "b", "w", "bw", *_SUMS)  # columns with an entry for each slice of a microbatch
 _WORDS = ("s", "t", "i", "e", "spread", "meet", "sum", "give", "take")
-BY_MICROBATCH = (*BY_SLICE, "messages", "out", "back", *_WORDS)  # and those in which unequal microbatches have them
+# Columns with an entry for each slice, or for each of unequal microbatches.
+BY_PART = ("f", "b", "w", "bw", *_SUMS, "messages", "out", "back", *_WORDS)
 _WAITS = {"f": "f_sums", "b": "b_sums", "bw": "bw_waits"}  # the column of an op's wait for collectives, by its own
 _MAKES = _activations_of({kind: kind.row.writes for kind in Kind})
 _FREES = _activations_of({kind: kind.row.frees for kind in Kind})
@@ -82,23 +81,25 @@ class Costs:
     Of an owner that is no stage a column has its letter, as "reduce v" and "step v", and one entry; of experts, as
     "reduce e", an entry per stage.
 
-    `size` has the values of a stage for one microbatch: "kept" from F to B, "left" from B to W, "host" the part of
-    "kept" that can be offloaded; with several slices also "kv", the keys and values of a microbatch from its first F to
-    its last B, and as much for their gradients from its first B on. Read it with `units`, `bytes_of`, `held`,
-    `held_bytes`. If the replicas of a stage have unlike ranks, `ms` has their mean, and `paces[pipe]` the time on a
-    pipe's rank relative to the mean; else (). `links[pipe]` is the ms of a transfer between two stages, 0 on one rank;
-    read it with `link`. A message occupies its link for `occupies[pipe]` ms: the next one from the same rank to the
-    same rank waits; () if links take any number of messages. With `rendezvous` a message also waits until its receiver
-    has posted a buffer. `bytes` is None if the model's sizes are not known before it is built.
+    `amounts` and `sizes` have columns of the values of a stage for one microbatch, in units and in bytes: "kept" from F
+    to B, "left" from B to W, "host" the part of "kept" that can be offloaded; with several slices also "kv", the keys
+    and values of a microbatch from its first F to its last B, and as much for their gradients from its first B on. Read
+    them with `units`, `bytes_of`, `held`, `held_bytes`.
+
+    If the replicas of a stage have unlike ranks, `ms` has their mean, and `paces[pipe]` the time on a pipe's rank
+    relative to the mean; else (). `links[pipe]` is the ms of a transfer between two stages, 0 on one rank; read it with
+    `link`. A message occupies its link for `occupies[pipe]` ms: the next one from the same rank to the same rank waits;
+    () if links take any number of messages. With `rendezvous` a message also waits until its receiver has posted a
+    buffer. `bytes` is None if the model's sizes are not known before it is built.
     """
 
     ms: Mapping[str, Column]
-    size: Mapping[str, tuple[Size | tuple[Size, ...], ...]]
+    amounts: Mapping[str, Column]
     links: tuple[Links, ...]
+    sizes: Mapping[str, Column] = field(default_factory=dict)
     bytes: tuple[StageBytes, ...] | None = None
     source: str = "given"
-    tied: float = 0.0  # bytes of the gradient of a weight that two stages share
-    experts: tuple[StageBytes, ...] = ()  # memory of a stage's experts, if replicas share these out
+    owners: Mapping[int, StageBytes] = field(default_factory=dict)  # memory of those that are no stages
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, on one node
     near: int = 0  # ranks on a node, if exchanges of experts' rows between nodes take two steps
     overlap: float = 0.0  # the share of the shorter op of an overlap group that the longer one hides
@@ -110,7 +111,7 @@ class Costs:
     shared: int = 1  # neighbouring ranks with one link to the host: one copy out and one back at a time
     alone: float = 1.0  # the share of `out` and `back` that a copy takes while the other direction is idle
     paces: tuple[PerStage, ...] = ()
-    shares: tuple[ShareBytes, ...] = ()  # memory of a rank's vocabulary shard, per slice; (): unknown
+    shares: tuple[ShareBytes, ...] = ()  # temporary memory of a rank's vocabulary shard, per part; (): unknown
 
     @classmethod
     def uniform(
@@ -119,17 +120,16 @@ class Costs:
         """Costs per rank, shared evenly by its stages: the papers' convention."""
         v = placement.stages / placement.ranks
         times = {name: (ms / v,) * placement.stages for name, ms in (("f", f), ("b", b), ("w", w))}
-        size = {name: (Size(units / v),) * placement.stages for name, units in (("kept", 1.0), ("left", left))}
-        return cls(times, size, links_of(placement, lambda stage, edge: comm))
+        amounts = {name: (units / v,) * placement.stages for name, units in (("kept", 1.0), ("left", left))}
+        return cls(times, amounts, links_of(placement, lambda stage, edge: comm))
 
     @classmethod
     def per_stage(
         cls, f: PerStage, b: PerStage, w: PerStage, kept: PerStage, left: PerStage, comm: Sequence[PerStage]
     ) -> Costs:
         """Costs of stages in a row; `kept` and `left` are units, `comm[pipe][s]` is ms from stage s on."""
-        size = {"kept": tuple(map(Size, kept)), "left": tuple(map(Size, left))}
         links = tuple(dict(zip(chain(len(f)), pipe, strict=True)) for pipe in comm)
-        return cls({"f": f, "b": b, "w": w}, size, links)
+        return cls({"f": f, "b": b, "w": w}, {"kept": kept, "left": left}, links)
 
     def with_ms(self, **columns: Column) -> Costs:
         """Returns these costs with other columns; () removes a column."""
@@ -137,26 +137,25 @@ class Costs:
 
     def counted(self, units: Callable[[int, Size], float], of: str = "") -> Costs:
         """Returns these costs with `units` of a stage's values, all values or only `of`; their bytes stay."""
-
-        def again(stage: int, entry: Size | tuple[Size, ...]) -> Size | tuple[Size, ...]:
-            if isinstance(entry, Size):
-                return Size(units(stage, entry), entry.bytes)
-            return tuple(Size(units(stage, one), one.bytes) for one in entry)
-
-        some = {of: self.size[of]} if of else self.size
-        size = {name: tuple(again(s, entry) for s, entry in enumerate(sizes)) for name, sizes in some.items()}
-        return replace(self, size={**self.size, **size})
+        names = [of] if of else [*self.amounts]
+        both = {name: zip(self.amounts[name], self._column(name, self.sizes), strict=True) for name in names}
+        again = {
+            name: tuple(_combined(lambda *one, s=s: units(s, Size(*one)), each) for s, each in enumerate(pairs))
+            for name, pairs in both.items()
+        }
+        return replace(self, amounts={**self.amounts, **again})
 
     def cut(self, rows: Sequence[float], **shares: Sequence[float]) -> Costs:
         """Returns the costs of microbatches in slices: `rows` is each slice's share of the tokens, `shares` its shares
         of the times f, b and w, if they differ."""
-        parts = {name: shares.get(name, rows) for name in "fbw"}
-        ms = {name: tuple(tuple(one * ms for one in parts[name]) for ms in self.column(name)) for name in parts}
-        size = {
-            name: tuple(tuple(Size(row * units, row * size) for row in rows) for units, size in map(self._whole, sizes))
-            for name, sizes in self.size.items()
-        }
-        return replace(self, ms={**self.ms, **ms}, size=size, slices=len(rows))
+
+        def parts(whole: PerStage, of: Sequence[float] = rows) -> Column:
+            return tuple(tuple(share * one for share in of) for one in whole)
+
+        ms = {name: parts(self.column(name), shares.get(name, rows)) for name in "fbw"}
+        amounts = {name: parts(self.units(name)) for name in self.amounts}
+        sizes = {name: parts(self.bytes_of(name)) for name in self.sizes}
+        return replace(self, ms={**self.ms, **ms}, amounts=amounts, sizes=sizes, slices=len(rows))
 
     def portions(self, name: str, whole: PerStage) -> Column:
         """Splits `whole` ms of typical microbatches by part, in the proportions of a column."""
@@ -169,46 +168,39 @@ class Costs:
     def evened(self) -> Costs:
         """Returns these costs with equal activations in all slices, in units alone."""
         k = self.slices
-        if k == 1:
-            return replace(self, bytes=None, sliced=())
-
-        def even(entry: Size | tuple[Size, ...]) -> Size:
-            return Size(sum(one.units for one in _by_part(entry, k)) / k)
-
-        size = {name: column if name == "kv" else tuple(map(even, column)) for name, column in self.size.items()}
-        return replace(self, size=size, bytes=None, sliced=())
+        even = {name: tuple(one / k for one in self.units(name)) for name in self.amounts if name != "kv"}
+        return replace(self, amounts={**self.amounts, **even}, bytes=None, sliced=())
 
     def unit(self, pick: Callable[[Sequence[float]], float]) -> Costs:
         """Returns costs of a part as a microbatch of its own: `pick` (as min, mean) joins the parts; "kv" is shared
         out."""
-        k = self.slices
         if self.parts == 1 and not self.unequal:
             return self
-        kv = self.units("kv") if "kv" in self.size else (0.0,) * self.stages
-        shared = {"kept": tuple(each / k for each in kv)}
-        size = {
-            name: tuple(
-                Size(pick([one.units for one in _by_part(entry, self.parts)]) + more)
-                for entry, more in zip(self.size[name], shared.get(name, (0.0,) * self.stages), strict=True)
-            )
-            for name in ("kept", "left")
-        }
-        ms = {
-            name: tuple(pick(entry) if isinstance(entry, tuple) else entry for entry in column)
-            for name, column in self.ms.items()
-        }
 
-        links, occupies = (
-            tuple({edge: pick(ms) if isinstance(ms, tuple) else ms for edge, ms in pipe.items()} for pipe in pipes)
-            for pipes in (self.links, self.occupies)
+        found, kv = self._changed(pick), self.units("kv") if "kv" in self.amounts else (0.0,) * self.stages
+        kept = tuple(one + more / self.slices for one, more in zip(found.units("kept"), kv, strict=True))
+        amounts = {"kept": kept, "left": found.amounts["left"]}
+        return replace(found, amounts=amounts, sizes={}, slices=1, unequal=0, sliced=())
+
+    def _changed(self, change: Callable[[Any], Any]) -> Costs:
+        """Returns these costs with a `change` of all that has an entry per part."""
+
+        def one(entry: Any) -> Any:
+            return change(entry) if isinstance(entry, tuple) else entry
+
+        ms, amounts, sizes = (
+            {name: tuple(map(one, column)) for name, column in of.items()} for of in (self.ms, self.amounts, self.sizes)
         )
-        return replace(self, ms=ms, size=size, links=links, occupies=occupies, slices=1, unequal=0, sliced=())
+        links, occupies = (
+            tuple({edge: one(ms) for edge, ms in pipe.items()} for pipe in of) for of in (self.links, self.occupies)
+        )
+        return replace(self, ms=ms, amounts=amounts, sizes=sizes, links=links, occupies=occupies)
 
     def joined(self) -> Costs:
         """Returns costs with a fused backward: B does everything, and W nothing."""
-        nothing = (Size(0.0),) * self.stages
         whole = self.with_ms(b=self._column("bw"), w=(0.0,) * self.stages, bw=(), b_sums=self.ms.get("bw_waits", ()))
-        return replace(whole, size={**self.size, "left": nothing})
+        nothing = {"left": (0.0,) * self.stages}
+        return replace(whole, amounts={**self.amounts, **nothing}, sizes=self.sizes and {**self.sizes, **nothing})
 
     def least(self) -> Costs:
         """Returns costs that are a lower bound both of a BW and of a B and its W."""
@@ -318,8 +310,8 @@ class Costs:
         part = self.part(op.mb, op.slice)
         return min(less, max(0.0, self.of("bw", op.stage, part) - self.of("b", op.stage, part)))
 
-    def _column(self, name: str) -> Column:
-        found = self.ms.get(name)
+    def _column(self, name: str, of: Mapping[str, Column] | None = None) -> Column:
+        found = (self.ms if of is None else of).get(name)
         if found is None and name == "bw":
             return self.each(add, "b", "w")
         return (0.0,) * self.stages if found is None else found
@@ -345,19 +337,10 @@ class Costs:
     def renumbered(self, numbers: Sequence[int]) -> Costs:
         """The same with unequal microbatches in another order, the first of which is that of the first number."""
 
-        def again(entry: Any) -> Any:
-            whole = isinstance(entry, tuple) and not isinstance(entry, Size)
-            return tuple(entry[k] for k in numbers) if whole else entry
+        def again(entry: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(entry[k] for k in numbers if entry)
 
-        return replace(
-            self,
-            ms={name: tuple(map(again, column)) for name, column in self.ms.items()},
-            size={name: tuple(map(again, sizes)) for name, sizes in self.size.items()},
-            links=tuple({edge: again(ms) for edge, ms in pipe.items()} for pipe in self.links),
-            occupies=tuple({edge: again(ms) for edge, ms in pipe.items()} for pipe in self.occupies),
-            sliced=again(self.sliced) if self.sliced else (),
-            shares=again(self.shares) if self.shares else (),
-        )
+        return replace(self._changed(again), sliced=again(self.sliced), shares=again(self.shares))
 
     def lag(self, pipe: int, a: int, b: int) -> float | tuple[float, ...]:
         """ms of a transfer from stage `a` to its neighbour `b`, an output or a gradient; of any part, or of each."""
@@ -374,17 +357,15 @@ class Costs:
 
     def units(self, value: str) -> PerStage:
         """Activation units of a value on every stage, for a whole microbatch; of unequal ones the largest."""
-        return tuple(self._whole(size).units for size in self.size[value])
+        return tuple(map(self._whole, self.amounts[value]))
 
     def bytes_of(self, value: str) -> PerStage:
         """Bytes of a value on every stage, for a whole microbatch; 0 if sizes are not known."""
-        return tuple(self._whole(size).bytes for size in self.size[value])
+        return tuple(map(self._whole, self._column(value, self.sizes)))
 
-    def bytes_at(self, stage: int, part: int = 0) -> StageBytes | None:
-        """Memory of a stage without its activations, for ops of `part`; None if sizes are not known."""
-        if self.bytes is None:
-            return None
-        return self.sliced[part][stage] if self.sliced else self.bytes[stage]
+    def bytes_at(self, stage: int, part: int = 0) -> StageBytes:
+        """Memory of a stage without its activations, for ops of `part`; NO_BYTES if sizes are not known."""
+        return self.sliced[part][stage] if self.sliced else self.bytes_owned(stage)
 
     def run_by(self, program: Program) -> Costs:
         """These costs in a program, whose stages may split no backward."""
@@ -399,24 +380,20 @@ class Costs:
 
     def bytes_owned(self, owner: int) -> StageBytes:
         """Memory of an owner of weights; NO_BYTES if sizes are not known."""
-        if owner == TIED:
-            return replace(NO_BYTES, summed=self.tied, gradients=self.tied)
-        if owner <= EXPERTS:
-            return self.experts[experts_of(owner)] if self.experts else NO_BYTES
-        if owner == WORDS:
-            return self.shares[0].state if self.shares else NO_BYTES
-        return NO_BYTES if self.bytes is None else self.bytes[owner]
+        if owner >= 0 and self.bytes is not None:
+            return self.bytes[owner]
+        return self.owners.get(owner, NO_BYTES)
 
     def bytes_on(self, stages: Iterable[int]) -> list[StageBytes]:
         """Memory of whole stages on one rank, of their experts on it, and of its vocabulary shard; [] if sizes are not
         known."""
-        shares = [one.state for one in self.shares[:1]]
-        return [] if self.bytes is None else [*(size for s in stages for size in self.bytes_of_stage(s)), *shares]
+        words = [self.owners[WORDS]] if WORDS in self.owners else []
+        return [] if self.bytes is None else [*(size for s in stages for size in self.bytes_of_stage(s)), *words]
 
     def bytes_of_stage(self, stage: int) -> list[StageBytes]:
         """Memory of a stage, and of its experts if replicas share these out; [] if sizes are not known."""
-        owners = (stage, experts_of(stage)) if self.experts else (stage,)
-        return [] if self.bytes is None else [*map(self.bytes_owned, owners)]
+        of = self.owners.get(experts_of(stage))
+        return [] if self.bytes is None else [self.bytes[stage], *([] if of is None else [of])]
 
     def share_of(self, value: str, part: int = 0) -> float:
         """Bytes of a value of a vocabulary shard, for a part; 0 if sizes are not known."""
@@ -433,47 +410,42 @@ class Costs:
 
     def held(self, op: Op) -> float:
         """Activation units, keys and values included, that an op adds to its rank; negative if it frees more."""
-        made, freed = self._values(op)
-        units = made.units - freed.units
-        return units if self.slices == 1 else units + self.held_kv(op).units
+        return self._held(op, self.amounts)
 
     def held_bytes(self, op: Op) -> float:
         """Bytes that an op adds to its rank, likewise; 0 if sizes are not known."""
-        made, freed = self._values(op)
-        size = made.bytes - freed.bytes
-        return size if self.slices == 1 else size + self.held_kv(op).bytes
+        return self._held(op, self.sizes)
 
     def held_kv(self, op: Op) -> Size:
         """The part of `held` in keys, values and their gradients: one buffer each for all slices of a microbatch.
 
         The first F of it makes one, its first B (of the last slice) the other; its last B frees both.
         """
-        if "kv" not in self.size or not (op.kind.is_forward or op.kind.is_backward):
-            return _NOTHING
-        size, forward = self._whole(self.size["kv"][op.stage]), op.kind.is_forward
+        return Size(self._held_kv(op, self.amounts), self._held_kv(op, self.sizes))
+
+    def _held_kv(self, op: Op, of: Mapping[str, Column]) -> float:
+        forward = op.kind.is_forward
+        if "kv" not in of or not (forward or op.kind.is_backward):
+            return 0.0
         begins, ends = op.slice == (0 if forward else self.slices - 1), not forward and op.slice == 0
-        buffers = begins - 2 * ends
-        return Size(buffers * size.units, buffers * size.bytes)
+        return (begins - 2 * ends) * self._whole(of["kv"][op.stage])
 
-    def _values(self, op: Op) -> tuple[Size, Size]:
-        """The sizes of the activation an op makes and of the one it frees."""
-        made, freed = _MAKES.get(op.kind), _FREES.get(op.kind)
-        return self._size(made, op) if made else _NOTHING, self._size(freed, op) if freed else _NOTHING
+    def _held(self, op: Op, of: Mapping[str, Column]) -> float:
+        """What an op makes less what it frees, by these columns; without a "host" entry, all activations that F keeps
+        can be offloaded."""
+        change, part = 0.0, self.part(op.mb, op.slice)
+        for value, sign in ((_MAKES.get(op.kind), 1), (_FREES.get(op.kind), -1)):
+            column = of.get("kept" if value == "host" and value not in of else value or "")
+            if column is not None:
+                entry = column[op.stage]
+                change += sign * (entry[part] if isinstance(entry, tuple) else entry)
+        return change + self._held_kv(op, of)
 
-    def _whole(self, entry: Size | tuple[Size, ...]) -> Size:
+    def _whole(self, entry: float | tuple[float, ...]) -> float:
         """Of a whole microbatch; of unequal ones of the largest."""
-        if isinstance(entry, Size):
+        if not isinstance(entry, tuple):
             return entry
-        of = max if self.unequal else sum
-        return Size(of(one.units for one in entry), of(one.bytes for one in entry))
-
-    def _size(self, value: str, op: Op) -> Size:
-        entry = self._entry(value, op.stage)
-        return entry if isinstance(entry, Size) else entry[self.part(op.mb, op.slice)]
-
-    def _entry(self, value: str, stage: int) -> Size | tuple[Size, ...]:
-        """A value's size on a stage; without a "host" entry, all activations that F keeps can be offloaded."""
-        return self.size["kept" if value == "host" and value not in self.size else value][stage]
+        return max(entry) if self.unequal else sum(entry)
 
     def need_bytes(self, op: Op, *, first: bool = False) -> float:
         """Temporary bytes of a compute op; 0 if sizes are not known.
@@ -482,26 +454,15 @@ class Costs:
         held before it, the incoming gradient included. `first`: its gradients are the first of a step, which are
         counted as they are made.
         """
-        size = self.bytes_at(op.stage, self.part(op.mb, op.slice))
-        if size is None:
-            return 0.0
-        if op.kind.is_forward:
-            return size.more_f
-        found: float = getattr(size.coming if first else size.rise, op.kind.row.cost, 0.0)
-        return found
+        column, size = op.kind.row.cost, self.bytes_at(op.stage, self.part(op.mb, op.slice))
+        return size.needs.get(f"first {column}" if first and not op.kind.is_forward else column, 0.0)
 
     def key(self, op: Op) -> CacheKey:
         """The cache key of an op's costs, which do not depend on its pipe."""
         return op[0], op[1], self.part(op[2], op[4]), op[6]
 
 
-_NOTHING = Size(0.0)
 CacheKey = tuple[Kind, int, int, int]
-
-
-def _by_part(entry: Size | tuple[Size, ...], parts: int) -> tuple[Size, ...]:
-    """Sizes part by part; a value with one size for all parts has it in each."""
-    return (entry,) * parts if isinstance(entry, Size) else entry
 
 
 def _at(pace: float, ms: float, *waits: float) -> float:
@@ -509,23 +470,11 @@ def _at(pace: float, ms: float, *waits: float) -> float:
     return pace * (ms - sum(waits)) + sum(waits)
 
 
-def _times(entry: float | tuple[float, ...], factor: float) -> float | tuple[float, ...]:
-    return tuple(factor * ms for ms in entry) if isinstance(entry, tuple) else factor * entry
-
-
 def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[float, ...]]) -> float | tuple[float, ...]:
     parts = max((len(entry) for entry in entries if isinstance(entry, tuple)), default=0)
     if not parts:
         return combine(*entries)
     return tuple(map(combine, *(entry if isinstance(entry, tuple) else (entry,) * parts for entry in entries)))
-
-
-def less_links(links: tuple[Links, ...], busy: tuple[Links, ...], share: float) -> tuple[Links, ...]:
-    """`links` less a share of the time for which each message keeps its link `busy`."""
-    return tuple(
-        {edge: _combined(lambda ms, own: max(0.0, ms - share * own), (ms, sent[edge])) for edge, ms in pipe.items()}
-        for pipe, sent in zip(links, busy, strict=True)
-    )
 
 
 def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:

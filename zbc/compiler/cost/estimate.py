@@ -181,8 +181,8 @@ def slowness(job: Job) -> list[float]:
     card = cards.of(job)[0] if job.profile is None or job.model.builtin else job.profile
     every = [layer for kind, layer in card.layers.items() if kind not in ("embed", "head")]
     kernels = [one for layer in every for name in "fbw" for one in layer.kernels.get(name, ())]
-    ms = [Machine.of(job, given.of(rank)).ms_of(kernels, given.device) for rank in range(count)]
-    best = Machine.of(job).ms_of(kernels, given.device) or 1.0
+    ms = [Machine.of(job, given.of(rank)).ms(kernels) for rank in range(count)]
+    best = Machine.of(job).ms(kernels) or 1.0
     return [k * one / best for k, one in zip(slow, ms, strict=True)]
 
 
@@ -362,12 +362,3 @@ def each(value: float | list[float] | None, table: Sequence[Layer]) -> list[floa
     blocks = [layer.name not in ("embed", "head") for layer in table]
     numbers = iter(value if isinstance(value, list) else [value or 0.0] * sum(blocks))
     return [float(next(numbers)) if block else 0.0 for block in blocks]
-
-
-def given_activations(job: Job, table: list[Layer]) -> list[tuple[float, float]] | None:
-    """`act_b` and `act_w` of each layer if the job gives them per layer, else None."""
-    costs = job.costs
-    if costs.per != "layer" or costs.act_b is None:
-        return None
-    kept = each(costs.act_b, table)
-    return [*zip(kept, kept if costs.act_w is None else each(costs.act_w, table), strict=True)]

@@ -45,20 +45,11 @@ class Footprint:
     ends: tuple[float, float] = (0.0, 0.0)  # elements of its first and its last parameter
     kv: float = 0.0  # the part of act_b in keys and values
     # In a slice, whose F finds kv there: bytes of all slices' keys, values and gradients that its B frees or (-) makes.
-    ends_kv: float | None = None
-
-    def later(self, part: str) -> float:
-        return self.late.get(part, 0.0)
+    ends_kv: float = 0.0
 
     def scaled(self, rows: float) -> Footprint:
         """The footprint of a share of the tokens; bytes of parameters stay."""
         return replace(self, **{name: rows * getattr(self, name) for name in _BY_TOKEN})
-
-    @property
-    def coming(self) -> Footprint:
-        """This footprint in its first backward of a step, whose gradients count in addition to the bytes held."""
-        late = {kind: self.later(f"rise_{kind}") for kind in ("b", "bw")}
-        return replace(self, more_b=self.rise_b, more_w=self.rise_w, more_bw=self.rise_bw, late=late)
 
 
 _BY_TOKEN = (

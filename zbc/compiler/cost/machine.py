@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost.choices import Choices
 from zbc.job.links import LinkTable
+from zbc.job.profile import Kernel
 from zbc.job.spec import Hardware, Job
 from zbc.topology import Topology, by_node, even
 
@@ -33,14 +34,6 @@ _LINKS = {"cuda": "a network's; inside a node NVLink is some ten times as fast",
 # Relative to the rate of products: FlashAttention 2 reaches 50 to 73% of an A100's peak where products reach 80 to 90%
 # (arXiv 2307.08691); torch's CPU kernel is as fast as its products in float32.
 ATTENTION = {"cpu": 1.0, "cuda": 0.7}
-
-
-class Kernel(NamedTuple):
-    """One kernel, or `starts` of the same kind in a row: their floating-point operations, bytes read and written."""
-
-    flops: float
-    moved: float
-    starts: int = 1
 
 
 class Link(NamedTuple):
@@ -95,6 +88,7 @@ class Machine:
     node: int  # ranks of the run on a node
     topology: Topology
     links: LinkTable | None = None  # in place of near and far
+    attention: float = 1.0  # its rate, relative to that of products
 
     @classmethod
     def of(cls, job: Job, hardware: Hardware | None = None) -> Machine:
@@ -115,19 +109,16 @@ class Machine:
             given.ranks_per_node,
             job.topology,
             job.links,
+            ATTENTION[given.device],
         )
 
     def ms(self, kernels: Iterable[Kernel]) -> float:
-        """ms of kernels that run one after another."""
+        """ms of kernels that run one after another; classes have rates of their own, relative to that of products."""
+        rate = {"attention": self.attention, "fp8": 2.0}
         return sum(
-            one.starts * self.kernel_ms + max(one.flops / self.flops_per_ms, one.moved / self.bytes_per_ms)
-            for one in kernels
+            starts * self.kernel_ms + max(flops / rate.get(what, 1.0) / self.flops_per_ms, moved / self.bytes_per_ms)
+            for what, flops, moved, starts in kernels
         )
-
-    def ms_of(self, kernels: Iterable[tuple[str, float, float, int]], device: str) -> float:
-        """ms of kernels as a card has them: classes have rates of their own, relative to that of products."""
-        rate = {"attention": ATTENTION[device], "fp8": 2.0}
-        return self.ms(Kernel(flops / rate.get(what, 1.0), moved, n) for what, flops, moved, n in kernels)
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks of a pipeline, over all its replicas."""
@@ -139,13 +130,6 @@ class Machine:
             for dp, at in seats
             for a, b in combinations(ranks, 2)
         )
-
-    def shared_ms(self, axis: str, size: float, *, halves: int = 2) -> float:
-        """ms of an all-reduce of `size` bytes over the ranks along an `axis` inside a pipeline rank; 0 for one rank.
-
-        `halves` is as in `sum_ms`.
-        """
-        return self._rings_ms(self.topology.circles(axis), size, halves)
 
     def swaps_ms(self, size: float, choices: Choices | None) -> tuple[float, float]:
         """ms of an all-to-all of rows to experts, in one step and in two. A rank has `size` bytes of rows, for all
@@ -171,10 +155,6 @@ class Machine:
             two = max(two, direct)
         return one, two if spans else math.inf
 
-    def experts_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
-        """ms of a ring all-reduce of `size` bytes over the ranks with the same experts, as `sum_ms`; 0 for one rank."""
-        return self._rings_ms(self.topology.experts(holders).values(), size, halves)
-
     def between(self, a: int, b: int) -> Link:
         """The link between two ranks of the run."""
         if self.links is None:
@@ -190,15 +170,10 @@ class Machine:
     def _worst(self, found: Collection[Link]) -> Link:
         return Link(max(one.latency for one in found), min(one.speed for one in found)) if found else self.near
 
-    def sum_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
-        """ms of a ring all-reduce of `size` bytes over these ranks of all replicas; 0 for one rank.
-
-        `halves` = 2 is reduce-scatter and all-gather, 1 is one of them: (n-1)/n of the bytes each.
+    def rings_ms(self, rings: Iterable[Sequence[int]], size: float, *, halves: int = 2) -> float:
+        """ms of a ring all-reduce of `size` bytes in each of these rings of ranks at once, as fast as the slowest link
+        of any; 0 for one rank. `halves` = 2 is reduce-scatter and all-gather, 1 is one of them: (n-1)/n of the bytes.
         """
-        return self._rings_ms({self.topology.ranks(holders, at) for at in self.topology.every}, size, halves)
-
-    def _rings_ms(self, rings: Iterable[Sequence[int]], size: float, halves: int) -> float:
-        """ms of a collective over rings of ranks at once, as fast as the slowest link of any; 0 for one rank."""
         every = [*rings]
         count = max(map(len, every), default=1)
         if count == 1:

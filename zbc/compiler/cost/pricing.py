@@ -4,25 +4,26 @@ microbatches of unequal length."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from operator import add, mul, sub
+from operator import add, attrgetter, mul, sub
 from typing import Any, NamedTuple
 
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
 from zbc.compiler.cost.choices import Choices
-from zbc.compiler.cost.cost import BY_MICROBATCH, BY_SLICE, Column, Costs, Links, PerStage, Size, less_links, links_of
+from zbc.compiler.cost.cost import BY_PART, Column, Costs, Links, PerStage, Size, links_of
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine, message_of
-from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
+from zbc.compiler.cost.stage_bytes import NO_BYTES, StageBytes, Stages, boundaries
 from zbc.errors import ZbcError
-from zbc.ir import Placement
-from zbc.job.cuts import cuts_of, share, shares_of
+from zbc.ir import Edge, Placement
+from zbc.job.cuts import Cuts, cuts_of, share, shares_of
 from zbc.job.spec import Job
 from zbc.job.tokens import shares_of as shares_of_length
+from zbc.ops import TIED, WORDS, experts_of
 
 NEEDS = 8  # lengths whose ops' needs are counted, where microbatches have more; those of others are rounded up
 
@@ -36,74 +37,83 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     the host is not known).
     """
     check_stages(job, placement)
-    plain, spared = table, {i for s, part in enumerate(stages) if job.memory.spares(s) for i in part}
-    again = {i for s, part in enumerate(stages) for i in part[: job.memory.again(s, [plain[i].name for i in part])]}
+    spared = {i for s, part in enumerate(stages) if job.memory.spares(s) for i in part}
+    again = {i for s, part in enumerate(stages) for i in part[: job.memory.again(s, [table[i].name for i in part])]}
 
-    def chosen(layers: Sequence[Layer]) -> Sequence[Layer]:
-        return (
-            [
-                layer.selective(job.memory) if i in spared else layer.recomputed() if i in again else layer
-                for i, layer in enumerate(layers)
-            ]
-            if spared or again
-            else layers
-        )
+    def chosen(layers: Sequence[Layer]) -> Stages:
+        def of(i: int) -> Layer:
+            if i in spared:
+                return layers[i].selective(job.memory)
+            return layers[i].recomputed() if i in again else layers[i]
 
-    table = chosen(plain)
-    job = _seated(job, placement, stages, table)
-    whole, cuts = _build(job, placement, stages, table), cuts_of(job)
-    if job.tokens:
-        lengths, each, bytes = sorted({*job.tokens}, reverse=True), dict[int, Costs](), whole.bytes
-        for k, tokens in enumerate(lengths):
-            layers = chosen([layer.lengths[tokens] for layer in plain])
-            one = _given_parts(job.of_length(tokens), shares_of_length(job, tokens))
-            if bytes is not None:
-                needs = k % -(-len(lengths) // NEEDS) == 0
-                bytes = stage_bytes.of_length(one, placement, stages, layers, bytes, needs=needs)
-            each[tokens] = _of_length(tokens / job.row_tokens, _of_ops(one, placement, stages, layers, bytes), whole)
-            each[tokens] = _complete(each[tokens], one, tokens / job.row_tokens, placement)
-        return _of_unequal(_complete(whole, job, 1.0, placement), [each[tokens] for tokens in job.tokens])
-    if not cuts:
+        return [[of(i) for i in part] for part in stages]
+
+    layers = chosen(table)
+    job = _seated(job, placement, layers)
+    whole, cuts = _build(job, placement, layers, _given(job, placement, stages, table, layers)), cuts_of(job)
+    if not job.tokens and not cuts:
         return _complete(whole, job, 1.0, placement)
-    rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
-    tables, jobs = list[Sequence[Layer]](), list[Job]()
+    parts = _lengths(job, table) if job.tokens else _slices(job, table, cuts)
+    tables, each, bytes = [chosen(part.layers) for part in parts.values()], dict[int, Costs](), whole.bytes
+    for k, ((key, part), layers) in enumerate(zip(parts.items(), _with_ends(tables) if cuts else tables, strict=True)):
+        if bytes is not None:
+            needs = bool(cuts) or k % -(-len(parts) // NEEDS) == 0
+            bytes = stage_bytes.of_length(part.job, placement, layers, bytes, needs=needs)
+        each[key] = _weighed(_of_ops(part.job, placement, layers, bytes), whole, part.rows, layers)
+    if cuts:  # the transfers of the longest are taken for all
+        longest = each[max(parts, key=lambda j: parts[j].rows)]
+        each = {j: replace(one, links=longest.links, occupies=longest.occupies) for j, one in each.items()}
+    each = {key: _complete(one, parts[key].job, parts[key].rows, placement) for key, one in each.items()}
+    whole = _complete(whole, job, 1.0, placement)
+    return _joined(whole, [each[key] for key in job.tokens or parts], sliced=bool(cuts))
+
+
+class _Part(NamedTuple):
+    """Microbatches of one length, or a slice of each."""
+
+    job: Job  # with its length as that of sequences
+    rows: float  # its tokens as a share of those of whole rows
+    layers: Sequence[Layer]  # without recompute
+
+
+def _lengths(job: Job, table: Sequence[Layer]) -> dict[int, _Part]:
+    """The lengths of microbatches, the longest first."""
+
+    def part(tokens: int) -> _Part:
+        one = _given_parts(job.of_length(tokens), shares_of_length(job, tokens))
+        return _Part(one, tokens / job.row_tokens, [layer.lengths[tokens] for layer in table])
+
+    return {tokens: part(tokens) for tokens in sorted({*job.tokens}, reverse=True)}
+
+
+def _slices(job: Job, table: Sequence[Layer], cuts: Cuts) -> dict[int, _Part]:
+    """The slices of a microbatch."""
+    rows, shares, found = share(cuts, 1.0, 0.0), shares_of(job, cuts), dict[int, _Part]()
     for j, (begin, end) in enumerate(pairwise(cuts)):
         times = {name: each[j] for name, each in shares.items()}
         one = _given_parts(job, times | dict.fromkeys(("tp", "cp", "ep"), rows[j]))
         one = replace(one, model=job.model.model_copy(update={"seq_len": end - begin}))
-        tables.append(chosen(estimate.of_slice(job, plain, cuts, j, times, rows[j])))
-        jobs.append(one)
-    ended = zip(jobs, _with_ends(tables), strict=True)
-    parts = [_build(one, placement, stages, layers) for one, layers in ended]
-    names = [name for name in BY_SLICE if name in whole.ms]
-    found = whole.cut(rows)
-    found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
-    longest = parts[rows.index(max(rows))]  # its transfers are taken for all slices
-    found = _with_words(replace(found, links=longest.links, occupies=longest.occupies), jobs, rows, placement)
-    found = _with_messages(found, job, placement)
-    if whole.bytes is None:
-        return _with_copies(found, job)
-    kv, own = (
-        [[sum((one[i].size.kv for i in part if every or not one[i].reruns), 0.0) for part in stages] for one in tables]
-        for every in (True, False)
-    )
-    return _with_copies(_weighed(found, whole, parts, kv, own), job)
+        found[j] = _Part(one, rows[j], estimate.of_slice(job, table, cuts, j, times, rows[j]))
+    return found
 
 
-def _with_ends(tables: Sequence[Sequence[Layer]]) -> Iterator[list[Layer]]:
+def _with_ends(slices: Sequence[Stages]) -> Iterator[Stages]:
     """Yields the layers of each slice: the last one's B makes gradients of all slices' keys and values, the first one's
     B frees these and what they belong to."""
-    whole = [sum(layer.size.kv for layer in each) for each in zip(*tables, strict=True)]
-    for j, layers in enumerate(tables):
-        share = 2 * (j == 0) - (j == len(tables) - 1)
-        ends = zip(layers, whole, strict=True)
-        yield [replace(layer, size=replace(layer.size, ends_kv=share * kv)) for layer, kv in ends]
+    for j, stages in enumerate(slices):
+        share = 2 * (j == 0) - (j == len(slices) - 1)
+        yield [
+            [
+                replace(layer, size=replace(layer.size, ends_kv=share * sum(one[s][k].size.kv for one in slices)))
+                for k, layer in enumerate(part)
+            ]
+            for s, part in enumerate(stages)
+        ]
 
 
 def _complete(costs: Costs, job: Job, rows: float, placement: Placement) -> Costs:
-    """The costs with collectives, vocabulary and messages, for uncut microbatches; `rows`: their tokens as a share of
-    those of whole rows."""
-    return _with_messages(_with_words(_with_copies(costs, job), [job], [rows], placement), job, placement)
+    """The costs with vocabulary, copies and messages; `rows`: their tokens as a share of those of whole rows."""
+    return _with_messages(_with_words(_with_copies(costs, job), job, rows, placement), job, placement)
 
 
 def _given_parts(job: Job, shares: Mapping[str, float]) -> Job:
@@ -119,215 +129,226 @@ def _given_parts(job: Job, shares: Mapping[str, float]) -> Job:
     return replace(job, costs=given.model_copy(update=times))
 
 
-def _of_length(rows: float, found: Costs, whole: Costs) -> Costs:
-    """The costs `found` for a share of the `rows`; a unit of memory is as many bytes as in those of the `whole`."""
-    size = {}
-    for name in whole.size:
-        each = zip(whole.units(name), whole.bytes_of(name), found.bytes_of(name), strict=True)
-        size[name] = tuple(Size(units * (now / full if full else rows), now) for units, full, now in each)
-    return replace(found, size=size)
+def _weighed(found: Costs, whole: Costs, rows: float, stages: Stages) -> Costs:
+    """The costs `found` for a share of the `rows`; a unit of memory is as many bytes as in those of the `whole`.
+
+    Keys and values of a slice are a value of their own; of layers that recompute, in addition to their inputs.
+    """
+    sizes, units = dict(found.sizes), {name: whole.units(name) for name in whole.amounts}
+    kv = tuple(sum(layer.size.kv for layer in part) for part in stages)
+    if sizes and any(kv):
+        own = (sum(layer.size.kv for layer in part if not layer.reruns) for part in stages)
+        sizes |= {"kept": tuple(map(sub, found.bytes_of("kept"), own)), "kv": kv}
+        units["kv"] = units["kept"]
+    weighed, amounts = replace(found, sizes=sizes), dict[str, Column]()
+    for name, each in units.items():
+        like = whole.bytes_of("kept" if name == "kv" else name)
+        both = zip(each, like, weighed.bytes_of(name), strict=True)
+        amounts[name] = tuple(one * (now / full if full else rows) for one, full, now in both)
+    return replace(weighed, amounts=amounts)
 
 
-def _of_unequal(whole: Costs, each: Sequence[Costs]) -> Costs:
-    """The costs of `whole` rows with an entry per microbatch in each column that depends on its length."""
-    names = [name for name in BY_MICROBATCH if name in whole.ms]
-    ms = {name: tuple(zip(*(one.ms[name] for one in each), strict=True)) for name in names}
-    size = {name: tuple(zip(*(one.size[name] for one in each), strict=True)) for name in whole.size}
+def _joined(whole: Costs, each: Sequence[Costs], *, sliced: bool) -> Costs:
+    """The costs of `whole` microbatches with an entry per slice, or per microbatch, in all that depends on its length;
+    keys and values of the slices of one are in buffers for all."""
+
+    def zipped(columns: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Any]:
+        return {name: tuple(zip(*(one[name] for one in columns), strict=True)) for name in names}
+
+    ms = zipped([one.ms for one in each], [name for name in BY_PART if name in whole.ms])
+    amounts, sizes = (zipped(of, of[0]) for of in ([one.amounts for one in each], [one.sizes for one in each]))
+    for of in (amounts, sizes) if "kv" in amounts else ():
+        of["kv"] = tuple(map(sum, of["kv"]))
     links, occupies = (_of_each(of) for of in ([one.links for one in each], [one.occupies for one in each]))
-    sliced = tuple(one.bytes or () for one in each) if whole.bytes is not None else ()
+    bytes = tuple(one.bytes or () for one in each) if whole.bytes is not None else ()
     shares = tuple(one.shares[0] for one in each) if whole.shares else ()
-    found = whole.with_ms(**ms)
-    return replace(found, size=size, links=links, occupies=occupies, unequal=len(each), sliced=sliced, shares=shares)
+    found = replace(whole.with_ms(**ms), amounts=amounts, sizes=sizes, links=links, occupies=occupies)
+    slices, unequal = (len(each), 0) if sliced else (1, len(each))
+    return replace(found, sliced=bytes, shares=shares, slices=slices, unequal=unequal)
 
 
 def _of_each(links: Sequence[tuple[Links, ...]]) -> tuple[Links, ...]:
-    """Links with an entry per microbatch for every edge."""
-    return tuple({edge: tuple(one[edge] for one in pipe) for edge in pipe[0]} for pipe in zip(*links, strict=True))
+    """Links with an entry for every edge, or one for each part if these differ."""
+
+    def of(pipe: Sequence[Links], edge: Edge) -> Any:
+        return found if len({*(found := tuple(one[edge] for one in pipe))}) > 1 else found[0]
+
+    return tuple({edge: of(pipe, edge) for edge in pipe[0]} for pipe in zip(*links, strict=True))
 
 
 def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
     """Adds the time for which a message keeps both of its ranks from computing, as a part of the F or the backward that
     sends or receives it."""
-    (constant, share), busy = message_of(job), costs.occupies or costs.links
-    sent = replace(costs, links=busy)
-    lags = [*map(sent.lags, range(len(placement.pipes)))]
-    ms = profiled.messages(placement, lambda pipe, edge: constant + share * lags[pipe][edge])
+    constant, share = message_of(job)
+    busy = replace(costs, links=costs.occupies or costs.links)
+    lags, sent = ([*map(one.lags, range(len(placement.pipes)))] for one in (costs, busy))
+    ms = profiled.messages(placement, lambda pipe, edge: constant + share * sent[pipe][edge])
     if not any(ms):
         return costs
     # The share that both ends spend on a message is a part of its transfer.
-    timed = replace(costs, links=less_links(costs.links, busy, 2 * share)).with_ms(messages=ms)
+    both = zip(lags, sent, strict=True)
+    less = tuple({edge: max(0.0, ms - 2 * share * pipe[edge]) for edge, ms in own.items()} for own, pipe in both)
+    timed = replace(costs, links=less).with_ms(messages=ms)
     names = [name for name in ("f", "b", "bw") if name in costs.ms]
     return timed.with_ms(**{name: timed.each(add, name, "messages") for name in names})
 
 
-def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placement: Placement) -> Costs:
-    """Adds vocabulary parallelism: columns of every rank, for each of the slices that `jobs` have as sequences, and the
-    memory of a rank's shard."""
-    job = jobs[0]
+def _with_words(costs: Costs, job: Job, rows: float, placement: Placement) -> Costs:
+    """Adds vocabulary parallelism: columns of every rank, and the memory of a rank's shard."""
     if not job.vocabulary:
         return costs
-    slow, parts = estimate.slowness(job), list(zip(jobs, rows, strict=True))
-    found = [[vocabulary.columns(one, share, pace) for one, share in parts] for pace in slow]
-    columns: dict[str, Column] = {}
-    for name in found[0][0]:
-        of = [tuple(one[name] for one in rank) for rank in found]
-        columns[name] = tuple(one if len(jobs) > 1 else one[0] for one in of)
-    shares = [vocabulary.share_bytes(one) for one in jobs] if costs.bytes is not None else []
-    return replace(costs.with_ms(**columns), shares=tuple(one for one in shares if one is not None))
+    each = [vocabulary.columns(job, rows, slow) for slow in estimate.slowness(job)]
+    costs = costs.with_ms(**{name: tuple(rank[name] for rank in each) for name in each[0]})
+    found = None if costs.bytes is None else vocabulary.share_bytes(job)
+    if found is None:
+        return costs
+    state, share = found
+    return replace(costs, owners={**costs.owners, WORDS: state}, shares=(share,))
 
 
-def _weighed(
-    costs: Costs, whole: Costs, parts: Sequence[Costs], kv: Sequence[Sequence[float]], own: Sequence[Sequence[float]]
-) -> Costs:
-    """Adds the bytes that slices keep: all that `parts` keep except keys and values, `kv[slice][stage]`.
-
-    Keys and values are kept for the whole microbatch; those of layers that recompute, all but the `own` ones, in
-    addition to their inputs. A byte is as many units as in the `whole` microbatch.
-    """
-    rates = {
-        name: [
-            units / size if size else 0.0 for units, size in zip(whole.units(name), whole.bytes_of(name), strict=True)
-        ]
-        for name in whole.size
-    }
-    size = dict[str, tuple[Size | tuple[Size, ...], ...]](costs.size)
-    for name in whole.size:
-        each = [list(part.bytes_of(name)) for part in parts]
-        if name == "kept":
-            each = [[kept - own[j][s] for s, kept in enumerate(one)] for j, one in enumerate(each)]
-        size[name] = tuple(
-            tuple(Size(one[s] * rates[name][s], one[s]) for one in each) if rates[name][s] else costs.size[name][s]
-            for s in range(whole.stages)
-        )
-    all_kv = [sum(one[s] for one in kv) for s in range(whole.stages)]
-    size["kv"] = tuple(Size(each * rate, each) for each, rate in zip(all_kv, rates["kept"], strict=True))
-    return replace(costs, size=size, sliced=tuple(part.bytes or () for part in parts))
+def _given(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer], layers: Stages
+) -> dict[str, PerStage]:
+    """What the job gives of "act_b", "act_w" and "optimizer", by stage; "act_b" with the share that recompute keeps."""
+    found = dict[str, PerStage]()
+    for key in ("act_b", "act_w", "optimizer"):
+        like = "act_b" if key == "act_w" and job.costs.act_w is None else key
+        if getattr(job.costs, like) is None:
+            continue
+        if job.costs.per == "layer":
+            each = estimate.each(getattr(job.costs, like), table)
+            kept = [[layer.part if key == "act_b" else 1.0 for layer in part] for part in layers]
+            both = zip(stages, kept, strict=True)
+            found[key] = tuple(sum(each[i] * one for i, one in zip(*of, strict=True)) for of in both)
+        else:
+            whole = _per_stage(job, like, placement)
+            found[key] = tuple(map(mul, whole, map(_share, layers))) if key == "act_b" else whole
+    return found
 
 
-def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
+def _build(job: Job, placement: Placement, stages: Stages, given: Mapping[str, PerStage]) -> Costs:
     """The costs of whole microbatches."""
-    costs = _of_ops(job, placement, stages, table, stage_bytes.of_stages(job, placement, stages, table))
+    costs = _of_ops(job, placement, stages, stage_bytes.of_stages(job, placement, stages))
+    costs = replace(costs, amounts=_amounts(costs, job, placement, stages, given), node=job.node, near=job.near)
     costs = replace(costs, paces=estimate.paces_of(job, placement))
     costs = costs.over("eager" if job.costs.f is not None else "rendezvous")
     if job.timed is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.timed.host, job.parallel.copies * placement.ranks),))
-    costs = _with_optimizer(costs, job, placement, stages, table)
-    return replace(_with_sums(costs, job, placement, stages, table), node=job.node, near=job.near)
+    costs = _with_optimizer(costs, job, placement, stages, given.get("optimizer"))
+    return _with_sums(costs, job, placement, stages)
 
 
-def _of_ops(
-    job: Job,
-    placement: Placement,
-    stages: Sequence[Sequence[int]],
-    table: Sequence[Layer],
-    bytes: tuple[StageBytes, ...] | None,
-) -> Costs:
-    """The costs of F, B, W and transfers, and the activations they keep."""
-    given, times = job.costs.f is not None, _times(job, placement, stages, table)
-    size = _sizes(job, placement, stages, table, bytes)
-    source = "profiled" if job.timed else "given" if given else "estimated" if job.counted else "assumed equal"
-    links, occupies = _transfers(job, placement, stages, table)
-    return Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
+def _of_ops(job: Job, placement: Placement, stages: Stages, bytes: tuple[StageBytes, ...] | None) -> Costs:
+    """The costs of F, B, W and transfers, and the bytes of activations that F keeps ("kept"; of layers that recompute
+    the input only) and that B leaves for W ("left")."""
+    source = "given" if job.costs.f is not None else "estimated" if job.counted else "assumed equal"
+    links, occupies = _transfers(job, placement, stages)
+    sizes = dict[str, Column]()
+    if bytes is not None:
+        both = enumerate(zip(stages, bytes, strict=True))
+        kept = (stage_bytes.kept_by(part, moves=job.memory.offloads(s)) - one.given for s, (part, one) in both)
+        sizes = {"kept": tuple(kept), "left": _summed(stages, lambda layer: layer.size.act_w)}
+    return Costs(
+        _times(job, placement, stages),
+        {},
+        links,
+        sizes,
+        bytes,
+        "profiled" if job.timed else source,
+        overlap=job.costs.overlap,
+        occupies=occupies,
+    )
+
+
+def _summed(stages: Stages, of: Callable[[Layer], float]) -> PerStage:
+    """The sum over the layers of each stage."""
+    return tuple(sum(map(of, part)) for part in stages)
 
 
 def _with_copies(costs: Costs, job: Job) -> Costs:
-    """Adds offload copies of the stages whose activations may move, slice by slice."""
+    """Adds offload copies of the stages whose activations may move."""
     if not any(job.memory.offloads(s) for s in range(costs.stages)):
         return costs
     speed = copies.speed_of(job, bytes_known=costs.bytes is not None)
-    host, out, back = list[Size | tuple[Size, ...]](), *(list[float | tuple[float, ...]]() for _ in range(2))
-    for s, entry in enumerate(costs.size["kept"]):
-        whole, may = isinstance(entry, Size), job.memory.offloads(s)
-        kept = (entry,) if isinstance(entry, Size) else entry
-        away = tuple(copies.movable(one, costs.bytes_at(s, j)) if may else Size(0.0) for j, one in enumerate(kept))
-        there, again = zip(*(speed.ms(*one) for one in away), strict=True)
-        host.append(away[0] if whole else away)
-        out.append(there[0] if whole else there)
-        back.append(again[0] if whole else again)
-    timed = costs.with_ms(out=tuple(out), back=tuple(back))
-    size = {**costs.size, "host": tuple(host)}
-    return replace(timed, size=size, shared=job.hardware.host_shared, alone=copies.alone(job))
+    kept = enumerate(map(Size, costs.units("kept"), costs.bytes_of("kept")))
+    away = [copies.movable(one, costs.bytes_at(s)) if job.memory.offloads(s) else Size(0.0) for s, one in kept]
+    out, back = zip(*(speed.ms(*one) for one in away), strict=True)
+    amounts, sizes = (
+        {**of, "host": one} for of, one in zip((costs.amounts, costs.sizes), zip(*away, strict=True), strict=True)
+    )
+    found = replace(costs.with_ms(out=out, back=back), amounts=amounts, sizes=sizes)
+    return replace(found, shared=job.hardware.host_shared, alone=copies.alone(job))
 
 
-def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:
-    """The job with its ranks assigned to nodes."""
+def _seated(job: Job, placement: Placement, stages: Stages) -> Job:
+    """The job with its ranks assigned to nodes, and with the ranks on a node if exchanges of rows between nodes are
+    faster in two steps."""
     if job.node is None:
-        job = replace(job, node=_node(job, placement, stages, table))
-    return replace(job, near=_near(job, table)) if job.parallel.ep > 1 else job
+        job = replace(job, node=_node(job, placement, stages))
+    if job.parallel.ep == 1:
+        return job
+    rows = max(_rows(layer) for part in stages for layer in part)
+    one, two = Machine.of(job).swaps_ms(rows, choices_of(job))
+    return replace(job, near=job.hardware.ranks_per_node if two < one else 0)
 
 
-def _node(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[int, int]:
+def _node(job: Job, placement: Placement, stages: Stages) -> tuple[int, int]:
     parallel = job.parallel
     if parallel.order is not None or job.links is not None:  # the given order has replicas one after another
         return parallel.pp, 1
-    grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
-    sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
-    size, together = max(1, size // parallel.width), parallel.one_sided
-    swapped = [4 * sum(_rows(table[i]) for i in part) for part in stages if parallel.ep > 1]  # in F and B, and back
     return nodes.choose(
         placement,
         parallel.topology,
-        size,
+        max(1, job.hardware.ranks_per_node // parallel.width),
         job.schedule.microbatches,
-        sent,
-        grads,
-        together=together,
-        swapped=swapped,
+        boundaries(stages),
+        _summed(stages, lambda layer: float(GRAD_BYTES * layer.params)),
+        together=parallel.one_sided,
+        # in F and B, and back
+        swapped=_summed(stages, lambda layer: 4 * _rows(layer)) if parallel.ep > 1 else (),
         choices=choices_of(job),
     )
 
 
-def _times(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> Mapping[str, Column]:
-    """The columns of F, B and W, and BW if it is not B + W."""
+def _times(job: Job, placement: Placement, stages: Stages) -> Mapping[str, Column]:
+    """The columns of F, B and W, and BW if it is not B + W, and of the collectives that ranks run inside of them."""
     if job.costs.f is not None and job.costs.per != "layer":
         f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
-        b = tuple(ms + own * _cheap(part, table) for ms, own, part in zip(b, f, stages, strict=True))
-        more = tuple(
-            ms * sum(table[i].reruns for i in part) / (len(part) or 1) for ms, part in zip(f, stages, strict=True)
-        )
+        b = tuple(ms + own * _cheap(part) for ms, own, part in zip(b, f, stages, strict=True))
+        again = zip(f, _summed(stages, lambda layer: layer.reruns), stages, strict=True)
+        more = tuple(ms * count / (len(part) or 1) for ms, count, part in again)
     else:
-        f, b, w = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in ("f", "b", "w"))
-        more = tuple(sum(table[i].again for i in part if table[i].reruns) for part in stages)
-    b = tuple(map(add, b, more))
+        f, b, w = (_summed(stages, attrgetter(key)) for key in ("f", "b", "w"))
+        more = tuple(sum(layer.again for layer in part if layer.reruns) for part in stages)
+    times = {"f": f, "b": tuple(map(add, b, more)), "w": w}
+    if job.timed is not None:
+        times["bw"] = _summed(stages, attrgetter("bw"))
+        host = profiled.host_ms(job.timed.host, placement)
+        times = {name: tuple(map(add, ms, host[name])) for name, ms in times.items()}
+        times["bw"] = tuple(map(add, times["bw"], more))
     slow = estimate.slow_of(job, placement)
-    if job.timed is None:
-        times = {"f": f, "b": b, "w": w}
-        return _with_shared_layers(_slowed(times, slow), job, stages, table)
-    fused = tuple(sum(table[i].bw for i in part) for part in stages)
-    host = profiled.host_ms(job.timed.host, placement)
-    f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("f", f), ("b", b), ("w", w), ("bw", fused)))
-    times = {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
-    return _with_shared_layers(_slowed(times, slow), job, stages, table)
+    return _with_shared_layers({name: tuple(map(mul, each, slow)) for name, each in times.items()}, job, stages)
 
 
-def _slowed(times: Mapping[str, PerStage], slow: Sequence[float]) -> dict[str, PerStage]:
-    """The columns multiplied by the slowness of each stage's rank."""
-    return {name: tuple(map(mul, each, slow)) for name, each in times.items()}
-
-
-def _cheap(part: Sequence[int], table: Sequence[Layer]) -> float:
+def _cheap(part: Sequence[Layer]) -> float:
     """The share of a stage's F that selective recompute runs again."""
-    whole = sum(table[i].f for i in part)
-    return sum(table[i].cheap * table[i].f for i in part if table[i].part < 1) / whole if whole else 0.0
+    whole = sum(layer.f for layer in part)
+    return sum(layer.cheap * layer.f for layer in part if layer.part < 1) / whole if whole else 0.0
 
 
-def _part(part: Sequence[int], table: Sequence[Layer]) -> float:
+def _share(part: Sequence[Layer]) -> float:
     """The share of a stage's activations that F keeps with selective recompute."""
-    whole = sum(table[i].size.act_b / table[i].part for i in part)
-    return sum(table[i].size.act_b for i in part) / whole if whole else 1.0
+    whole = sum(layer.size.act_b / layer.part for layer in part)
+    return sum(layer.size.act_b for layer in part) / whole if whole else 1.0
 
 
-def _with_shared_layers(
-    times: dict[str, PerStage], job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> dict[str, PerStage]:
+def _with_shared_layers(times: dict[str, PerStage], job: Job, stages: Stages) -> dict[str, PerStage]:
     """Adds the time of collectives that ranks run inside of ops.
 
     In a BW its W hides the collectives of B, but not those of a recomputed F, nor one ahead of the first W. Measured
     times are without exchanges; if op times are given but exchanges are not, exchanges take no time.
     """
-    exchanged = exchanges(job, stages, table)
+    exchanged = exchanges(job, stages)
     if not exchanged:
         return times
     forward, backward, late = (tuple(map(math.fsum, zip(*each, strict=True))) for each in zip(*exchanged, strict=True))
@@ -348,7 +369,7 @@ class Sums(NamedTuple):
     late: PerStage
 
 
-def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[Sums]:
+def exchanges(job: Job, stages: Stages) -> list[Sums]:
     """The collectives along each axis, if they take time: given, or those that the cards of layers have."""
     parallel, measured, given = job.parallel, job.profile, job.costs
     timed = given.f is None and not (measured is not None and measured.on.source == "trace")  # its ops have them
@@ -360,20 +381,18 @@ def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer])
     found = list[Sums]()
     for axis, count, ms in axes:
         if count > 1 and (ms or (ms is None and timed)):
-            forward, backward, again = _told(job, stages, table, axis)
+            forward, backward, again = _told(job, stages, axis)
             if ms:  # of both ways, each
-                whole = (float(all(table[i].reruns for i in part)) for part in stages)
+                whole = (float(all(layer.reruns for layer in part)) for part in stages)
                 shares = [more / f if f else rerun for more, f, rerun in zip(again, forward, whole, strict=True)]
                 forward = backward = (ms,) * len(stages)
                 again = tuple(ms * share for share in shares)
-            late = map(add, again, _ahead(job, stages, table, backward)) if axis == "ep" else again
+            late = map(add, again, _ahead(job, stages, backward)) if axis == "ep" else again
             found.append(Sums(forward, tuple(map(add, backward, again)), tuple(late)))
     return found
 
 
-def _told(
-    job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], axis: str
-) -> tuple[PerStage, PerStage, PerStage]:
+def _told(job: Job, stages: Stages, axis: str) -> Iterator[PerStage]:
     """ms of the collectives along an axis in each stage's F, in its B without those that it repeats, and of these; by
     the cards of layers, at the speeds of links."""
     machine, choices, two = Machine.of(job), choices_of(job), bool(job.near)
@@ -385,26 +404,24 @@ def _told(
             return machine.swaps_ms(size, choices)[two]
         if sums is not None and axis == "tp":
             return sums.ms(size) / (1 if how == "sum" else 2)
-        return machine.shared_ms(axis, size, halves=2 if how == "sum" else 1)
+        return machine.rings_ms(machine.topology.circles(axis), size, halves=2 if how == "sum" else 1)
 
     def of(layer: Layer, op: str) -> float:
         return sum(ms(how, size) for name, how, size in layer.collectives.get(op, ()) if name == axis)
 
-    def plain(layer: Layer) -> float:
-        return of(layer if layer.plain is None else layer.plain(), "b")
+    def each(layer: Layer) -> tuple[float, float, float]:
+        forward, once = of(layer, "f"), of(layer if layer.plain is None else layer.plain(), "b")
+        return forward, once, forward if layer.reruns else of(layer, "b") - once
 
-    each = [
-        (of(one, "f"), plain(one), of(one, "f" if one.reruns else "b") - (not one.reruns) * plain(one)) for one in table
-    ]
-    forward, backward, again = (tuple(sum(each[i][k] for i in part) for part in stages) for k in range(3))
-    return forward, backward, again
+    found = [[each(layer) for layer in part] for part in stages]
+    return (tuple(sum(one[k] for one in part) for part in found) for k in range(3))
 
 
-def _ahead(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], backward: PerStage) -> PerStage:
+def _ahead(job: Job, stages: Stages, backward: PerStage) -> PerStage:
     """ms of the first all-to-all of a B, of two per block. The W of a shared expert or of the head is there by then."""
-    known, head = job.model.builtin, len(table) - 1
-    blocks = [sum(bool(table[i].apart) or not known for i in part) for part in stages]
-    soon = [known and (bool(job.model.shared_hidden) or head in part) for part in stages]
+    known = job.model.builtin
+    blocks = [sum(bool(layer.apart) or not known for layer in part) for part in stages]
+    soon = [known and (bool(job.model.shared_hidden) or part[-1].name == "head") for part in stages]
     return tuple(ms / (2 * n) if n and not w else 0.0 for ms, n, w in zip(backward, blocks, soon, strict=True))
 
 
@@ -421,116 +438,87 @@ def choices_of(job: Job) -> Choices | None:
     return Choices(model.experts, model.met, *(model.expert_groups or (1, 1)))
 
 
-def _near(job: Job, table: Sequence[Layer]) -> int:
-    """The ranks on a node, if exchanges of rows between nodes are faster in two steps; else 0."""
-    one, two = Machine.of(job).swaps_ms(max(map(_rows, table)), choices_of(job))
-    return job.hardware.ranks_per_node if two < one else 0
-
-
-def _with_optimizer(
-    costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> Costs:
-    """Adds the time of optimizer steps: given, or estimated from the bytes they move.
+def _with_optimizer(costs: Costs, job: Job, placement: Placement, stages: Stages, asked: PerStage | None) -> Costs:
+    """Adds the time of optimizer steps: given, measured, or estimated from the bytes they move.
 
     If op times are given without `costs.optimizer`, the optimizer takes no time.
     """
     given, slow = job.costs.f is not None, estimate.slow_of(job, placement)
     hop = (job.costs.comm or 0.0) if given else Machine.of(job).link(range(placement.ranks)).latency
-    if job.costs.optimizer is not None:
-        step = tentative = _given_optimizer(job, placement, stages, table)
-    elif (measured := _measured_optimizer(job, stages, table)) is not None:
-        step, tentative = measured
+    if asked is not None:
+        step = tentative = asked
+    elif all(layer.step is not None for part in stages for layer in part):
+        step = _summed(stages, lambda layer: layer.step or 0.0)
+        # a tentative step does the work of a step, on copies
+        tentative = tuple(map(max, step, _summed(stages, lambda layer: layer.tentative or 0.0)))
     elif given or not job.counted:
         return costs.with_ms(hop=(hop,))
     else:
-        layers = [[table[i] for i in part] for part in stages]
-        each = [stepping.ms_of(job, some, sum(one.params for one in some)) for some in layers]
+        each = [stepping.ms_of(job, part, sum(layer.params for layer in part)) for part in stages]
         step, tentative = (tuple(map(mul, ms, slow)) for ms in zip(*each, strict=True))
+    plain = step
     if job.parallel.shard != "none":
-        shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
+        shares = [stage_bytes.dealt(job, placement, s, stages).most for s in range(len(stages))]
         plain, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
-    else:
-        plain = step
     columns: dict[str, Column] = {"step": plain, "tentative": tentative, "hop": (hop,)}
     if job.parallel.ep > 1:
-        of = [sum(sum(table[i].apart) for i in part) / (sum(table[i].params for i in part) or 1) for part in stages]
-        most = [stage_bytes.dealt(job, placement, s, part, table, experts=True).most for s, part in enumerate(stages)]
+        of = [sum(sum(one.apart) for one in part) / (sum(one.params for one in part) or 1) for part in stages]
+        most = [stage_bytes.dealt(job, placement, s, stages, experts=True).most for s in range(len(stages))]
         columns["step e"] = tuple(map(mul, map(mul, step, of), most))
         columns["step"] = tuple(ms * (1 - share) for ms, share in zip(plain, of, strict=True))
     if job.vocabulary and job.costs.optimizer is None:
-        count, rows = sum(layer.params for layer in table), vocabulary.parameters(job)
+        count, rows = sum(_summed(stages, lambda layer: layer.params)), vocabulary.parameters(job)
         columns["step v"] = (sum(plain) / (count or 1) * rows,)
     return costs.with_ms(**columns)
 
 
-def _measured_optimizer(
-    job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[PerStage, PerStage] | None:
-    """ms of STEP and of TENTATIVE by a profile; None if it does not know this job's optimizer."""
-    if job.profile is None or any(layer.step is None for layer in table):
-        return None
-    step = tuple(sum(table[i].step or 0.0 for i in part) for part in stages)
-    ahead = tuple(sum(table[i].tentative or 0.0 for i in part) for part in stages)
-    return step, tuple(map(max, step, ahead))  # a tentative step does the work of a step, on copies
-
-
-def _given_optimizer(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> PerStage:
-    if job.costs.per != "layer":
-        return _per_stage(job, "optimizer", placement)
-    each = estimate.each(job.costs.optimizer, table)
-    return tuple(sum(each[i] for i in part) for part in stages)
-
-
-def _with_sums(
-    costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> Costs:
-    """Adds the time of collectives over replicas: given, or estimated from the link if bytes are known."""
-    parallel, halves = job.parallel, 2 if job.parallel.shard == "none" else 1
-    reduce, gather, average = [], [], []
+def _with_sums(costs: Costs, job: Job, placement: Placement, stages: Stages) -> Costs:
+    """Adds the time of collectives over replicas: given, or estimated from the link if bytes are known; and the memory
+    of experts and of a weight that two stages share."""
+    parallel, halves, by_pipe = (
+        job.parallel,
+        2 if job.parallel.shard == "none" else 1,
+        stage_bytes.by_pipe(job.parallel),
+    )
     share = 0.0 if parallel.average is None else parallel.average.share
-    for s, part in enumerate(stages):
-        holders = placement.holders(s)
-        own = sum(sum(table[i].apart) for i in part)
-        count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part) - own
-        if job.parallel.shard != "none":
-            shares = stage_bytes.dealt(job, placement, s, part, table)
-            count = shares.ranks * shares.row
+    all_of, columns = [placement.holders(s) for s in range(len(stages))], dict[str, list[float]]()
+
+    def add_sums(owner: str, size: float, gathered: float, holders: Sequence[int], experts: bool = False) -> None:
+        """Those of an owner's gradients, and of its weights, of which each rank has `gathered` bytes."""
         # Sharded over one holder's replicas, reduced over all.
-        alone = stage_bytes.by_pipe(parallel) and len(set(holders)) > 1
-        reduce.append(_sum(job, GRAD_BYTES * count, holders, 2 if alone else halves))
-        params = sum(table[i].params for i in part) - own
-        lowered = stage_bytes.lowered(job, stage_bytes.owned(part, table)) / params if params else 0.0
-        weight = 2 if job.model.lowered else 4 - 2 * lowered
-        gather.append(_sum(job, weight * count, holders[:1] if alone else holders, 1) if halves == 1 else 0.0)
-        average.append(share * _sum(job, GRAD_BYTES * count, holders, 2))
-    ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
-    tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
-    tie = _sum(job, tied, ends, 2) if tied else 0.0
-    columns: dict[str, Column] = {"gather": tuple(gather), "reduce": tuple(reduce)}
-    summed = 0.0
+        alone = by_pipe and len(set(holders)) > 1
+        ms = _sum(job, size, holders, 2 if alone and not experts else halves, experts=experts)
+        again = _sum(job, gathered, holders[:1] if alone else holders, 1, experts=experts) if halves == 1 else 0.0
+        for name, each in (("reduce", ms), ("gather", again), ("average", share * ms)):
+            columns.setdefault(f"{name} {owner}".strip(), []).append(each)
+
+    for s, (part, holders) in enumerate(zip(stages, all_of, strict=True)):
+        params, tied = (sum(ms) for ms in zip(*((one.params - sum(one.apart), one.tied) for one in part), strict=True))
+        count: float = params - (tied if len(stages) > 1 else 0)
+        if parallel.shard != "none":
+            dealt = stage_bytes.dealt(job, placement, s, stages)
+            count = dealt.ranks * dealt.row
+        lowered = stage_bytes.lowered(job, stage_bytes.owned(range(len(part)), part)) / params if params else 0.0
+        add_sums("", GRAD_BYTES * count, (2 if job.model.lowered else 4 - 2 * lowered) * count, holders)
     if job.vocabulary:
         words = vocabulary.parameters(job)
-        summed = _sum(job, GRAD_BYTES * words, [0], halves)
-        again = _sum(job, (2 if job.model.lowered else 4) * words, [0], 1) if halves == 1 else 0.0
-        columns |= {"gather v": (again,), "reduce v": (summed,)}
-    if share:  # replicas that average weights sum only gradients of shared tokens and experts
-        once = _sum(job, tied, placement.holders(placement.ends[0]), 2) if tied else 0.0
-        columns |= {"average": tuple(average), "average v": (share * summed,), "average t": (share * once,)}
-        among = _parts(parallel.topology.span * parallel.cp) / _parts(parallel.dp * parallel.cp)
-        columns["reduce"] = tuple(among * ms for ms in reduce)
+        add_sums("v", GRAD_BYTES * words, (2 if job.model.lowered else 4) * words, [0])
+    owners = dict[int, StageBytes]()
     if parallel.ep > 1:
-        costs = replace(costs, experts=stage_bytes.of_experts(job, placement, stages, table))
-        of = [(one, placement.holders(s)) for s, one in enumerate(costs.experts)]
-        apart = tuple(_sum(job, one.summed, ranks, halves, experts=True) for one, ranks in of)
-        columns |= {"reduce e": apart, "average e": tuple(share * ms for ms in apart)}
-        of = [(one, ranks[:1] if stage_bytes.by_pipe(parallel) else ranks) for one, ranks in of]
-        rows = [parallel.of_experts * len(set(ranks)) for _, ranks in of]  # in addition to each rank's own
-        sizes = [one.gathered * n / (n + 1) for n, (one, _) in zip(rows, of, strict=True)]
-        each = zip(sizes, of, strict=True)
-        columns["gather e"] = tuple(_sum(job, size, ranks, 1, experts=True) for size, (_, ranks) in each)
-    return replace(costs, tied=float(tied)).with_ms(**columns, **{"reduce t": (tie,)})
+        for s, holders in enumerate(all_of):
+            one = owners[experts_of(s)] = stage_bytes.of_owner(job, placement, s, stages, experts=True)
+            rows = parallel.of_experts * len({*(holders[:1] if by_pipe else holders)})  # in addition to each rank's own
+            add_sums("e", one.summed, one.gathered * rows / (rows + 1), holders, experts=True)
+    tied = GRAD_BYTES * stages[-1][-1].tied if len(stages) > 1 else 0
+    if tied:
+        owners[TIED] = replace(NO_BYTES, summed=float(tied), gradients=float(tied))
+        add_sums("t", tied, 0.0, [rank for stage in placement.ends for rank in placement.holders(stage)])
+    if share:  # replicas that average weights sum only gradients of shared tokens and experts
+        among = _parts(parallel.topology.span * parallel.cp) / _parts(parallel.dp * parallel.cp)
+        columns["reduce"] = [among * ms for ms in columns["reduce"]]
+        if tied:
+            columns["average t"] = [share * _sum(job, tied, placement.holders(placement.ends[0]), 2)]
+    return replace(costs, owners=owners).with_ms(**{name: tuple(column) for name, column in columns.items()})
 
 
 def _parts(ranks: float) -> float:
@@ -546,8 +534,9 @@ def _sum(job: Job, size: float, holders: Sequence[int], halves: int, *, experts:
         return 0.0
     if job.costs.reduce is not None:
         return job.costs.reduce * halves / 2
-    machine = Machine.of(job)
-    return (machine.experts_ms if experts else machine.sum_ms)(size, holders, halves=halves)
+    machine, run = Machine.of(job), job.topology
+    rings = run.experts(holders).values() if experts else {run.ranks(holders, at) for at in run.every}
+    return machine.rings_ms(rings, size, halves=halves)
 
 
 def check_stages(job: Job, placement: Placement) -> None:
@@ -574,57 +563,26 @@ def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
     return tuple(numbers[rank] / homes.count(rank) for rank in homes)
 
 
-def _sizes(
-    job: Job,
-    placement: Placement,
-    stages: Sequence[Sequence[int]],
-    table: Sequence[Layer],
-    bytes: tuple[StageBytes, ...] | None,
-) -> dict[str, tuple[Size, ...]]:
-    """Activations from F to B ("kept") and from B to W ("left"); of layers that recompute F keeps the input only."""
-    left_bytes = tuple(sum(table[i].size.act_w for i in part) if bytes else 0.0 for part in stages)
-    whole, left = _activations(job, placement, stages, table, bytes, left_bytes)
-    left_sizes = tuple(map(Size, left, left_bytes))
-    if bytes is None:
-        return {"kept": tuple(map(Size, whole)), "left": left_sizes}
-    kept = []
-    for s, (units, stage) in enumerate(zip(whole, bytes, strict=True)):
-        size = stage_bytes.kept_by([table[i] for i in stages[s]], moves=job.memory.offloads(s)) - stage.given
-        kept.append(Size(units * size / (stage.share or 1.0), size))
-    return {"kept": tuple(kept), "left": left_sizes}
-
-
-def _activations(
-    job: Job,
-    placement: Placement,
-    stages: Sequence[Sequence[int]],
-    table: Sequence[Layer],
-    bytes: tuple[StageBytes, ...] | None,
-    left: PerStage,
-) -> tuple[PerStage, PerStage]:
-    """Units that F keeps without recompute and that B leaves: given, else from bytes, else equal shares of 1 per rank.
-
-    `left` are the bytes that B leaves.
-    """
-    layered = estimate.given_activations(job, list(table))
-    if layered is not None:
-        raw_b = tuple(sum(layered[i][0] * table[i].part for i in part) for part in stages)
-        raw_w = tuple(sum(layered[i][1] for i in part) for part in stages)
-    elif job.costs.act_b is not None and job.costs.per != "layer":
-        whole = _per_stage(job, "act_b", placement)
-        raw_w = whole if job.costs.act_w is None else _per_stage(job, "act_w", placement)
-        raw_b = tuple(units * _part(part, table) for units, part in zip(whole, stages, strict=True))
-    elif bytes is not None and job.costs.f is None:
-        raw_b, raw_w = tuple(stage.share for stage in bytes), left
+def _amounts(
+    costs: Costs, job: Job, placement: Placement, stages: Stages, given: Mapping[str, PerStage]
+) -> dict[str, Column]:
+    """Units of the activations that F keeps and that B leaves: given, else from bytes, else equal shares of 1 per rank
+    without recompute."""
+    if "act_b" in given:
+        kept, left = given["act_b"], given["act_w"]
+    elif costs.bytes is not None and job.costs.f is None:
+        kept, left = tuple(stage.share for stage in costs.bytes), costs.bytes_of("left")
     else:
-        raw_b = raw_w = (placement.ranks / placement.stages,) * placement.stages
-    unit = sum(raw_b) / placement.ranks or 1.0
-    return tuple(x / unit for x in raw_b), tuple(x / unit for x in raw_w)
+        kept = left = (placement.ranks / placement.stages,) * placement.stages
+    unit = sum(kept) / placement.ranks or 1.0
+    kept, left = (tuple(one / unit for one in each) for each in (kept, left))
+    if costs.bytes is not None:
+        both = zip(kept, costs.bytes_of("kept"), costs.bytes, strict=True)
+        kept = tuple(units * size / (stage.share or 1.0) for units, size, stage in both)
+    return {"kept": kept, "left": left}
 
 
-def _transfers(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[tuple[Links, ...], tuple[Links, ...]]:
+def _transfers(job: Job, placement: Placement, stages: Stages) -> tuple[tuple[Links, ...], tuple[Links, ...]]:
     """ms of transfers, and the ms for which they occupy their link: given, or estimated from the links.
 
     If costs are given without `comm`, transfers take no time.
@@ -632,7 +590,7 @@ def _transfers(
     if job.costs.comm is not None or (job.costs.f is not None and job.links is None):
         ms = job.costs.comm or 0.0
         return links_of(placement, lambda stage, edge: ms), ()
-    sizes, machine = boundaries(job, stages, table), Machine.of(job)
+    sizes, machine = boundaries(stages), Machine.of(job)
     return (
         links_of(placement, lambda stage, edge: machine.link(edge).ms(sizes[stage])),
         links_of(placement, lambda stage, edge: sizes[stage] / machine.link(edge).speed),

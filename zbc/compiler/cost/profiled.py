@@ -7,7 +7,7 @@ for backward if the first keeps its output or the second its input; the first la
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from zbc.compiler.cost.footprint import Footprint
 from zbc.compiler.cost.machine import Machine
@@ -18,29 +18,16 @@ from zbc.ops import SMALL
 
 def timed(profile: Profile, machine: Machine) -> Profile:
     """The profile of a dry run with the times of its kernels on a machine."""
-    device, layers = profile.on.device, dict[str, LayerProfile]()
+    layers = dict[str, LayerProfile]()
     for kind, layer in profile.layers.items():
-        ms = {name: Measured(ms=machine.ms_of(found, device)) for name, found in layer.kernels.items()}
+        ms = {name: Measured(ms=machine.ms(found)) for name, found in layer.kernels.items()}
         none = dict.fromkeys(("f", "b", "w", "bw"), Measured(ms=0.0))
         layers[kind] = layer.model_copy(update={**none, **ms} if ms else {})
     return profile.model_copy(update={"layers": layers})
 
 
 # What both say of a layer.
-_ALIKE = [
-    "casts",
-    "kv",
-    "more_f",
-    "more_alone",
-    "more_b",
-    "more_w",
-    "more_bw",
-    "late",
-    "until_bw",
-    "largest",
-    "pair",
-    "keeps_given",
-]
+_ALIKE = [one.name for one in fields(Footprint) if one.name in LayerBytes.model_fields]
 
 
 def footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
@@ -49,8 +36,8 @@ def footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
     alone = z.input if z.input < SMALL else 0
     came_b = z.gradients if z.gradients_b is None else z.gradients_b
     tensors = [z.kept_b] if z.tensors is None else z.tensors
-    found = Footprint(
-        **{name: getattr(z, name) for name in _ALIKE},
+    found = replace(
+        Footprint(**{name: getattr(z, name) for name in _ALIKE}),
         stays=max(0, z.kept_b - sum(one for one in tensors if one >= SMALL)) + min(kept, alone),
         logits=0 if z.output else max(tensors, default=0),
         entry_stays=alone,
@@ -64,6 +51,7 @@ def footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
         rise_b=z.more_b + came_b if z.rise_b is None else z.rise_b,
         rise_w=z.more_w + z.gradients - came_b if z.rise_w is None else z.rise_w,
         rise_bw=z.more_bw + z.gradients if z.rise_bw is None else z.rise_bw,
+        whole=None,
         loose=z.input - kept,
         tail=z.output if z.keeps_output else 0,
         ends=(z.ends[0], z.ends[-1]) if z.ends else (0, 0),

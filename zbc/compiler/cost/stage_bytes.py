@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import mul
 from typing import Any, NamedTuple
@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from zbc.compiler.cost import stepping
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint
-from zbc.compiler.cost.turns import NO_RISE, Rise, more, rise
+from zbc.compiler.cost.turns import needs
 from zbc.ir import Placement
 from zbc.job.sections import Parallel
 from zbc.job.spec import Job
 from zbc.plan import dealing
 
 _LOW = 2  # bytes of a bfloat16
+Stages = Sequence[Sequence[Layer]]  # the layers of each stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,8 @@ class StageBytes:
     gradients: float
     masters: float  # float32 weights in addition to the weights that forward reads
     optimizer: float
-    more_f: float = 0.0  # temporaries of F, beyond the bytes held before and after it
-    rise: Rise = NO_RISE  # the peak of a backward beyond the bytes held before it
-    coming: Rise = NO_RISE  # `rise` without gradients yet, which are made in its course
-    whole: tuple[float, ...] = ()  # of a BW in plans that split none, if it differs: rise, coming
+    needs: Mapping[str, float] = field(default_factory=dict)  # temporaries of ops (turns.py)
+    whole: Mapping[str, float] = field(default_factory=dict)  # of a BW in plans that split none, if it differs
     early: float = 0.0  # the part of `gradients` that B makes if W is an op of its own
     lent: float = 0.0  # gradients that it makes for a weight it shares with another stage of its rank
     largest: float = 0.0  # elements of its largest parameter
@@ -56,8 +55,7 @@ class StageBytes:
     @property
     def unsplit(self) -> StageBytes:
         """This stage in a plan that splits no backward of it."""
-        pairs = zip(("rise", "coming"), self.whole, strict=False)  # none if it is alike
-        return replace(self, **{name: replace(getattr(self, name), bw=bw) for name, bw in pairs})
+        return replace(self, needs={**self.needs, **self.whole})
 
     @property
     def gathering(self) -> float:
@@ -68,30 +66,21 @@ class StageBytes:
 NO_BYTES = StageBytes(0.0, 0.0, 0.0, 0.0)
 
 
-def of_stages(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[StageBytes, ...] | None:
+def of_stages(job: Job, placement: Placement, stages: Stages) -> tuple[StageBytes, ...] | None:
     """Memory of each stage; None if a layer's sizes are not known before the model is built."""
-    if not job.model.builtin and any(layer.held is None for layer in table):
+    if not job.model.builtin and any(layer.held is None for part in stages for layer in part):
         return None
-    behind = [*boundaries(job, stages, table), 0.0]
-    return _with_given(placement, [_stage(job, placement, s, part, table, behind) for s, part in enumerate(stages)])
+    return _with_given(placement, [_stage(job, placement, s, stages) for s in range(len(stages))])
 
 
 def of_length(
-    job: Job,
-    placement: Placement,
-    stages: Sequence[Sequence[int]],
-    table: Sequence[Layer],
-    like: Sequence[StageBytes],
-    *,
-    needs: bool,
+    job: Job, placement: Placement, stages: Stages, like: Sequence[StageBytes], *, needs: bool
 ) -> tuple[StageBytes, ...]:
     """The same for rows of another length than those of `like`; without `needs` ops need as much as there."""
-    behind, found = [*boundaries(job, stages, table), 0.0], list[StageBytes]()
-    for s, (part, one) in enumerate(zip(stages, like, strict=True)):
-        more = _needs(part, table) if needs else {}
-        found.append(replace(one, **_kept(job, s, part, table, behind), **more))
+    found = [
+        replace(one, **_kept(job, s, stages), **(_needs(placement, s, stages) if needs else {}))
+        for s, one in enumerate(like)
+    ]
     return _with_given(placement, found)
 
 
@@ -105,56 +94,53 @@ def _together(placement: Placement, a: int, b: int) -> bool:
     return not any(placement.crosses(a, b, pipe) for pipe in range(len(placement.pipes)))
 
 
-def _stage(
-    job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
-) -> StageBytes:
-    """Memory of stage s with the layers `part`; `behind[s]` are the bytes of the boundary tensor after each stage."""
-    sizes = [table[i].size for i in part]
-    largest = max((z.largest for z in sizes), default=0.0)
-    params, _ = _counted(placement, s, part, table)
-    own = _owned(job, placement, s, part, table)
+def _stage(job: Job, placement: Placement, s: int, stages: Stages) -> StageBytes:
+    """Memory of stage s."""
+    part, sizes = stages[s], [layer.size for layer in stages[s]]
+    params, _ = _counted(placement, s, stages)
+    own = of_owner(job, placement, s, stages)
     return replace(
         own,
-        weights=own.weights + sum(z.tables for z in sizes) - _shared(job, placement, s, part, table),
+        weights=own.weights + sum(z.tables for z in sizes) - _shared(job, placement, s, stages),
         early=min(own.gradients, sum(z.came_b for z in sizes)),
-        lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
-        largest=largest,
-        step=own.step + _temporaries(job, sizes, owned(part, table)),
-        **_needs(part, table),
-        **_kept(job, s, part, table, behind),
+        lent=float(GRAD_BYTES * (sum(layer.params - sum(layer.apart) for layer in part) - params)),
+        largest=max((z.largest for z in sizes), default=0.0),
+        **_needs(placement, s, stages),
+        **_kept(job, s, stages),
     )
 
 
-def _shared(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
+def _shared(job: Job, placement: Placement, s: int, stages: Stages) -> float:
     """Bytes of a frozen weight of the last layer that its rank has with its first stage."""
     tied = bool(job.adapter.rank) and job.model.tie_embeddings and not job.vocabulary
-    if not (tied and part[-1] == len(table) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}):
+    if not (tied and s == len(stages) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}):
         return 0.0
     words = -(-(job.model.vocab or 0) // job.parallel.tp)
     return (2.0 if job.model.lowered else 4.0) * words * (job.model.hidden or 0)
 
 
-def _needs(part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
+def _needs(placement: Placement, s: int, stages: Stages) -> dict[str, Any]:
     """The fields of `StageBytes` for the temporaries of ops."""
-    sizes, again = [table[i].size for i in part], sum(table[i].reruns for i in part)
+    sizes, again = [layer.size for layer in stages[s]], sum(layer.reruns for layer in stages[s])
+    # Gradients that come from several stages are summed in a tensor of its own.
+    total = sizes[-1].result if len(placement.sinks(s)) > 1 else 0.0
 
-    def of(sizes: Sequence[Footprint]) -> list[Rise]:
-        return [rise(sizes, again=again, first=first) for first in (False, True)]
+    def of(sizes: Sequence[Footprint]) -> dict[str, float]:
+        return {name: size + total * name.endswith(("b", "bw")) for name, size in needs(sizes, again=again).items()}
 
-    whole = of([z.whole or z for z in sizes]) if any(z.whole for z in sizes) else []
-    both = dict(zip(("rise", "coming"), of(sizes), strict=True))
-    return {"more_f": more(sizes, again=again), **both, "whole": tuple(one.bw for one in whole)}
+    whole = of([z.whole or z for z in sizes]) if any(z.whole for z in sizes) else {}
+    return {"needs": of(sizes), "whole": {name: whole[name] for name in whole if "bw" in name}}
 
 
-def _kept(job: Job, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]) -> dict[str, Any]:
+def _kept(job: Job, s: int, stages: Stages) -> dict[str, Any]:
     """The fields of `StageBytes` for the activations and messages of a microbatch."""
-    layers, moves = [table[i] for i in part], job.memory.offloads(s)
-    kept = [one.size for one in layers if not one.reruns]
+    part, moves = stages[s], job.memory.offloads(s)
+    kept = [layer.size for layer in part if not layer.reruns]
     return {
         "logits": sum((z.logits for z in kept), 0.0),
-        "behind": behind[s],
-        "share": kept_by([replace(one, reruns=False) for one in layers], moves=moves),
-        "stays": sum(one.size.entry_stays if one.reruns else one.size.stays for one in layers),
+        "behind": part[-1].size.result if s < len(stages) - 1 else 0.0,
+        "share": kept_by([replace(layer, reruns=False) for layer in part], moves=moves),
+        "stays": sum(one.size.entry_stays if one.reruns else one.size.stays for one in part),
         "sent": sum((z.tail for z in kept[-1:]), 0.0),
     }
 
@@ -165,18 +151,6 @@ def kept_by(layers: Sequence[Layer], *, moves: bool) -> float:
     kept = [one.size for one in layers if not one.reruns]
     own = sum(z.act_b for z in kept) + sum(z.loose for z in kept[:1] if not moves) + sum(z.tail for z in kept[-1:])
     return own + sum(one.size.entry for one in layers if one.reruns)
-
-
-def of_experts(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[StageBytes, ...]:
-    """Memory of each stage's experts on a rank, if replicas share these out."""
-    found = list[StageBytes]()
-    for s, part in enumerate(stages):
-        one, layers = _owned(job, placement, s, part, table, experts=True), owned(part, table, experts=True)
-        largest = max((size for layer in layers for size in layer.parts), default=0)
-        found.append(replace(one, step=one.step + _temporaries(job, [Footprint(largest=largest)], layers)))
-    return tuple(found)
 
 
 def owned(part: Sequence[int], table: Sequence[Layer], *, experts: bool = False) -> list[Layer]:
@@ -214,15 +188,14 @@ def _lows(parts: Sequence[int], casts: float) -> Iterator[tuple[int, bool]]:
         yield size, low
 
 
-def _owned(
-    job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False
-) -> StageBytes:
+def of_owner(job: Job, placement: Placement, s: int, stages: Stages, *, experts: bool = False) -> StageBytes:
     """Parameter memory of a stage without the experts that replicas share out, or of these `experts`."""
-    apart = sum(sum(table[i].apart) for i in part)
-    params = apart if experts else _counted(placement, s, part, table)[0] - apart
-    layers = owned(part, table, experts=experts)
-    weights, gradients, masters, state = _parameters(job, [table[i] for i in part], layers, params)
-    shares = dealt(job, placement, s, part, table, experts=experts)
+    layers = owned(range(len(stages[s])), stages[s], experts=experts)
+    shares = dealt(job, placement, s, stages, experts=experts)
+    largest = max((size for layer in layers for size in layer.parts), default=0)
+    sizes = [Footprint(largest=largest)] if experts else [layer.size for layer in layers]
+    params = _counted(placement, s, stages, experts=experts)[0]
+    weights, gradients, masters, state = _parameters(job, stages[s], layers, params)
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # needed by a step that may be repeated
     casts = sum(layer.size.casts for layer in layers)
@@ -241,7 +214,9 @@ def _owned(
         gradients=gradients,
         masters=shares.most * masters,
         optimizer=shares.most * state + averaging(job, params),
-        step=GRAD_BYTES * shares.most * params * bool(job.optimizer.feedback) + widened,
+        step=GRAD_BYTES * shares.most * params * bool(job.optimizer.feedback)
+        + widened
+        + _temporaries(job, sizes, layers),
         tentative=float(copied * shares.copied) if ahead else 0.0,
         freed=0.0 if stays or not params else weights * (1 - shares.whole / params) - low + casts,
         casts=0.0 if stays else casts,
@@ -280,12 +255,15 @@ def averaging(job: Job, params: float) -> float:
     return GRAD_BYTES * params * ((2 / asked.parts if asked.delay else 0.0) + (1.0 if asked.smooth else 0.0))
 
 
-def _counted(placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> tuple[int, int]:
-    """Parameters that a rank holds for stage s, and how many of them all of its holders step."""
-    params, tied = sum(table[i].params for i in part), sum(table[i].tied for i in part)
-    last = part[-1] == len(table) - 1
-    if last and tied and set(placement.holders(s)) <= set(placement.holders(0)):
-        return params - table[-1].tied, 0  # the rank holds the shared weight with its first stage
+def _counted(placement: Placement, s: int, stages: Stages, *, experts: bool = False) -> tuple[int, int]:
+    """Parameters that a rank holds for stage s, without the experts that replicas share out, or of these `experts`; and
+    how many of them all of its holders step."""
+    apart, tied = (sum(each) for each in zip(*((sum(layer.apart), layer.tied) for layer in stages[s]), strict=True))
+    if experts:
+        return apart, 0
+    params = sum(layer.params for layer in stages[s]) - apart
+    if s == len(stages) - 1 and tied and set(placement.holders(s)) <= set(placement.holders(0)):
+        return params - stages[-1][-1].tied, 0  # the rank holds the shared weight with its first stage
     return params, tied if placement.stages > 1 else 0
 
 
@@ -300,25 +278,19 @@ class Dealt(NamedTuple):
     whole: int = 0  # elements that all ranks step
 
 
-def dealt(
-    job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False
-) -> Dealt:
+def dealt(job: Job, placement: Placement, s: int, stages: Stages, *, experts: bool = False) -> Dealt:
     """The shares of the holder dealt most (dealing.py), without the `experts` that replicas share out, or of these.
 
     A message says after its elements which have gradients.
     """
-    ranks = job.parallel.copies * (1 if by_pipe(job.parallel) else len(set(placement.holders(s))))
-    params, whole = _counted(placement, s, part, table)
-    layers = owned(part, table, experts=experts)
-    if experts:
-        ranks = ranks // job.parallel.copies * job.parallel.of_experts
-        params, whole = sum(layer.params for layer in layers), 0
-    else:
-        params -= sum(sum(table[i].apart) for i in part)
+    copies = job.parallel.of_experts if experts else job.parallel.copies
+    ranks = copies * (1 if by_pipe(job.parallel) else len(set(placement.holders(s))))
+    params, whole = _counted(placement, s, stages, experts=experts)
+    layers = owned(range(len(stages[s])), stages[s], experts=experts)
     counts = [count for layer in layers for count in layer.parts]
     matrices = [math.prod(shape) for shape in stepping.matrices(job.optimizer, layers)]
-    while sum(counts) > params - whole and table[-1].tied in counts:
-        counts.remove(table[-1].tied)
+    while sum(counts) > params - whole and stages[-1][-1].tied in counts:
+        counts.remove(stages[-1][-1].tied)
     known = sum(counts) == params - whole
     if job.parallel.shard == "none" or ranks == 1:
         copied = dealing.batch([whole, *counts] if known else [params])
@@ -353,9 +325,9 @@ def _temporaries(job: Job, sizes: Sequence[Footprint], layers: Sequence[Layer]) 
     return max(muon, GRAD_BYTES * max(most, *across, 0.0))
 
 
-def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
+def boundaries(stages: Stages) -> list[float]:
     """Bytes of the tensor after each stage but the last."""
-    return [table[part[-1]].size.result for part in stages[:-1]]
+    return [part[-1].size.result for part in stages[:-1]]
 
 
 def _parameters(

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.compiler.cost.machine import Machine
 from zbc.job.model_section import Model
+from zbc.job.profile import Kernel
 from zbc.job.sections import ROUNDS, Optimizer
 from zbc.job.spec import Job
 from zbc.plan.dealing import STACK
@@ -81,11 +82,8 @@ def kernels(shape: tuple[int, int]) -> list[Kernel]:
     """The kernels that make a matrix orthogonal by Newton-Schulz in bfloat16: three products a round."""
     short, long = sorted(shape)
     gram, whole = 2 * short**2, 2 * short * long
-    return [
-        Kernel(2.0 * short**2 * long, whole + gram, ROUNDS),
-        Kernel(2.0 * short**3, 3 * gram, ROUNDS),
-        Kernel(2.0 * short**2 * long, gram + 3 * whole, ROUNDS),
-    ]
+    of = ((short**2 * long, whole + gram), (short**3, 3 * gram), (short**2 * long, gram + 3 * whole))
+    return [("product", 2.0 * flops, float(moved), ROUNDS) for flops, moved in of]
 
 
 def ms_of(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float]:
@@ -97,7 +95,7 @@ def ms_of(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float]
     # Each of the ranks that share a layer makes the whole matrix orthogonal.
     more = sum(machine.ms(kernels((rows * job.parallel.tp, columns))) for rows, columns in found)
     ends = zip(plain, of_matrices, strict=True)
-    step, tentative = (machine.ms([Kernel(0, a * (params - inside) + b * inside, 0)]) + more for a, b in ends)
+    step, tentative = (machine.ms([("", 0.0, a * (params - inside) + b * inside, 0)]) + more for a, b in ends)
     return step, tentative
 
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from zbc.compiler.cost.footprint import Footprint
 
 
-@dataclass(frozen=True, slots=True)
-class Rise:
-    """Peak bytes in a backward of one stage beyond the bytes held before it, the incoming gradient included."""
-
-    b: float = 0.0
-    w: float = 0.0
-    bw: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
+class _Turn(NamedTuple):
     """Bytes at the start of a layer's backward inside a stage, beyond the bytes held before the stage's op."""
 
     layer: Footprint
@@ -32,21 +22,30 @@ class _Turn:
     owed: float = 0.0  # these
 
 
+def needs(layers: Sequence[Footprint], *, again: int) -> dict[str, float]:
+    """Temporary bytes of the ops of a stage of `layers`, of which the first `again` run again: of "f" beyond the larger
+    of the bytes held before and after it, of "b", "w" and "bw" beyond those held before it, the incoming gradient
+    included; as "first b" and so on with gradients as they are made, in the first backward of a step.
+
+    A stage's incoming gradient exists from before B until B ends, used up or not.
+    """
+    turns = _turns(layers, again)
+    return {"f": _forward(turns, again), **_backward(turns, "more_"), **_backward(turns, "rise_")}
+
+
 def _turns(layers: Sequence[Footprint], again: int) -> list[_Turn]:
     """The turns of the layers, the last one's first. The first `again` layers run again; those after them have an input
     of their own, like a stage."""
-    kept = [z.entry if k < again else z.act_b for k, z in enumerate(layers)]
+    kept = [z.ends_kv + (z.entry if k < again else z.act_b - z.kv) for k, z in enumerate(layers)]
     if again < len(layers):
         kept[again], kept[-1] = kept[again] + layers[again].loose, kept[-1] + layers[-1].tail
-    there = [0.0 if z.ends_kv is None else z.kv for z in layers]
-    kept = [(z.ends_kv or 0.0) + kept[k] - (0.0 if k < again else there[k]) for k, z in enumerate(layers)]
     found = list[_Turn]()
     behind = left = released = 0.0  # by later layers: kept by F, left for W beyond that, freed by W
     waiting = owed = 0.0  # by later layers until a collective in BW: what W needs, its gradients
     for k in reversed(range(len(layers))):
         z, inner, reruns = layers[k], k < len(layers) - 1, k < again
         # A second forward keeps all activations that the first one would have kept, input and output included.
-        twice = z.act_b + z.loose + z.tail - z.entry - there[k] if reruns else 0.0
+        twice = z.act_b + z.loose + z.tail - z.entry - z.kv if reruns else 0.0
         result = z.result if inner else 0.0  # the gradient from the next layer; the last layer's is the stage's
         # With `keeps_given` the stage's gradient existed before, and `left` counts it.
         flowing = result - layers[-1].result if inner and layers[-1].keeps_given else result
@@ -64,53 +63,32 @@ def _turns(layers: Sequence[Footprint], again: int) -> list[_Turn]:
     return found
 
 
-def more(layers: Sequence[Footprint], *, again: int) -> float:
-    """Temporary bytes of the F of a stage of `layers`, beyond the larger of the bytes held before and after it."""
-    given = layers[-1].result
-    stays = layers[-1].tail > 0 and again < len(layers)  # its result is kept, else it is being sent
-    f = 0.0
-    for k, turn in zip(reversed(range(len(layers))), _turns(layers, again), strict=True):
-        z, inner = turn.layer, k < len(layers) - 1
+def _forward(turns: Sequence[_Turn], again: int) -> float:
+    last, f = turns[0].layer, 0.0
+    stays = last.tail > 0 and again < len(turns)  # its result is kept, else it is being sent
+    for k, turn in zip(reversed(range(len(turns))), turns, strict=True):
+        z, inner = turn.layer, k < len(turns) - 1
         # From the previous layer; the stage's input exists before. If a loss follows, that needs the most.
         entering = z.loose if k > again and z.result else 0.0
         made = z.result if inner or not stays else 0.0
         own = (z.more_alone if k < again else z.more_f) + entering + made
-        f = max(f, own - (0.0 if stays else given) - turn.behind)
+        f = max(f, own - (0.0 if stays else last.result) - turn.behind)
     return f
 
 
-def rise(layers: Sequence[Footprint], *, again: int, first: bool) -> Rise:
-    """The rise of a stage of `layers`; in the `first` backward of a step it includes gradients as they are made.
-
-    A stage's incoming gradient exists from before B until B ends, used up or not.
-    """
-    turns = _turns(layers, again)
-    if not first:
-        return _most(turns)
-    b = w = 0.0
-    forms, coming = {id(z): z.coming for z in {id(z): z for z in layers}.values()}, list[_Turn]()  # many are alike
+def _backward(turns: Sequence[_Turn], field: str) -> dict[str, float]:
+    """The peaks of backwards by fields of layers: "rise_" in the first of a step, "more_" in the others."""
+    first, b, w, bw = field == "rise_", 0.0, 0.0, 0.0
+    key, came_b, came_w = "rise_" if first else "", 0.0, 0.0  # by later layers: gradients
     for turn in turns:
-        z, until = turn.layer, turn.until - turn.owed
-        coming.append(replace(turn, layer=forms[id(z)], b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w, until=until))
-        b, w = b + z.came_b, w + z.came_w
-    return _most(coming)
-
-
-def _most(turns: Sequence[_Turn]) -> Rise:
-    return Rise(
-        b=max(
-            0.0,
-            *(turn.b + max(turn.layer.more_b, turn.again) for turn in turns),
-            # W's output gradient may be that from the next layer itself.
-            *(turn.b + turn.layer.later("b") - (0.0 if turn.layer.keeps_given else turn.given) for turn in turns),
-        ),
-        w=max(0.0, *(turn.w + turn.layer.more_w for turn in turns)),
-        bw=max(
-            0.0,
-            *(turn.bw + max(turn.layer.more_bw, turn.again, turn.layer.later("bw") - turn.given) for turn in turns),
-            *(turn.bw + turn.until for turn in turns),
-        ),
-    )
-
-
-NO_RISE = Rise()
+        z, late = turn.layer, turn.layer.late
+        of_b, of_w, of_bw = (getattr(z, field + op) for op in ("b", "w", "bw"))
+        # W's output gradient may be that from the next layer itself.
+        after = late.get(key + "b", 0.0) - (0.0 if z.keeps_given else turn.given)
+        b = max(b, turn.b + came_b + max(of_b, turn.again, after))
+        w = max(w, turn.w + came_w + of_w)
+        after = max(late.get(key + "bw", 0.0) - turn.given, turn.until - first * turn.owed)
+        bw = max(bw, turn.bw + came_b + came_w + max(of_bw, turn.again, after))
+        came_b, came_w = (came_b + z.came_b, came_w + z.came_w) if first else (0.0, 0.0)
+    names = ("b", "w", "bw")
+    return {f"first {name}" if first else name: ms for name, ms in zip(names, (b, w, bw), strict=True)}

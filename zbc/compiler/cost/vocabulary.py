@@ -51,8 +51,8 @@ def _computed(job: Job, rows: float) -> dict[str, float]:
         grow = 0.0 if job.adapter.rank else grow
         found = {"s": out + (back if sums == 1 else 0.0), "t": grow + (back if sums == 2 else 0.0)}
         return found | {"i": look, "e": sum(grown)}
-    machine, device = Machine.of(job), job.hardware.device
-    found = {name: machine.ms_of(kernels, device) for name, kernels in card.kernels.items()}
+    machine = Machine.of(job)
+    found = {name: machine.ms(kernels) for name, kernels in card.kernels.items()}
     if job.timed is None:
         return found
     first, last = (rows * pace for pace in estimate.paces_of_ends(job, job.timed))
@@ -80,7 +80,9 @@ def _together(job: Job) -> float:
     measured, tp = job.profile and job.profile.sums, job.parallel.tp
     if tp == 1 or job.costs.f is not None or (card := _card(job)) is None:
         return 0.0
-    return measured.ms(card.told) if measured else Machine.of(job).shared_ms("tp", tp * card.told, halves=1)
+    if measured:
+        return measured.ms(card.told)
+    return Machine.of(job).rings_ms(job.topology.circles("tp"), tp * card.told, halves=1)
 
 
 def _collectives(job: Job) -> dict[str, float]:
@@ -108,9 +110,9 @@ def parameters(job: Job) -> int:
     return 0 if card is None else sum(card.parts)
 
 
-def share_bytes(job: Job) -> ShareBytes | None:
-    """Memory of the rank with most words; None without shared words, or if sizes are known only once built."""
-    card = _card(job) if job.vocabulary else None
+def share_bytes(job: Job) -> tuple[StageBytes, ShareBytes] | None:
+    """Memory of the rank with most words, and temporary memory; None if sizes are known only once built."""
+    card = _card(job)
     if card is None:
         return None
     count = parameters(job)
@@ -120,4 +122,4 @@ def share_bytes(job: Job) -> ShareBytes | None:
     masters = 4.0 * stepped if job.model.lowered and job.model.master else 0.0
     kept = stepping.kept(job.optimizer) * stepped + averaging(job, count)
     state = StageBytes(float(card.weights), float(GRAD_BYTES * count), masters, kept)
-    return ShareBytes(state, card.values, card.needs)
+    return state, ShareBytes(card.values, card.needs)

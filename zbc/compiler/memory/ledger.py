@@ -33,7 +33,7 @@ from zbc.compiler.cost.cost import CacheKey, Costs, Size
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
-from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope, experts_of
+from zbc.ops import VALUES, WORDS, At, Kind, Lane, Ref, Row, Scope, experts_of
 
 HELD = ("activations", "kv")  # categories of microbatch state between F and W
 WIDE = 2**20  # elements of gradients widened to 8 bytes at a time, to sum their squares
@@ -99,8 +99,7 @@ class Activations:
             return None
         costs = self._costs
         flight = ("kept" in made) - ("kept" in freed)
-        size = costs.bytes_at(op.stage, costs.part(op.mb, op.slice))
-        logits = size.logits if size else 0.0
+        logits = costs.bytes_at(op.stage, costs.part(op.mb, op.slice)).logits
         kv = costs.held_kv(op)
         return Change(costs.held(op), costs.held_bytes(op), flight, flight * logits, kv, begins=not freed)
 
@@ -168,15 +167,12 @@ _Deltas = tuple[Delta, ...]
 
 
 class _Effect(NamedTuple):
-    """Effects of ops of one kind, stage and pipe, whatever the microbatch."""
+    """Effects of ops of one kind, stage and pipe that make the first gradients, or do not, whatever the microbatch."""
 
     lane: Lane
     begin: tuple[Delta, ...]
     end: tuple[Delta, ...]
-    begin_first: tuple[Delta, ...]  # if they make the first gradients
-    end_first: tuple[Delta, ...]
     change: Change | None = None
-    grads: bool = False  # whether gradients may come or go
     size: float = 0.0  # bytes that leave: of a SEND, and of a collective with its result elsewhere
     link: float | None = None  # ms of a SEND; None if nothing leaves
 
@@ -197,19 +193,21 @@ class _RankLedger:
 
     def entries(self) -> Iterator[Entry]:
         graph, leaving, row_of, unequal = self.graph, self.leaving, self.graph.row_of, self.costs.unequal
-        effects = dict[tuple[int, int], _Effect]()
+        effects = dict[tuple[int, int, bool], _Effect]()
         start, over = self.clock.begin, self.clock.end
         shared = graph.program.sharded and not graph.layout.ahead and self.costs.bytes is not None
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
-        there = gradients.bytes + sum(one.state.gradients for one in self.costs.shares[:1])
+        there = gradients.bytes + self.costs.bytes_owned(WORDS).gradients
         if there:
             yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, there),), (), None)
         for i in graph.mine(self.rank):
             op = graph.ops[i]
-            alike = row_of[i], op[2] if unequal else 0
+            taken = shared and graph.layout.deals[op[1]]
+            first, more = gradients.after(op, taken=taken) if op[0] in _GRADS else (False, 0.0)
+            alike = row_of[i], op[2] if unequal else 0, first
             effect = effects.get(alike)
             if effect is None:
-                effect = effects[alike] = self._effect(op)
+                effect = effects[alike] = self._effect(op, first=first)
             if effect.lane is Lane.COLLECTIVE and effect.size:  # data for others exists until it completes
                 heappush(leaving, (self.clock.over(i), i, effect.size))
             if effect.lane is Lane.LINK:
@@ -219,11 +217,8 @@ class _RankLedger:
                     yield Entry(i, effect.begin, (), None)
                 continue
             begin, end = effect.begin, effect.end
-            if effect.grads:
-                first, more = gradients.after(op, taken=shared and graph.layout.deals[op[1]])
-                begin, end = (effect.begin_first, effect.end_first) if first else (begin, end)
-                if first or more:
-                    end = (*end, Delta("gradients", 0.0, more))
+            if first or more:
+                end = (*end, Delta("gradients", 0.0, more))
             # Names kinds: a row does not say how bytes move between gradients, messages and shares.
             if op[0] is Kind.GATHER or op[0] is Kind.FREE:
                 begin, end = self._weights(op, begin, end)
@@ -249,7 +244,6 @@ class _RankLedger:
             return begin, (*end, Delta("gradients", 0.0, -self.parts.pop(op.stage, 0.0)))
         if op.kind not in (Kind.SCATTER, Kind.REDUCE) or not self._shared(op):
             return begin, end
-        assert self.costs.bytes is not None
         message, program = self.costs.bytes_owned(op.stage).summed, self.graph.program
         owners = program.holders(Op(Kind.GATHER, op.stage))  # ranks that gather the parts they own
         part, again, among = message / owners, op.stage in self.parts, program.holders(op) > owners
@@ -291,12 +285,11 @@ class _RankLedger:
         known = program.resident > 0 and not program.one_sided
         return self.costs.bytes_owned(owner).casts if known else 0.0
 
-    def _effect(self, op: Op) -> _Effect:
+    def _effect(self, op: Op, *, first: bool) -> _Effect:
         row = self.rows[op.kind]
         if row.lane is Lane.LINK:
             return self._transfer(op)
-        both = (*self._deltas(op, row, first=False), *self._deltas(op, row, first=True))
-        return _Effect(row.lane, *both, self.activations.of(op), op.kind in _GRADS, self._given(op, row))
+        return _Effect(row.lane, *self._deltas(op, row, first=first), self.activations.of(op), self._given(op, row))
 
     def _deltas(self, op: Op, row: Row, *, first: bool) -> tuple[tuple[Delta, ...], tuple[Delta, ...]]:
         """Changes by an op as it begins and as it ends; `first`: it makes the first gradients."""
@@ -372,16 +365,15 @@ class _RankLedger:
 
     def _size(self, source: int, op: Op) -> float:
         """Bytes of the tensor that an op has on an edge from a stage."""
-        size = self.costs.bytes_at(source, self.costs.part(op.mb, op.slice))
-        return size.behind if size else 0.0
+        return self.costs.bytes_at(source, self.costs.part(op.mb, op.slice)).behind
 
     def _keeps_result(self, stage: int) -> bool:
         """Whether a stage's output is an activation that its own backward needs as well, not a tensor in flight."""
-        return self.costs.bytes is not None and self.costs.bytes[stage].sent > 0
+        return self.costs.bytes_owned(stage).sent > 0
 
     def _transfer(self, op: Op) -> _Effect:
         """The effect of a transfer; none for a message within a rank, or one that stays for a backward."""
-        nothing = _Effect(Lane.LINK, (), (), (), ())
+        nothing = _Effect(Lane.LINK, (), ())
         message = self.graph.program.placement.message(op)
         if message is None:
             return nothing
@@ -449,33 +441,30 @@ class Gradients:
         return False, self.bytes - before
 
     def _have(self, stage: int, *, whole: bool) -> None:
-        if self._costs.bytes is None:
-            return
-        size = self._costs.bytes[stage]
+        size = self._costs.bytes_owned(stage)
         before, lent = self._there.get(stage, 0.0), self._lent
         self._there[stage] = size.gradients if whole else size.early
         if whole:
             self._whole.add(stage)
             self._lent = 0.0 if 0 in self._whole else lent + size.lent
         self.bytes += self._there[stage] - before + self._lent - lent
-        if whole and self._costs.experts:
-            own, experts = self._costs.experts[stage].gradients, experts_of(stage)
+        experts = experts_of(stage)
+        if whole and experts in self._costs.owners:
+            own = self._costs.owners[experts].gradients
             self.bytes += own - self._there.get(experts, 0.0)
             self._there[experts] = own
 
 
 def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
     """Temporary bytes of an op without compute for a microbatch; `mine` are the stages of its rank."""
-    if costs.bytes is None:
-        return 0.0
     if op.kind in _SQUARES:
-        return 8 * min(max((costs.bytes[s].largest for s in mine), default=0.0), WIDE)
+        return 8 * min(max((costs.bytes_owned(s).largest for s in mine), default=0.0), WIDE)
     return _bytes_of(op, costs, op.kind.row.needs)
 
 
 def lasting(op: Op, costs: Costs) -> float:
     """The part of these bytes that outlives the op: its transfer or collective goes on during the ops after it."""
-    return 0.0 if costs.bytes is None else _bytes_of(op, costs, op.kind.row.goes_on)
+    return _bytes_of(op, costs, op.kind.row.goes_on)
 
 
 def _bytes_of(op: Op, costs: Costs, names: str) -> float:

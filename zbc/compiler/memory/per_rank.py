@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.stage_bytes import StageBytes
-from zbc.compiler.graph import Graph
 from zbc.compiler.memory.ledger import Activations, Entry, lasting, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Op, Program, repeated
@@ -50,11 +48,14 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
     if program.cyclic:
         found = peaks(repeated(program, IN_A_ROW), costs)
         return [one if one.peak_op is None else replace(one, peak_op=_of_step(one.peak_op, program)) for one in found]
-    both, costs = [_Most()] * len(program.ranks), costs.run_by(program)
-    if costs.bytes is not None:
-        timeline = timeline or simulate(program, costs)
-        both = [_buffers(timeline.graph, entries, costs) for entries in ledger(timeline, costs)]
-    return [_rank(program, rank, costs, both[rank]) for rank in range(len(program.ranks))]
+    costs = costs.run_by(program)
+    if costs.bytes is None:
+        changes = Activations(costs)
+        plain = ([(op, Entry(0, (), (), changes.of(op))) for op in ops] for ops in program.ranks)
+        return [_rank(program, rank, costs, ops) for rank, ops in enumerate(plain)]
+    timeline = timeline or simulate(program, costs)
+    ops, ranks = timeline.graph.ops, enumerate(ledger(timeline, costs))
+    return [_rank(program, rank, costs, ((ops[one.op], one) for one in entries)) for rank, entries in ranks]
 
 
 def _of_step(op: Op, program: Program) -> Op:
@@ -62,62 +63,21 @@ def _of_step(op: Op, program: Program) -> Op:
     return op._replace(mb=op.mb % program.microbatches)
 
 
-def _rank(program: Program, rank: int, costs: Costs, by_ledger: _Most) -> RankMemory:
-    """The memory of a rank; activations follow from the order of ops alone, without the ledger's times."""
-    units = peak = held = most = logits = logits_then = kv = kv_then = 0.0
+def _rank(program: Program, rank: int, costs: Costs, entries: Iterable[tuple[Op, Entry]]) -> RankMemory:
+    """The memory of a rank, whose ops have these entries."""
+    units = peak = held = most = logits = logits_then = kv = kv_then = 0.0  # activations
     flight = at_peak = 0
     where: Op | None = None
-    changes = Activations(costs)
-    for op in [op for op in program.ranks[rank] if not op[0].is_transfer]:
-        change = changes.of(op)
-        if change is None:
-            continue
-        held += change.bytes
-        units += change.units
-        flight += change.flight
-        logits += change.logits
-        kv += change.kv.bytes
-        if units > peak + 1e-9:
-            peak, where, at_peak = units, op, flight
-        if held > most:
-            most, logits_then, kv_then = held, logits, kv
-    mine = costs.bytes_on(program.placement.stages_of(rank))
-    return RankMemory(
-        units=peak,
-        peak_op=where,
-        in_flight=at_peak,
-        weights=_constant(mine, program) + by_ledger.weights,
-        gradients=by_ledger.gradients if program.scatters else sum(s.gradients for s in mine),
-        masters=sum(s.masters for s in mine),
-        optimizer=sum(s.optimizer for s in mine),
-        activations=most,
-        buffers=by_ledger.buffers,
-        together=by_ledger.together,
-        logits=logits_then,
-        kv=kv_then,
-        gathered=by_ledger.weights,
-    )
-
-
-def _constant(stages: Sequence[StageBytes], program: Program) -> float:
-    """Constant bytes of weights of a rank with these stages: if others are gathered and freed, its own shards, and the
-    windows that its replicas use of its memory."""
-    return sum(s.weights - (s.freed - s.own - s.window if program.resident else 0.0) for s in stages)
-
-
-class _Most(NamedTuple):
-    """Peak bytes at any op, by the ledger."""
-
-    buffers: float = 0.0  # in flight, or temporaries of the op beyond the bytes held before and after it
-    together: float = 0.0  # of these, the activations held around it, and the gradients and weights existing then
-    weights: float = 0.0  # of weights that are gathered and freed
-    gradients: float = 0.0
-
-
-def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
-    transit = whole = most = together = weights = gathered = there = gradients = 0.0
-    for i, begin, end, change, (_, gone), (_, still) in entries:
-        op, need = graph.ops[i], 0.0
+    transit = whole = weights = there = buffers = together = gathered = gradients = 0.0
+    for op, (_, begin, end, change, (_, gone), (_, still)) in entries:
+        kind, need = op[0], 0.0
+        if change is not None:
+            held, units, flight = held + change.bytes, units + change.units, flight + change.flight
+            logits, kv = logits + change.logits, kv + change.kv.bytes
+            if units > peak + 1e-9:
+                peak, where, at_peak = units, op, flight
+            if held > most:
+                most, logits_then, kv_then = held, logits, kv
         for category, _, size in begin:
             whole += size
             if category == "transit":
@@ -132,7 +92,6 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
                 together = max(together, whole)
             elif category == "messages":
                 together = max(together, whole)
-        kind = op[0]
         if kind.is_transfer:
             continue
         transit, whole = transit - gone, whole - gone
@@ -153,10 +112,31 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
             need = max(0.0, (costs.need_bytes(op) if first and need else need) - max(0.0, added))
         elif need and not kind.computes:
             need = max(0.0, need - lasting(op, costs))
-        most = max(most, transit + still + need)
+        buffers = max(buffers, transit + still + need)
         if kind.computes:
             together = max(together, whole + still)
-    return _Most(most, together, gathered, gradients)
+    mine = costs.bytes_on(program.placement.stages_of(rank))
+    return RankMemory(
+        units=peak,
+        peak_op=where,
+        in_flight=at_peak,
+        weights=_constant(mine, program) + gathered,
+        gradients=gradients if program.scatters else sum(s.gradients for s in mine),
+        masters=sum(s.masters for s in mine),
+        optimizer=sum(s.optimizer for s in mine),
+        activations=most,
+        buffers=buffers,
+        together=together,
+        logits=logits_then,
+        kv=kv_then,
+        gathered=gathered,
+    )
+
+
+def _constant(stages: Sequence[StageBytes], program: Program) -> float:
+    """Constant bytes of weights of a rank with these stages: if others are gathered and freed, its own shards, and the
+    windows that its replicas use of its memory."""
+    return sum(s.weights - (s.freed - s.own - s.window if program.resident else 0.0) for s in stages)
 
 
 def resident(program: Program, rank: int, costs: Costs) -> float:

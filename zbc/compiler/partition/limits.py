@@ -124,7 +124,7 @@ def under(job: Job, placement: Placement, costs: Costs, units: Sequence[float] |
 
 def _same(costs: Costs, counted: Costs) -> bool:
     """Whether units are shares of bytes."""
-    names = [(costs.units(name), counted.units(name)) for name in costs.size]
+    names = [(costs.units(name), counted.units(name)) for name in costs.amounts]
     return all(abs(a - b) <= 1e-9 for pair in names for a, b in zip(*pair, strict=True))
 
 
@@ -254,7 +254,7 @@ def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     """Bytes a rank holds in any order."""
     stages = costs.bytes_on(placement.stages_of(rank))
     state = _state(costs, placement, rank)
-    most = max((max(s.more_f, s.rise.w, s.rise.bw, s.step) for s in stages), default=0.0)
+    most = max((max(s.step, *(s.needs.get(op, 0.0) for op in ("f", "w", "bw"))) for s in stages), default=0.0)
     most += max((share.working for share in costs.shares), default=0.0)
     ends = [end for s in placement.stages_of(rank) for end in (s, *placement.sources(s))] if costs.bytes else []
     sent = max((costs.bytes_owned(end).behind for end in ends), default=0.0)

@@ -243,10 +243,10 @@ class Case:
             order = self.setup(self.start).ordered(0.0).program
             for stage, counts in chain.from_iterable(chain.from_iterable(holding.fullest(order))):
                 flights[0][stage] = max(flights[0][stage], *counts)
-        given = estimate.given_activations(job, list(self.table))
+        given = job.costs.act_b if job.costs.per == "layer" else None
         spared = any(map(job.memory.spares, range(self.stages)))
         sizes = [layer.selective(job.memory).size if spared else layer.size for layer in self.table]
-        kept = [size.act_b for size in sizes] if given is None else [act_b for act_b, _ in given]
+        kept = [size.act_b for size in sizes] if given is None else estimate.each(given, self.table)
         slices = 1 if searched else job.slices
         held = [[[count * size / slices for size in kept] for count in flight] for flight in flights]
         state = [STATE * layer.params + WEIGHT * layer.frozen for layer in self.table]

@@ -310,7 +310,7 @@ class _Work:
     def _behind(self) -> list[float]:
         """Bytes of the tensor behind each stage, for the median microbatch."""
         share = statistics.median(self.job.tokens or [1]) / (self.job.row_tokens if self.job.tokens else 1)
-        return [share * size for size in boundaries(self.job, self.stages, self.table)]
+        return [share * size for size in boundaries([[self.table[i] for i in part] for part in self.stages])]
 
     def _host(self) -> Host:
         """The base's host times, with this run's transfer times: the mean of senders and receivers. On a GPU the

@@ -327,8 +327,7 @@ _WAITING = ("f", "b", "bw")  # the costs of ops that messages keep from computin
 def _message(program: Program, costs: Costs, op: Op) -> float:
     """Bytes of a SEND's tensor, which is that of the boundary it crosses."""
     message = program.placement.message(op)
-    size = None if message is None else costs.bytes_at(message.edge[0], costs.part(op.mb, op.slice))
-    return 0.0 if size is None else size.behind
+    return 0.0 if message is None else costs.bytes_at(message.edge[0], costs.part(op.mb, op.slice)).behind
 
 
 def _sent(program: Program, costs: Costs, op: Op) -> float:

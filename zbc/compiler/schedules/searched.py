@@ -56,7 +56,7 @@ def own_limit(name: str, p: int, costs: Costs | None = None) -> float | None:
         return _OWN_LIMIT[name](p)
     k, stages = costs.slices, range(costs.stages)
     sizes = [sum(costs.held(Op(Kind.F, s, 0, 0, j)) for s in stages) for j in range(k)]
-    buffers = sum(costs.units("kv")) if "kv" in costs.size else 0.0
+    buffers = sum(costs.units("kv")) if "kv" in costs.amounts else 0.0
     units, begun = _OWN_LIMIT[name](p) + k - 1, [0.0, *accumulate(sizes)]
     most = max(
         (units - a - b) // k * begun[k] + begun[a] + begun[b]
