@@ -59,8 +59,8 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
 def test_speed_in_bytes_is_that_of_the_bytes_that_move(tmp_path):
     ms = {"f": 1.0, "b": 1.0, "w": 1.0}
     slow, fast = (planned(tmp_path, costs=ms, hardware={"host_gbps": gbps}).costs for gbps in (1.0, 2.0))
-    sizes = [size.bytes for size in slow.size["host"]]
-    assert all(0 < size <= kept.bytes for size, kept in zip(sizes, slow.size["kept"], strict=True))
+    sizes = slow.bytes_of("host")
+    assert all(0 < size <= kept for size, kept in zip(sizes, slow.bytes_of("kept"), strict=True))
     assert slow.column("out") == pytest.approx([size / 1e6 for size in sizes])
     assert fast.column("back") == pytest.approx([size / 2e6 for size in sizes])
 

@@ -133,22 +133,21 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Layer]) -> 
     The rest of a time is the share of the kernels that don't handle words, or measured in a run that shared them; bytes
     are counted.
     """
-    if not job.model.causal:
+    profile, both = job.profile, list[Layer]()
+    if not job.model.causal or profile is None:
         return list(found)
-    both = []
-    for one, layer, (f, b, w) in zip((found[0], found[-1]), (table[0], table[-1]), _left(job, found), strict=True):
-        timed = replace(one.trained(layer).timed(one.f * f, one.b * b, one.w * w), again=one.again * f)
+    if profile.words is not None and profile.on.source == "trace":
+        wholes = [(one.f, one.b, one.w) for one in (found[0], found[-1])]
+        words = profile.words.whole(job.model.vocab or 0)
+        rests = [(f - of_f, b - of_b, w - of_w) for (f, b, w), (of_f, of_b, of_w) in zip(wholes, words, strict=True)]
+    else:
+        rests, wholes = map(_ends, (job, job.with_vocabulary("ends")))
+    for k, of in enumerate(zip(rests, wholes, strict=True)):
+        f, b, w = (min(1.0, max(0.0, part / ms)) if ms else 0.0 for part, ms in zip(*of, strict=True))
+        one = found[-k]
+        timed = replace(one.trained(table[-k]).timed(one.f * f, one.b * b, one.w * w), again=one.again * f)
         both.append(replace(timed, frozen=0, size=NOTHING))
     return [both[0], *found[1:-1], both[1]]
-
-
-def _left(job: Job, found: Sequence[Layer]) -> list[tuple[float, float, float]]:
-    """The shares of F, B and W of the first and the last layer that don't handle words."""
-    profile = job.profile
-    if profile is not None and profile.words is not None and profile.on.source == "trace":
-        pairs = zip((found[0], found[-1]), profile.words.whole(job.model.vocab or 0), strict=True)
-        return [tuple(1 - part for part in _shares(ms, (one.f, one.b, one.w))) for one, ms in pairs]  # type: ignore[misc]
-    return [_shares(rest, whole) for rest, whole in zip(*map(_ends, (job, job.with_vocabulary("ends"))), strict=True)]
 
 
 def _ends(job: Job) -> list[tuple[float, float, float]]:
@@ -162,11 +161,6 @@ def paces_of_ends(job: Job, profile: Profile) -> list[float]:
     first, *_, last = of_profile(profile, _names(job.model), job.optimizer.name)
     counted = map(sum, _ends(job.with_vocabulary("ends")))
     return [(one.f + one.b + one.w) / ms if ms else 0.0 for one, ms in zip((first, last), counted, strict=True)]
-
-
-def _shares(parts: Sequence[float], whole: Sequence[float]) -> tuple[float, float, float]:
-    f, b, w = (min(1.0, part / ms) if ms else 0.0 for part, ms in zip(parts, whole, strict=True))
-    return f, b, w
 
 
 def slowness(job: Job) -> list[float]:

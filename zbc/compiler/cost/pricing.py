@@ -514,16 +514,12 @@ def _with_sums(costs: Costs, job: Job, placement: Placement, stages: Stages) -> 
         owners[TIED] = replace(NO_BYTES, summed=float(tied), gradients=float(tied))
         add_sums("t", tied, 0.0, [rank for stage in placement.ends for rank in placement.holders(stage)])
     if share:  # replicas that average weights sum only gradients of shared tokens and experts
-        among = _parts(parallel.topology.span * parallel.cp) / _parts(parallel.dp * parallel.cp)
+        some, all_ranks = parallel.topology.span * parallel.cp, parallel.dp * parallel.cp
+        among = (1 - 1 / some) / (1 - 1 / all_ranks)  # the share of a vector that each sends in half of a ring
         columns["reduce"] = [among * ms for ms in columns["reduce"]]
         if tied:
             columns["average t"] = [share * _sum(job, tied, placement.holders(placement.ends[0]), 2)]
     return replace(costs, owners=owners).with_ms(**{name: tuple(column) for name, column in columns.items()})
-
-
-def _parts(ranks: float) -> float:
-    """The share of a vector that each of `ranks` ranks sends in one half of a ring all-reduce."""
-    return 1 - 1 / ranks
 
 
 def _sum(job: Job, size: float, holders: Sequence[int], halves: int, *, experts: bool = False) -> float:

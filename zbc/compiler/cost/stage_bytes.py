@@ -113,7 +113,7 @@ def _stage(job: Job, placement: Placement, s: int, stages: Stages) -> StageBytes
 def _shared(job: Job, placement: Placement, s: int, stages: Stages) -> float:
     """Bytes of a frozen weight of the last layer that its rank has with its first stage."""
     tied = bool(job.adapter.rank) and job.model.tie_embeddings and not job.vocabulary
-    if not (tied and s == len(stages) - 1 and {*placement.holders(s)} <= {*placement.holders(0)}):
+    if not (tied and stages[s] is stages[-1] and {*placement.holders(s)} <= {*placement.holders(0)}):
         return 0.0
     words = -(-(job.model.vocab or 0) // job.parallel.tp)
     return (2.0 if job.model.lowered else 4.0) * words * (job.model.hidden or 0)
@@ -138,7 +138,7 @@ def _kept(job: Job, s: int, stages: Stages) -> dict[str, Any]:
     kept = [layer.size for layer in part if not layer.reruns]
     return {
         "logits": sum((z.logits for z in kept), 0.0),
-        "behind": part[-1].size.result if s < len(stages) - 1 else 0.0,
+        "behind": [*boundaries(stages), 0.0][s],
         "share": kept_by([replace(layer, reruns=False) for layer in part], moves=moves),
         "stays": sum(one.size.entry_stays if one.reruns else one.size.stays for one in part),
         "sent": sum((z.tail for z in kept[-1:]), 0.0),
@@ -262,7 +262,7 @@ def _counted(placement: Placement, s: int, stages: Stages, *, experts: bool = Fa
     if experts:
         return apart, 0
     params = sum(layer.params for layer in stages[s]) - apart
-    if s == len(stages) - 1 and tied and set(placement.holders(s)) <= set(placement.holders(0)):
+    if stages[s] is stages[-1] and tied and set(placement.holders(s)) <= set(placement.holders(0)):
         return params - stages[-1][-1].tied, 0  # the rank holds the shared weight with its first stage
     return params, tied if placement.stages > 1 else 0
 
