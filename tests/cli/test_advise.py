@@ -186,9 +186,10 @@ def test_exchanges_of_layers_that_are_alike_are_timed_once(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kept", "again", "guess"), [(70, 20, 100), (80, 20, 100), (120, 40, 115), (200, 80, 130), (200, 90, None)]
+    ("kept", "again", "beat", "guess"),
+    [(80, 20, 9, 100), (120, 40, 9, None), (120, 40, 101, 115), (200, 80, 101, 130), (200, 90, 101, None)],
 )
-def test_what_memory_forces_to_be_recomputed_counts_by_its_share(model, monkeypatch, kept, again, guess):
+def test_what_memory_forces_to_be_recomputed_counts_by_its_share(model, monkeypatch, kept, again, beat, guess):
     """With room for 80 bytes: 100 ms with all kept, 130 with all recomputed."""
     shape, least, seen = world.Shape(1, 1, 1), [], []
 
@@ -198,8 +199,7 @@ def test_what_memory_forces_to_be_recomputed_counts_by_its_share(model, monkeypa
         return world.Weighed(shape, "1f1b", 0.0, 130.0 if recomputes else 100.0, again if recomputes else kept)
 
     monkeypatch.setattr(core, "_weighed", weighed)
-    state = core.State(1, 1.0, 80.0, 1)
-    assert core._guess(toml.Document("x", {}), shape, state, least)[0] == guess
+    assert core._guess(toml.Document("x", {}), shape, core.State(1, 1.0, 80.0, 1), least, beat)[0] == guess
     assert ("selective" in seen) == (guess not in (100, None)), "where all can be kept nothing else is tried"
 
 

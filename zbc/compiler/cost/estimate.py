@@ -19,12 +19,11 @@ from zbc.ir import Placement
 from zbc.job.cuts import Cuts
 from zbc.job.graph import names
 from zbc.job.profile import FAMILY, Collective, LayerBytes, LayerProfile, Profile
-from zbc.job.sections import Memory
 from zbc.job.spec import Job, Model
 from zbc.job.tokens import shares_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """One layer by a card or a profile: times in ms and bytes for one microbatch, parameters as a count."""
 
@@ -53,21 +52,6 @@ class Layer:
     reruns: bool = False  # whether B runs all of its F again
     lengths: Mapping[int, Layer] = field(default_factory=dict)  # it with rows of so many tokens, where they are unequal
 
-    def selective(self, memory: Memory) -> Layer:
-        """This layer with selective recompute; given or measured times take the share that its card has."""
-        if self.card is None:
-            return self
-        plain = self.card
-        keep, other = plain(cards.KEEP), plain(cards.ATTENTION if memory.attends_again else cards.CHEAP)
-        cheap = max(0.0, other.b - keep.b) / keep.f if keep.f else 0.0
-        more, part = cheap * self.f, other.size.act_b / keep.size.act_b if keep.size.act_b else 1.0
-        changed = replace(self, b=self.b + more, bw=self.bw + more, size=other.size, collectives=other.collectives)
-        return replace(changed, cheap=cheap, part=part, card=None, plain=lambda: plain(cards.GATHERED))
-
-    def recomputed(self) -> Layer:
-        """This layer whose B runs all of its F again, which keeps what it gathers."""
-        return replace(self, reruns=True, size=self.size if self.card is None else self.card(cards.GATHERED).size)
-
     def timed(self, f: float, b: float, w: float) -> Layer:
         """This layer with other times, which say nothing of two ops in one."""
         return replace(self, f=f, b=b, w=w, bw=b + w, again=f)
@@ -83,6 +67,25 @@ class Layer:
     @property
     def total(self) -> float:
         return self.f + self.b + self.w
+
+
+@functools.lru_cache(maxsize=2**12)  # for each partition again
+def selective(layer: Layer, attention: bool) -> Layer:
+    """A layer with selective recompute; given or measured times take the share that its card has."""
+    if layer.card is None:
+        return layer
+    plain = layer.card
+    keep, other = plain(cards.KEEP), plain(cards.ATTENTION if attention else cards.CHEAP)
+    cheap = max(0.0, other.b - keep.b) / keep.f if keep.f else 0.0
+    more, part = cheap * layer.f, other.size.act_b / keep.size.act_b if keep.size.act_b else 1.0
+    changed = replace(layer, b=layer.b + more, bw=layer.bw + more, size=other.size, collectives=other.collectives)
+    return replace(changed, cheap=cheap, part=part, card=None, plain=lambda: plain(cards.GATHERED))
+
+
+@functools.lru_cache(maxsize=2**12)
+def recomputed(layer: Layer) -> Layer:
+    """A layer whose B runs all of its F again, which keeps what it gathers."""
+    return replace(layer, reruns=True, size=layer.size if layer.card is None else layer.card(cards.GATHERED).size)
 
 
 def layers(job: Job) -> list[Layer]:
@@ -213,13 +216,11 @@ def _counted(job: Job, cuts: Cuts = (), part: int = 0) -> list[Layer]:
     def of(i: int) -> Callable[[str], Layer]:
         return lambda policy: table(policy)[i]
 
-    found = [replace(layer, card=of(i)) for i, layer in enumerate(table(cards.KEEP))]
     again = job.parallel.regathers  # B gathers the tokens again
-    return (
-        [replace(one, plain=functools.partial(of(i), cards.GATHERED)) for i, one in enumerate(found)]
-        if again
-        else found
-    )
+    return [
+        replace(one, card=of(i), plain=functools.partial(of(i), cards.GATHERED) if again else None)
+        for i, one in enumerate(table(cards.KEEP))
+    ]
 
 
 def _names(model: Model) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
 from zbc.compiler.cost.choices import Choices
 from zbc.compiler.cost.cost import BY_PART, Column, Costs, Links, PerStage, Size, links_of
-from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.cost.estimate import Layer, recomputed, selective
 from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine, message_of
 from zbc.compiler.cost.stage_bytes import NO_BYTES, StageBytes, Stages, boundaries
@@ -43,8 +43,8 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     def chosen(layers: Sequence[Layer]) -> Stages:
         def of(i: int) -> Layer:
             if i in spared:
-                return layers[i].selective(job.memory)
-            return layers[i].recomputed() if i in again else layers[i]
+                return selective(layers[i], job.memory.attends_again)
+            return recomputed(layers[i]) if i in again else layers[i]
 
         return [[of(i) for i in part] for part in stages]
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from operator import mul
 from typing import Any, NamedTuple
@@ -159,6 +160,7 @@ def owned(part: Sequence[int], table: Sequence[Layer], *, experts: bool = False)
     return [_owned_of(table[i], experts) for i in part]
 
 
+@lru_cache(maxsize=2**12)  # for each partition again
 def _owned_of(layer: Layer, experts: bool) -> Layer:
     if not layer.apart:
         return replace(layer, params=0, parts=(), matrices=(), size=NOTHING) if experts else layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
-from zbc.compiler.cost.estimate import Layer, on_the_mean, slow_of
+from zbc.compiler.cost.estimate import Layer, on_the_mean, selective, slow_of
 from zbc.compiler.partition import megatron_layout
 from zbc.compiler.partition.balance import even
 from zbc.errors import ZbcError
@@ -64,7 +64,7 @@ def times(
 
     memory = job.memory
     kept, some = [once(layer) for layer in table], any(map(memory.spares, range(len(slow))))
-    spared = [once(layer.selective(memory)) for layer in table] if some else kept  # cards of their own
+    spared = [once(selective(layer, memory.attends_again)) for layer in table] if some else kept
     twice = [ms + layer.again for ms, layer in zip(kept, table, strict=True)]
     rows = [
         twice if s in recompute or memory.recomputes(s) else spared if memory.spares(s) else kept

@@ -245,7 +245,7 @@ class Case:
                 flights[0][stage] = max(flights[0][stage], *counts)
         given = job.costs.act_b if job.costs.per == "layer" else None
         spared = any(map(job.memory.spares, range(self.stages)))
-        sizes = [layer.selective(job.memory).size if spared else layer.size for layer in self.table]
+        sizes = [(estimate.selective(one, job.memory.attends_again) if spared else one).size for one in self.table]
         kept = [size.act_b for size in sizes] if given is None else estimate.each(given, self.table)
         slices = 1 if searched else job.slices
         held = [[[count * size / slices for size in kept] for count in flight] for flight in flights]

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ FEW = 3  # faster schedules that are planned in full, if looks are rough
 AHEAD = 0.001  # of a step, below which another schedule is no faster
 ACTIVATIONS = "memory", "activations"
 WHOLE = {("partition", "layers_per_stage"): "equal"}  # settings of the looks at shapes
+Least = list[tuple[int, world.Shape, ZbcError]]  # variants that are too large, with the bytes that they need
 SPARE = 1.03  # ratio of memory or guesses up to which they count as equal
 
 
@@ -191,15 +191,16 @@ def advise(
     if not any(shape.why is None for shape, _ in every):
         raise _no_shape(document, [shape for shape, _ in every])
     every = [(shape, own) for shape, own in every if shape.why is None]
-    shapes, least = list[_Shape](), list[tuple[int, world.Shape, ZbcError]]()
+    shapes, least = list[_Shape](), Least()
     bounds = [(_bound(own), k) for k, (_, own) in enumerate(every)]
     for count, (bound, k) in enumerate(sorted(bounds)):
         done(LOOKING, count / len(every))
         chosen = _best(shapes)
-        if len(chosen) == SHAPES and bound >= SPARE * chosen[-1].guess:  # nor can those after it be among the best
+        beat = SPARE * chosen[-1].guess if len(chosen) == SHAPES else math.inf
+        if bound >= beat:  # nor can those after it be among the best
             break
         shape, own = every[k]
-        guess, policy = _guess(own, shape, state, least)
+        guess, policy = _guess(own, shape, state, least, beat)
         if guess is not None:
             shapes.append(_Shape(guess, k, shape, own, policy))
     chosen, rows = _best(shapes), list[tuple[float, int, toml.Document, world.Shape]]()
@@ -268,35 +269,32 @@ def _weighed(document: toml.Document, shape: world.Shape, enough: float = ENOUGH
 
 
 def _guess(
-    document: toml.Document, shape: world.Shape, state: State, least: list[tuple[int, world.Shape, ZbcError]]
+    document: toml.Document, shape: world.Shape, state: State, least: Least, beat: float
 ) -> tuple[float | None, str | None]:
     """ms of a sample as 1F1B, with as much recompute as memory needs, and the policy that fits in all stages; no time
-    if even the most does not fit."""
+    if even the most does not fit, or if it takes `beat` ms with none."""
 
-    @functools.cache
     def under(policy: str) -> world.Weighed:
         return _weighed(_with(document, {**WHOLE, ACTIVATIONS: policy}), shape, FILLED)
 
+    less, room = under("keep"), state.room or math.inf
+    if less.sample_ms is None or less.peak_bytes is None or less.peak_bytes <= room:
+        return less.sample_ms, None if less.peak_bytes is None else "keep"
+    if less.sample_ms >= beat:
+        return None, None
     again, policy = under("recompute"), "recompute"
-    if again.sample_ms is None or again.peak_bytes is None:
-        return again.sample_ms, None
-    room = state.room or math.inf
-    if again.peak_bytes > SPARE * room:
+    if again.sample_ms is None or again.peak_bytes is None or again.peak_bytes > SPARE * room:
         _remember(least, again)
         return None, None
-    fits = (under("keep").peak_bytes or math.inf) <= room
-    for what in ("selective", "keep")[fits:]:  # less is recomputed each time, until that is too large
-        less = under(what)
-        if less.sample_ms is None or less.peak_bytes is None or again.sample_ms is None or again.peak_bytes is None:
-            continue
-        if less.peak_bytes > room:
-            over = (less.peak_bytes - room) / max(1.0, less.peak_bytes - again.peak_bytes)
-            return less.sample_ms + min(1.0, over) * (again.sample_ms - less.sample_ms), policy
-        again, policy = less, what
-    return again.sample_ms, policy
+    some = under("selective")
+    if some.sample_ms is not None and some.peak_bytes is not None:
+        less, again, policy = (less, some, "selective") if some.peak_bytes <= room else (some, again, policy)
+    (ms, held), (slow, low) = ((one.sample_ms or 0.0, one.peak_bytes or 0) for one in (less, again))
+    over = (held - room) / max(1.0, held - low)
+    return ms + min(1.0, over) * (slow - ms), policy
 
 
-def _remember(least: list[tuple[int, world.Shape, ZbcError]], row: world.Weighed) -> None:
+def _remember(least: Least, row: world.Weighed) -> None:
     """Records a variant that is too large, with the bytes it needs."""
     if row.error is not None and row.peak_bytes is not None:
         least.append((row.peak_bytes, row.shape, row.error))
