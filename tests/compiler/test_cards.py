@@ -112,12 +112,12 @@ SAME = [
 ]
 
 
-def test_heads_that_make_some_logits_at_a_time_are_shared_by_cards_with_other_experts(place, makes):
+def test_heads_that_make_some_logits_at_a_time_are_shared_by_cards_with_other_experts_and_policies(place, makes):
     chunked = {**GPT, "experts": 4, "loss_chunk": 3}
     jobs = [job(model=chunked, parallel={"dp": 4, "ep": ep}) for ep in (2, 4)]
-    found = [cards.of(one)[0].layers for one in jobs]
-    assert makes == 3 * ["keep"]
-    (whole,) = userobject.load(cards.MAKER, "")(cards._plain(jobs[1]), "keep", ())
+    found = [cards.of(one, policy)[0].layers for one, policy in zip(jobs, (cards.KEEP, cards.CHEAP), strict=True)]
+    assert makes == ["keep", "ends", "selective"]
+    (whole,) = userobject.load(cards.MAKER, "")(cards._plain(cards._under(jobs[1], cards.CHEAP)), "selective", ())
     assert found[1] == cards._read(json.dumps([whole.plain()]))[0].layers
 
 

@@ -313,7 +313,7 @@ class Watchdog:
     def _tell_stack(self, board: Board | None) -> None:
         with suppress(RuntimeError):
             if board is not None:
-                board.tell_stack(self._stack())
+                board.tell(f"stack/{self.rank}", "\n".join(self._stack()))
 
     def _where(self, culprits: list[int], mute: list[int], *, ask: bool) -> list[str]:
         """The Python stacks of the ranks that hold the others up, except silent ones; `ask`: the store answers."""

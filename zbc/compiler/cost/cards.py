@@ -105,19 +105,18 @@ def _plain(job: Job) -> Job:
 
 
 def _joined(job: Job, policy: str, cuts: Sequence[int]) -> Sequence[Profile]:
-    """The card. Where ranks share experts, and the loss makes some logits at a time, its head is that of any such card,
-    the rest that of a loss that makes all."""
-    if not job.model.builtin or policy == _WORDS or job.model.loss_chunk is None or job.parallel.ep == 1:
+    """The card. If the loss makes some logits at a time, only its head differs from that of a loss that makes all; no
+    policy, and no sharing of experts, changes what a head does."""
+    if not job.model.builtin or policy == _WORDS or job.model.loss_chunk is None:
         return _named(job, policy, cuts)
     rest = _named(_with(job, "model", loss_chunk=None), policy, cuts)
-    ends = _named(job, policy, cuts, _digest(_with(job, "parallel", ep=1), f"head, {policy}", cuts))
+    ends = _named(_under(_with(job, "parallel", ep=1), KEEP), "ends", cuts)
     pairs = zip(rest, ends, strict=True)
     return [a.model_copy(update={"model": b.model, "layers": {**a.layers, "head": b.layers["head"]}}) for a, b in pairs]
 
 
-def _named(job: Job, policy: str, cuts: Sequence[int], name: str | None = None) -> Sequence[Profile]:
-    name = name or _digest(job, policy, cuts)
-    if name is None:
+def _named(job: Job, policy: str, cuts: Sequence[int]) -> Sequence[Profile]:
+    if (name := _digest(job, policy, cuts)) is None:
         return _made(None, job, policy, cuts)
     if name not in _by_name:
         file = None if (place := folder()) is None else place / f"{name}.json"

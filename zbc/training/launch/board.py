@@ -129,10 +129,6 @@ class Board:
         self._store.set("reported", str(code))
         self._store.get("reported")  # `set` does not wait for the store, and this process is about to end
 
-    def tell_stack(self, lines: Sequence[str]) -> None:
-        """Publishes this rank's stack, for the rank that reports a failure."""
-        self._store.set(f"stack/{self.rank}", "\n".join(lines))
-
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[str]]:
         """The stacks that these ranks have published so far."""
         told = [rank for rank in ranks if self._store.check([f"stack/{rank}"])]

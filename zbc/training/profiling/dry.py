@@ -39,18 +39,16 @@ CPU = torch.device("cpu")
 
 
 def profile(job: Job) -> Profile:
-    """The profile of a job with the bytes, kernels and collectives of its layers, without times. Raises as
-    `profiles`."""
+    """The profile of a job: bytes, kernels and collectives of its layers, without times. Raises as `profiles`."""
     return profiles(job.with_vocabulary("ends"))[0]
 
 
 def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[Profile]:
     """The same under a `policy` for activations: "keep", or "selective" as memory.attention says; for each slice of a
-    microbatch that is cut at `cuts`. Where ranks share the vocabulary, of the rest of the first and the last layer;
-    with the policy "words" of a rank's share of it.
+    microbatch that is cut at `cuts`. Where ranks share the vocabulary, of the rest of its layers; with the policy
+    "words" of a rank's share of it; with "ends" of the first and the last layer alone.
 
-    Raises E110 for a graph of layers, E505 for layers that need numbers to run, E5xx as training.
-    """
+    Raises E110 for a graph of layers, E505 for layers that need numbers to run, E5xx as training."""
     run = job.parallel.topology
     axes = {run.sharing(0): "ep", **{run.beside(axis.name, 0): axis.name for axis in INNER}}  # of groups within ops
     kernels = Kernels(job.hardware.device, axes)
@@ -101,7 +99,9 @@ def weighed(
 
 def _rig(job: Job, policy: str = "keep") -> Rig:
     plain = {"dtype": "bfloat16"} if job.model.dtype == "fp8" else {}  # nothing multiplies in it: kernels are renamed
-    return build_rig(replace(job, model=job.model.model_copy(update=plain)), CPU, policy, apart=bool(job.vocabulary))
+    job, kept = replace(job, model=job.model.model_copy(update=plain)), policy.replace("ends", "keep")
+    rig = build_rig(job, CPU, kept, apart=bool(job.vocabulary))
+    return rig if kept == policy else rig.of(("embed", "head"))
 
 
 @contextmanager

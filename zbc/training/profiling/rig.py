@@ -6,9 +6,10 @@ part in everything but do not change: the learning rate is 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,15 +80,17 @@ class Rig:
         return build_worker(rank, Apart(Hub(1), 0, joined), device, plans=self.layers)
 
     def plain(self) -> Rig:
-        """The rig without the layer that does nothing, which would share its tensors with its neighbours.
+        """The rig without the layer that does nothing, which would share its tensors with its neighbours, and with
+        nothing compiled: bytes are counted op by op, and ops that are compiled into one are not seen."""
+        model = self.job.model.model_copy(update={"compile": False})
+        return replace(self.of({*self.kinds} - {IDLE}), job=replace(self.job, model=model))
 
-        Nothing is compiled in it: bytes are counted op by op, and ops that are compiled into one are not seen.
-        """
-        at = self.kinds.index(IDLE) if IDLE in self.kinds else len(self.kinds)
-        rest = {
-            name: (of := getattr(self, name))[:at] + of[at + 1 :] for name in ("layers", "kinds", "inputs", "outputs")
-        }
-        return replace(self, job=replace(self.job, model=self.job.model.model_copy(update={"compile": False})), **rest)
+    def of(self, some: Container[str]) -> Rig:
+        """The rig of some kinds of layers."""
+        at = [i for i, kind in enumerate(self.kinds) if kind in some]
+        names = ("layers", "kinds", "inputs", "outputs")
+        kept: dict[str, Any] = {name: tuple(getattr(self, name)[i] for i in at) for name in names}
+        return replace(self, order=tuple(kind for kind in self.order if kind in some), **kept)
 
 
 class Idle(nn.Module):
