@@ -176,7 +176,7 @@ def beside(place: Path, samples: list[dict[str, Any]], steps: int, rank: int) ->
             return found
 
     order = Batches(RandomTokens(2, 1, 0, len(samples)), seed=SEED, microbatches=4, size=BATCH // 4)
-    rows = [samples[i] for step in range(steps) for mb in range(4) for i in order.indices(step, mb)]
+    rows = [samples[i % len(samples)] for step in range(steps) for mb in range(4) for i in order.numbers(step, mb)]
     model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
     model = PeftModel.from_pretrained(model, place / "lora", is_trainable=True) if rank else model
     rates = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.0}

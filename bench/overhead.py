@@ -45,6 +45,7 @@ from record import Record
 from torch import Tensor, nn
 
 from zbc.ir import Kind
+from zbc.job.model_section import Model
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core import grouped
 from zbc.runtime.core.execute import run_ops, run_step
@@ -347,12 +348,19 @@ def idle_row(name: str, rank: int, one: PerOp) -> str:
 # ---- experts ------------------------------------------------------------------------------------------------
 
 
+def experts_of(hidden: int, width: int, count: int) -> Experts:
+    """The experts of a block of a llama, two for each token, with split backwards."""
+    how = {"hidden": hidden, "ffn_hidden": width, "experts": count, "top_k": 2, "layers": 1}
+    layer = Experts(Model(family="llama", **how), nn.SiLU())
+    split_backward(layer)
+    return layer
+
+
 def experts(record: Record, asked: argparse.Namespace) -> None:
     """16 experts of 512 x 1024, two for each of 1,024 tokens."""
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
-        layer = Experts(512, 1024, 16, 2, layers=1, activation=nn.SiLU()).to(dtype)
-        split_backward(layer)
+        layer = experts_of(512, 1024, 16).to(dtype)
         ms, found = beside(layer, torch.randn(1, 1024, 512, dtype=dtype), runs=3 if asked.quick else asked.steps or 9)
         equal = all(map(torch.equal, found["grouped"], found["loop"]))
         shown = " ".join(f"{name} {value:.1f} ms" for name, value in ms.items())

@@ -373,9 +373,9 @@ BUGS = (
     ),
     Bug(
         "DualPipe puts off the newest W instead of the oldest",
-        "zbc/compiler/schedules/dualpipe.py",
-        "self.due.pop(0)",
-        "self.due.pop()",
+        "zbc/compiler/schedules/phases.py",
+        "next(op for op in due if",
+        "next(op for op in reversed(due) if",
         ("tests/compiler/test_schedules.py",),
     ),
     Bug(

@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 from experiments.job import Bench, Case
-from overhead import beside
-from torch import nn
+from overhead import beside, experts_of
 
 from zbc.runtime.core import grouped
-from zbc.runtime.core.split import split_backward
 from zbc.text import MIB
-from zbc.training.models.experts import Experts
 
 LLAMA = {"family": "llama", "more": "kv_heads = {groups}\nffn_hidden = {mlp}"}
-EXPERTS = {"family": "llama", "more": "kv_heads = {groups}\nexperts = {experts}\ntop_k = 2\nexpert_hidden = {expert}"}
+EXPERTS = {"family": "llama", "more": "kv_heads = {groups}\nexperts = {experts}\ntop_k = 2\nffn_hidden = {expert}"}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": LLAMA,
@@ -60,8 +57,7 @@ def products_of_experts(bench: Bench) -> None:
     )
     for count, hidden, width, tokens in shapes:
         torch.manual_seed(0)
-        layer = Experts(hidden, width, count, 2, layers=1, activation=nn.SiLU()).to(bench.device, torch.bfloat16)
-        split_backward(layer)
+        layer = experts_of(hidden, width, count).to(bench.device, torch.bfloat16)
         x = torch.randn(1, tokens, hidden, device=bench.device, dtype=torch.bfloat16)
         ms, found = beside(layer, x, runs=9)
         apart = max(

@@ -18,7 +18,7 @@ CARDS = {"H100 PCIe": "h100-pcie", "H100": "h100-sxm", "H200": "h200", "B200": "
 FAMILIES = {
     "gpt": "",
     "llama": "ffn_hidden = {mlp}\nkv_heads = {groups}",
-    "experts": "kv_heads = {groups}\nexperts = 8\ntop_k = 2\nexpert_hidden = {expert}",
+    "experts": "kv_heads = {groups}\nexperts = 8\ntop_k = 2\nffn_hidden = {expert}",
 }
 
 

@@ -139,7 +139,7 @@ def test_every_deadlock_that_is_reported_is_a_proof(seeds):
                 assert len(found) == (error.errors[0].message.endswith(("each other", "own rank")))
                 check_places(error, result.program)
                 for lines in found:
-                    check_circle(lines, blocking=blocking)
+                    check_circle(lines, result.program, blocking=blocking)
 
 
 def test_no_circle_is_shorter_than_the_one_reported():

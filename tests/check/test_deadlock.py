@@ -46,7 +46,7 @@ def error_of(program: Program, **how: bool) -> ZbcError:
         check_deadlock(program, **how)
     check_places(raised.value, program)
     for lines in circles(raised.value):
-        check_circle(lines, blocking=how.get("blocking_sends", False))
+        check_circle(lines, program, blocking=how.get("blocking_sends", False))
     return raised.value
 
 
@@ -170,7 +170,7 @@ def test_every_schedule_is_proven_before_and_after_lowering(name):
     """Every stage runs every microbatch once, on its own rank; public generators lose microbatches from 3p on."""
     schedule = SCHEDULES[name]
     for p in (p for p in (1, 2, 3, 4, 8) if p % schedule.ranks_in == 0):
-        for m, v in product((1, 2, 3, 5, 8, 13, 16), chunk_counts(name)):
+        for m, v in product((1, 3, 8, 13), chunk_counts(name)):
             program = schedule.make(Request(p, m, v))
             check_all(program)
             check_all(lower(program))

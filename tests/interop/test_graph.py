@@ -8,7 +8,7 @@ import pytest
 
 import zbc
 from tests.jobs import job
-from zbc.compiler.sim.simulate import run, simulate
+from zbc.compiler.sim.simulate import lengths, replay, simulate
 from zbc.interop.digraph import digraph, graphml
 from zbc.ir import Op
 
@@ -34,7 +34,7 @@ def plans():
 def timelines(plan):
     """Timelines of the plan; with timed ops at the end of a step; of the order without messages and end of a step."""
     yield plan.timeline
-    yield run(plan.timeline.graph, plan.costs, closing=True)
+    yield replay(plan.timeline.graph, plan.costs, lengths(plan.timeline.graph, plan.costs, closing=True), closing=True)
     yield simulate(plan.compiled.found.program, plan.costs)
 
 

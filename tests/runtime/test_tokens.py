@@ -228,6 +228,7 @@ def test_the_thread_ends_with_what_it_makes_ready_for():
     def use():
         ready, _, _ = prefetched(WANTS)
         ready.inputs(0, 0)
+        [step.result() for step in ready._steps.values()]  # a thread that reads is not over yet
         return [*ready._thread._threads]
 
     (thread,) = use()

@@ -1,4 +1,4 @@
-"""From a document to a job: what the schedule, its limit and the files beside say as well."""
+"""From a document to a job: all that the schedule, its limit and the files beside say, too."""
 
 from __future__ import annotations
 

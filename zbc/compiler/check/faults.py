@@ -240,7 +240,7 @@ class _Missing:
     # ---- missing
 
     def _read(self) -> None:
-        """What ops read and nothing on their rank makes."""
+        """Values that ops read and nothing on their rank makes."""
         g = self.g
         for i, cell, _ in g.unmet:
             if (i, cell) in self.late or i in self.spare or _comes_and_goes(g, cell):
@@ -250,7 +250,7 @@ class _Missing:
                 self.open.append(_Need(key, unit, made=True, seen=i))
 
     def _left(self) -> None:
-        """What ops leave at the end of the step, and gradients that no op makes: each unit's exist once, in one
+        """Values that ops leave at the end of the step, and gradients that no op makes: each unit's exist once, in one
         pipe."""
         g, layout = self.g, self.g.layout
         later = {cell for _, cell in self.late}

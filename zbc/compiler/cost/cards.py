@@ -181,7 +181,7 @@ def _beside(module: str) -> str | None:
 
 @cache
 def _own() -> str:
-    """A digest of the versions of torch, of transformers and of what makes cards."""
+    """A digest of the versions of torch, of transformers and of the code that makes cards."""
     root, torch, models = Path(zbc.__file__).parent, find_spec("torch"), find_spec("transformers")
     files = [file for name in _RUN for file in (sorted((root / name).rglob("*.py")) or [root / name])]
     files += [Path(torch.origin).parent / "version.py"] if torch is not None and torch.origin else []

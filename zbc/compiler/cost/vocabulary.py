@@ -23,7 +23,7 @@ from zbc.plan import dealing
 
 
 def _card(job: Job) -> WordBytes | None:
-    """What a rank's words take; None for layers whose words nobody knows."""
+    """Bytes and kernels of a rank's words; None for layers whose words nobody knows."""
     return cards.words(job) if job.model.causal else None
 
 

@@ -96,11 +96,11 @@ def _rank(program: Program, rank: int, costs: Costs, entries: Iterable[tuple[Op,
             continue
         transit, whole = transit - gone, whole - gone
         together = max(together, whole + still)
-        first, added = False, need  # `end` frees the temporaries
+        came, added = 0.0, need  # `end` frees the temporaries
         for category, _, size in end:
             whole += size
             if category == "gradients":
-                first, there = True, there + size
+                came, there = came + size, there + size
                 continue
             added += size
             if category == "transit":
@@ -108,8 +108,8 @@ def _rank(program: Program, rank: int, costs: Costs, entries: Iterable[tuple[Op,
             elif category == "weights":
                 weights += size
         gradients = max(gradients, there)
-        if change is not None and not change.begins:  # beyond the bytes held after it, too, and without gradients
-            need = max(0.0, (costs.need_bytes(op) if first and need else need) - max(0.0, added))
+        if change is not None and not change.begins:  # beyond the bytes held after it, too, new gradients included
+            need = max(0.0, need - max(0.0, came) - max(0.0, added))
         elif need and not kind.computes:
             need = max(0.0, need - lasting(op, costs))
         buffers = max(buffers, transit + still + need)

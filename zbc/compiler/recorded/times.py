@@ -4,7 +4,7 @@ Two times are read off each compute op. `work` is the op itself. `cost` is the t
 op, the runtime's work around it, and the transfers started since the previous compute op. The simulator has ranks run
 one op right after the other, so it gets `cost`.
 
-Times of microbatches of unequal length are made those of the median one, by what was predicted for each.
+Times of microbatches of unequal length are made those of the median one, by the times predicted for each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The facts of a plan: what `--json`, the manifest's prediction, comparisons and the summary on the console tell.
 
 Times are in ms, memory is in bytes; a rate names its denominator. Facts are made here, and by the passes of which they
-tell; nobody else says what is left out.
+tell; nobody else leaves any out.
 """
 
 from __future__ import annotations
