@@ -525,6 +525,10 @@ class Optimizer(Section):
         """The rate that the schedule scales: that of muon's vectors if the matrices' is 0."""
         return self.rates[0] or self.rates[1]
 
+    def still(self) -> Optimizer:
+        """The optimizer as a profile runs it: behind the barrier, with steps that change nothing."""
+        return self.model_copy(update={"lr": 0.0, "schedule": learning_rate.RateSchedule(), "sync": "before-step"})
+
 
 class Train(Section):
     """`[train]`."""

@@ -3,8 +3,8 @@
 The order of the checks is the order in which their answers are meaningful: 1. complete: the ops, their ranks, and their
 order on each rank. Everything else is about these ops. 2. pairing: the messages between them. Sends match receives only
 among complete ops. 3. deadlock: whether all of these ops happen. The first check that fails reports all its problems
-and the later ones do not run: a missing op or a message without an end would come up there once more, as something that
-never comes.
+and the later ones do not run: a missing op or a message without an end would come up there once more, as ops that never
+run.
 """
 
 from __future__ import annotations

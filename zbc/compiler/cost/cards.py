@@ -31,10 +31,9 @@ MAKER = "zbc.training.profiling.dry:profiles"
 # What a stage keeps from F to B: all; all but what norms and activations make, with or without attention; as KEEP, with
 # the tokens that ranks gather.
 KEEP, ATTENTION, CHEAP, GATHERED = "keep", "attention", "cheap", "gathered"
-_WORDS = "words"  # a rank's share of a vocabulary
+_WORDS, _ENDS = "words", "ends"  # a rank's share of a vocabulary; the first and the last layer
 _READ = ("model", "adapter", "optimizer", "data", "schedule", "parallel", "train", "hardware")  # sections
 _RUN = ("ir.py", "ops.py", "topology.py", "job", "plan", "runtime", "training")  # zbc's own code that makes cards
-_STILL = {"optimizer": {"lr", "schedule", "sync"}}  # keys that no card depends on
 _LAYERS = 2  # of a model whose layers are all alike: its card is that of longer ones
 _FILES = 2**22  # bytes of users' code that a digest covers
 _MOST = 1024  # cards in memory
@@ -110,7 +109,7 @@ def _joined(job: Job, policy: str, cuts: Sequence[int]) -> Sequence[Profile]:
     if not job.model.builtin or policy == _WORDS or job.model.loss_chunk is None:
         return _named(job, policy, cuts)
     rest = _named(_with(job, "model", loss_chunk=None), policy, cuts)
-    ends = _named(_under(_with(job, "parallel", ep=1), KEEP), "ends", cuts)
+    ends = _named(_under(_with(job, "parallel", ep=1), KEEP), _ENDS, cuts)
     pairs = zip(rest, ends, strict=True)
     return [a.model_copy(update={"model": b.model, "layers": {**a.layers, "head": b.layers["head"]}}) for a, b in pairs]
 
@@ -153,8 +152,8 @@ def _read(text: str) -> Sequence[Profile]:
 
 def _digest(job: Job, policy: str, cuts: Sequence[int]) -> str | None:
     """The name of a card; None if nobody knows which files make its layers."""
-    sections = ("model", "adapter", "optimizer", "data")
-    said = {name: getattr(job, name).model_dump(mode="json", exclude=_STILL.get(name)) for name in sections}
+    sections = {"model": job.model, "adapter": job.adapter, "optimizer": job.optimizer.still(), "data": job.data}
+    said = {name: one.model_dump(mode="json") for name, one in sections.items()}
     parallel = {key: getattr(job.parallel, key) for key in ("tp", "cp", "ep", "expert_tp", "tp_sequence")}
     how = (job.schedule.microbatch_size, job.train.fused_gradients, job.hardware.device, parallel)
     shared = (job.vocabulary, job.parallel.pp) if policy == _WORDS else bool(job.vocabulary)

@@ -157,14 +157,6 @@ class Costs:
         sizes = {name: parts(self.bytes_of(name)) for name in self.sizes}
         return replace(self, ms={**self.ms, **ms}, amounts=amounts, sizes=sizes, slices=len(rows))
 
-    def portions(self, name: str, whole: PerStage) -> Column:
-        """Splits `whole` ms of typical microbatches by part, in the proportions of a column."""
-        typical = self.typical(name)
-        return tuple(
-            tuple(ms * part / one if one else ms / self.slices for part in entry) if isinstance(entry, tuple) else ms
-            for ms, entry, one in zip(whole, self._column(name), typical, strict=True)
-        )
-
     def evened(self) -> Costs:
         """Returns these costs with equal activations in all slices, in units alone."""
         k = self.slices

@@ -99,9 +99,9 @@ def weighed(
 
 def _rig(job: Job, policy: str = "keep") -> Rig:
     plain = {"dtype": "bfloat16"} if job.model.dtype == "fp8" else {}  # nothing multiplies in it: kernels are renamed
-    job, kept = replace(job, model=job.model.model_copy(update=plain)), policy.replace("ends", "keep")
-    rig = build_rig(job, CPU, kept, apart=bool(job.vocabulary))
-    return rig if kept == policy else rig.of(("embed", "head"))
+    job, ends = replace(job, model=job.model.model_copy(update=plain)), policy == "ends"
+    rig = build_rig(job, CPU, "keep" if ends else policy, apart=bool(job.vocabulary))
+    return rig.of(("embed", "head")) if ends else rig
 
 
 @contextmanager

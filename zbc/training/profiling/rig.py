@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from zbc.ir import Kind, Op, Placement, Program, forward
 from zbc.job.graph import spans
-from zbc.job.learning_rate import RateSchedule
 from zbc.job.sections import OptimizerGroup
 from zbc.job.spec import Job
 from zbc.ops import round_trip
@@ -221,8 +220,8 @@ def _plan(
 ) -> StoredPlan:
     """A plan of one rank with one stage per layer."""
     program = _program(job, names, ops, microbatches, max(1, len(cuts) - 1), placement)
-    planning, training = job.with_tokens(()).planning(), job.training()
-    still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step"}
+    planning = job.with_tokens(()).planning()
+    training = replace(job, optimizer=job.optimizer.still()).training()
     manifest, _ = assemble(
         program,
         layers=[[name] for name in names],
@@ -231,7 +230,6 @@ def _plan(
         planning={**planning, "memory": {**planning.get("memory", {}), "activations": policy}},
         training={
             **training,
-            "optimizer": {**training["optimizer"], **still},
             "train": {**training["train"], "eval_every": 0},
         },
     )
