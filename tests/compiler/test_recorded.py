@@ -253,7 +253,10 @@ def as_measured(plan, steps):
     for kind in {kind for kind, _ in cost}:
         samples = [cost[kind, s] for s in range(plan.costs.stages)]
         whole = [median_ms(some) if some else 0.0 for some in samples]
-        ms[kind.row.cost] = plan.costs.portions(kind.row.cost, whole)
+        column = plan.costs.ms.get(kind.row.cost, whole)  # slices keep their proportions of a microbatch
+        ms[kind.row.cost] = tuple(
+            tuple(one / sum(e) * part for part in e) if isinstance(e, tuple) else one for one, e in zip(whole, column)
+        )
     return simulate(plan.program, plan.costs.with_ms(**ms))
 
 
