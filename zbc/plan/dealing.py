@@ -17,7 +17,7 @@ from zbc.plan.balancing import longest_first
 # Elements whose squares are summed at once, for norms; parts of an optimizer begin and end at multiples of it.
 CHUNK = 2**20
 BATCH = 2**22  # elements that a tentative step copies at a time
-STACK = 2**24  # elements of a stack of matrices whose gradients, or Muon's updates, are made at a time
+STACK = 2**24  # elements of a stack of matrices for which Muon's updates are made at a time
 
 
 def cut(count: int) -> list[tuple[int, int]]:

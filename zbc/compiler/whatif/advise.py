@@ -347,10 +347,15 @@ def _under_all(row: Row) -> Row:
 
 
 def _mixed(row: Row) -> Row:
-    """The row, with less recompute in some stages if it was planned with one policy and that is faster."""
+    """The row, with less recompute in some stages if it was planned with one policy and that is faster. The stages are
+    chosen with few microbatches: no more activations are held with all of them."""
     if row.document.values["memory"]["activations"] in ("auto", "keep"):
         return row
-    return min([row, *_whole(_with(row.document, {ACTIVATIONS: "auto"}))], key=lambda one: one.sample_ms)
+    count = min(row.shape.microbatches, FILLED * row.shape.pp)
+    few = _whole(_with(row.document, {("schedule", "microbatches"): count, ACTIVATIONS: "auto"}))
+    chosen = [{("memory", key): getattr(one.job.memory, key) for key in ("activations", "attention")} for one in few]
+    mixed = [one for changes in chosen for one in _whole(_with(row.document, changes))]
+    return min([row, *mixed], key=lambda one: one.sample_ms)
 
 
 def _no_shape(document: toml.Document, shapes: Sequence[world.Shape]) -> ZbcError:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zbc.plan.dealing import STACK
 from zbc.runtime.core.slot import add_product, trained
 
 _ALIGNED = 16  # bytes, of which the strides of a grouped product are multiples
+AT_ONCE = 2**26  # elements of gradients made at a time: room for them, against launches for each few experts
 
 
 class Groups(NamedTuple):
@@ -111,7 +111,7 @@ def accumulate_weights(weight: Tensor, grad: Tensor, rows: Tensor, groups: Group
 
 def _weight_grads(grad: Tensor, rows: Tensor, groups: Groups, outputs: int, inputs: int) -> Iterator[Tensor]:
     """Gradients of some matrices at a time."""
-    each, at = max(1, STACK // max(1, outputs * inputs)), 0
+    each, at = max(1, AT_ONCE // max(1, outputs * inputs)), 0
     some = [groups.counts[start : start + each] for start in range(0, len(groups.counts), each)]
     sizes = [sum(counts) for counts in some]
     parts = grad.t().split_with_sizes(sizes, 1), rows.split_with_sizes(sizes), torch.split(groups.ends, each)
