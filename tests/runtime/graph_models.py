@@ -6,8 +6,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tests.runtime.user_models import Shared
-
 WIDTH = 8
 GRAPHS = {  # graph, layers of each group, ranks
     "two branches": ({"a": [], "b": [], "c": ["a", "b"]}, {"a": 2, "b": 2, "c": 2}, 6),
@@ -42,17 +40,6 @@ class Layer(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         x = sum((x * (2.0 / (3**k)) for k, x in enumerate(inputs)), torch.zeros(()))
         return self.dropout(torch.tanh(self.linear(x)))
-
-
-class Cut(Shared):
-    """As `Layer`, for tensor parallel ranks."""
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return super().forward(sum((x * (2.0 / (3**k)) for k, x in enumerate(inputs)), torch.zeros(())))
-
-
-def cut(counts: dict[str, int], dropout: float) -> dict[str, list[Callable[[], nn.Module]]]:
-    return {name: [partial(Cut, WIDTH) for _ in range(count)] for name, count in counts.items()}
 
 
 class Vectors:

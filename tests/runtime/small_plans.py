@@ -292,19 +292,27 @@ def hold(workers: Sequence[Worker], wanted: Reference, *, tolerance: float = 0.0
 
 
 def descend(
-    weights: dict[str, torch.nn.Parameter], steps: int, loss: Callable[[], Any], *, delayed: bool = False
+    weights: dict[str, torch.nn.Parameter],
+    steps: int,
+    loss: Callable[[], Any],
+    *,
+    delayed: bool = False,
+    feedback: float = 0.0,
 ) -> list[Any]:
     """Plain gradient descent at a rate of 0.3 in one process: the results of `loss` for each step, whose last number it
-    minimizes; `delayed`: by the gradients of the weights before the last step."""
-    found, before = [], [p.data.clone() for p in weights.values()]
+    minimizes; `delayed`: by the gradients of the weights before the last step; `feedback`: the share of what the update
+    before was off by that the next one makes good."""
+    found, before, last = [], [p.data.clone() for p in weights.values()], None
     for _ in range(steps):
         newest = [p.data.clone() for p in weights.values()]
         for p, older in zip(weights.values(), before if delayed else newest, strict=True):
             p.data = older.clone()
         before, told = newest, loss()
         grads = torch.autograd.grad(told[-1], list(weights.values()), allow_unused=True)
-        for p, new, grad in zip(weights.values(), newest, grads, strict=True):
-            p.data = new if grad is None else new - 0.3 * grad
+        moved = [0.0 * new if grad is None else -0.3 * grad for new, grad in zip(newest, grads, strict=True)]
+        for p, new, step, old in zip(weights.values(), newest, moved, last or moved, strict=True):
+            p.data = new + step + feedback * (step - old)
+        last = moved
         found.append(tuple(number.item() for number in told))
     return found
 

@@ -12,7 +12,7 @@ import torch
 from tests.lowered import lower
 from tests.runtime.small_plans import make_plan, make_worker
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import each_layer, last_of, run_threads, side_by_side, watch
+from tests.threads import last_of, run_threads, side_by_side, watch
 from tests.tiers import dealt, few
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
@@ -84,9 +84,7 @@ class Watched:
             grad.view(-1)[0] += 3 * LARGEST
 
     def remember(self, worker: Worker, step: int) -> None:
-        if step < 0:
-            return
-        for optimizer in worker.optimizers.values():
+        for optimizer in worker.optimizers.values() if step >= 0 else ():
             masters = getattr(optimizer, "masters", optimizer.parameters)
             for name, parameter in optimizer.parameters.items():
                 kept = {name: parameter, f"{name} master": masters[name]}
@@ -165,38 +163,6 @@ def test_steps_ahead_with_copies_of_stages_and_groups_are_those_with_a_barrier(s
     same(ahead, sync)
 
 
-# ---- what forwards leave behind ------------------------------------------------------------------------------
-
-
-def test_statistics_that_forwards_keep_count_each_of_them_once():
-    """BatchNorm: a forward that runs again finds its buffers as they were."""
-    model = {"family": "tests.runtime.test_ahead:normalised", "args": {"count": 4}, "layers": 4}
-    plans = [plan_for("1f1b", 2, sync, "adamw", 4, **model) for sync in SYNCS]
-    assert again(plans[0]) > 0
-    ahead, sync = (run_threads(plan, 8, setup=lambda worker: setattr(worker, "clip", 0.5)) for plan in plans)
-    wanted, found = ([buffer for worker in workers for buffer in buffers(worker)] for workers in (sync, ahead))
-    assert any(result.redone for result in ahead[0].results)
-    assert len(found) == 4 * 3 and all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-    assert {int(buffer) for buffer in found if buffer.dtype is torch.int64} == {8 * 4}
-
-
-class Normalised(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.norm(self.linear(torch.cat([x, -x])))[: len(x)]
-
-
-def normalised(count: int) -> list[Any]:
-    return [Normalised for _ in range(count)]
-
-
-def buffers(worker: Worker) -> list[torch.Tensor]:
-    return [buffer for layer in each_layer([worker]) for buffer in layer.module.buffers()]
-
-
 def test_nothing_is_kept_of_a_step_when_it_is_over():
     for worker in run_threads(plan_for("zb-v", 2, "post-validate", "adamw"), 2):
         assert worker.phase_run.ending.pending is None and not leftovers(worker) and not worker.renamed
@@ -217,67 +183,14 @@ def test_a_rank_that_asks_to_stop_is_heard_by_all_one_step_later():
     assert side_by_side(3, train) == [[(k, k >= 1) for k in range(6)]] * 3
 
 
-# ---- the norm ------------------------------------------------------------------------------------------------
-
-
-class Integers:
-    """Small whole numbers, so that gradients and their sums are exact in any order."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.arange(8.0) % 3 - 1 + index % 2, torch.full((8,), float(1000 * (-1) ** index))
-
-
-def signs(count: int) -> list[torch.nn.Linear]:
-    """Linear layers of -1, 0 and 1."""
-    made = [torch.nn.Linear(8, 8) for _ in range(count)]
-    for k, layer in enumerate(made):
-        layer.weight.data = torch.roll(torch.eye(8), k, 0) * (-1) ** k
-        layer.bias.data.zero_()
-    return made
-
-
-@cache
-def norm(schedule: str, p: int, copies: int, sync: str) -> float:
-    """The norm of the first step on eight samples, for any distribution of work."""
-    model = {"family": "tests.runtime.test_ahead:signs", "args": {"count": 8}, "layers": 8}
-    model["loss"] = "tests.runtime.user_models:sum_of_errors"
-    plan = plan_for(schedule, p, sync, "adamw", 8 // copies, copies, **model)
-    training = {**plan.manifest.training, "data": {"kind": "tests.runtime.test_ahead:Integers"}}
-    plan = replace(plan, manifest=plan.manifest.model_copy(update={"training": training}))
-    results = [worker.results[0] for worker in run_threads(plan, 1)]
-    assert len({(r.grad_norm, r.loss) for r in results}) == 1
-    return results[0].grad_norm
-
-
-SPLITS = [("1f1b", 1, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("zb-v", 2, 2), ("interleaved-1f1b", 2, 4)]
-SPLITS += [("chimera", 4, 1)]
-
-
-@pytest.mark.parametrize("sync", ["before-step", "post-validate"])
-@pytest.mark.parametrize(("schedule", "p", "copies"), few(SPLITS, [("zb-v", 2, 2), ("chimera", 4, 1)]))
-def test_the_norm_is_the_same_double_for_every_split_over_ranks_copies_and_pipes(schedule, p, copies, sync):
-    assert norm(schedule, p, copies, sync) == norm("1f1b", 1, 1, "before-step") > 0
-
-
 def test_signals_are_posted_for_right_before_they_are_waited_for():
     calls = {0: [], 1: []}
 
     def listen(worker):
         transport, noted = worker.transport, calls[worker.rank]
         post, wait = transport.post, transport.wait
-
-        def posted(message, buffer, peer):
-            noted.append(("post", message))
-            post(message, buffer, peer)
-
-        def waited(message):
-            noted.append(("wait", message))
-            return wait(message)
-
-        transport.post, transport.wait = posted, waited
+        transport.post = lambda message, *how: noted.append(("post", message)) or post(message, *how)
+        transport.wait = lambda message: noted.append(("wait", message)) or wait(message)
 
     run_threads(plan_for("zb-h1", 2, "post-validate", "adamw"), 3, setup=listen)
     for noted in calls.values():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.refusals import refused
+from tests.runtime import one_by_one
 from tests.runtime.small_plans import GPT, make_plan, parameters
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
@@ -15,7 +16,6 @@ from zbc.compiler.schedules import Request, find, several
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, repeated
 from zbc.plan.lateness import lateness
-from zbc.plan.phases import Phases
 from zbc.runtime.core.optimizer import torch_optimizer
 from zbc.runtime.core.private import unversioned
 from zbc.training.building.context import Settings
@@ -43,14 +43,12 @@ class OneProcess:
     """The ops of all ranks in turn, each as soon as its inputs exist, on plain layers and one set of weights."""
 
     def __init__(self, plan, steps):
-        self.plan, self.settings = plan, Settings.of(plan.manifest)
-        manifest, options = plan.manifest, self.settings.optimizer
-        self.m, self.every, seed = manifest.microbatches, options.every, self.settings.train.seed
+        manifest, self.settings = plan.manifest, Settings.of(plan.manifest)
+        options, seed = self.settings.optimizer, self.settings.train.seed
+        self.m, self.every = manifest.microbatches, options.every
         samples = build_samples(self.settings.data, self.settings.model, seed)
-        self.batches = Batches(
-            samples, seed=seed, microbatches=self.m, size=manifest.microbatch_size, phases=Phases.of(manifest)
-        )
-        layers = {layer.name: layer.build(seed) for layer in model.layers(self.settings.model, seed)}
+        self.batches = Batches(samples, seed=seed, microbatches=self.m, size=manifest.microbatch_size)
+        layers = one_by_one.built(plan)
         self.stages = [[layers[name] for name in names] for names in manifest.layers]
         self.weights = [[p for layer in stage for p in layer.parameters()] for stage in self.stages]
         self.named = {f"{n}.{local}": p for n, one in layers.items() for local, p in one.named_parameters()}
@@ -61,10 +59,8 @@ class OneProcess:
         self.tau = [late[s] if options.lookahead else 0 for s in range(manifest.stages)]
         self.made, self.stalest = [0] * manifest.stages, [0] * manifest.stages
         self.acts, self.grads, self.kept, self.losses = {}, {}, {}, {}
-        self._run([[op for op in ops if op.kind in (Kind.F, Kind.BW, Kind.STEP)] for ops in self._ranks(steps)])
-
-    def _ranks(self, steps):
-        return repeated(self.plan.program, steps).ranks
+        ranks = repeated(plan.program, steps).ranks
+        self._run([[op for op in ops if op.kind in (Kind.F, Kind.BW, Kind.STEP)] for ops in ranks])
 
     def _run(self, lists):
         at = [0] * len(lists)

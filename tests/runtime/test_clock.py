@@ -1,12 +1,12 @@
 """The clock of a GPU, with fake events: the lead of the host, times of ops, and the op at which a rank hangs."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.fake_gpu import Stream, fake_torch
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
 from zbc.runtime import cuda
@@ -15,6 +15,78 @@ from zbc.runtime.cuda import LEAD, CudaClock
 from zbc.training.launch.board import Board
 from zbc.training.recording import tracing
 from zbc.training.watchdog import Heard, Watchdog
+
+
+class Stream:
+    """Items in order: work that takes some ms, gates that a message opens, events."""
+
+    def __init__(self, *, prompt=False):
+        self.items, self.now, self.prompt, self.waited = [], 0.0, prompt, 0
+
+    def launch(self, ms):
+        self.items.append(ms)
+
+    def wait_for(self, gate):
+        """Later items wait until `gate()`."""
+        self.items.append(gate)
+
+    def record(self, event):
+        event.turn += 1
+        self.items.append((event, event.turn))
+        if self.prompt:
+            self.run()
+
+    def run(self, most=10**9):
+        """Runs up to `count` pieces of work, and other items before the next piece."""
+        while self.items:
+            item = self.items[0]
+            if callable(item):
+                if not item():
+                    return
+            elif isinstance(item, tuple):
+                event, turn = item
+                event.passed, event.at = turn, self.now
+            elif most == 0:
+                return
+            else:
+                self.now, most = self.now + item, most - 1
+            self.items.pop(0)
+
+
+class Event:
+    def __init__(self):
+        self.stream, self.turn, self.passed, self.at = Stream(), 0, 0, 0.0
+
+    def record(self, stream):
+        self.stream = stream
+        stream.record(self)
+
+    def query(self):
+        return self.passed == self.turn  # as CUDA's: true of one that was never recorded
+
+    def synchronize(self):
+        self.stream.waited += 1
+        self.stream.run()
+        if not self.query():
+            raise AssertionError("the host waits for what the device cannot do")
+
+    def elapsed_time(self, other):
+        assert self.query() and other.query(), "asked of events that have not passed"
+        return other.at - self.at
+
+
+def fake_torch(streams):
+    """A fake of torch for a module that uses events of `streams`, by the number of the device.
+
+    A wait for a whole device fails.
+    """
+
+    def synchronize(*_):
+        raise AssertionError("waits for the whole device")
+
+    current = {"current_stream": lambda device: streams[device.index], "set_device": lambda device: None}
+    cuda = SimpleNamespace(Event=lambda enable_timing=False: Event(), synchronize=synchronize, **current)
+    return SimpleNamespace(cuda=cuda)
 
 
 class Rank:
@@ -109,10 +181,7 @@ def test_an_event_that_is_used_again_does_not_tell_of_the_op_it_was_used_for_bef
 def test_a_device_that_has_failed_does_not_end_the_watchdog(rank, monkeypatch):
     rank.op(0)
 
-    def fails():
-        raise RuntimeError("CUDA error: an illegal memory access")
-
-    monkeypatch.setattr(rank.clock._marks[0].end, "query", fails)
+    monkeypatch.setattr(rank.clock._marks[0].end, "query", Mock(side_effect=RuntimeError("CUDA error")))
     assert rank.progress.seen(1.0) is rank.progress
 
 
@@ -173,12 +242,7 @@ def test_steps_take_their_busy_times_from_events(streams, sync):
         stream = streams[worker.rank] = Stream(prompt=True)
         worker.clock = made = CudaClock(torch.device("cuda", worker.rank), worker.progress)
         stop = made.stop
-
-        def launch(began):
-            stream.launch(10)
-            stop(began)
-
-        made.stop = launch
+        made.stop = lambda began: stream.launch(10) or stop(began)
 
     plan = make_plan(make_program("zb-h1", 2, 4, sync=sync), optimizer={"sync": sync})
     workers, expected = run_threads(plan, 3, setup=setup), run_threads(plan, 3)[0].results
@@ -242,11 +306,3 @@ def test_events_are_put_on_the_clock_of_the_host(monkeypatch):
         assert first == pytest.approx(began, abs=1000)
         assert [at - first for at in rest] == pytest.approx([3_000_000, 5_000_000, 45_000_000], abs=1000)
     assert device.made == 5 + 4
-
-
-def test_the_stamps_of_a_device_are_those_it_can_give():
-    assert isinstance(tracing.stamps_for(torch.device("cpu")), tracing.Stamps)
-    assert isinstance(tracing.stamps_for(torch.device("cuda", 1)), tracing.CudaStamps)
-    host = tracing.stamps_for(torch.device("cpu"))
-    a, b = host.stamp(), host.stamp()
-    assert host.read([a, b]) == [a, b] and a <= b

@@ -127,16 +127,6 @@ def test_everything_is_compiled_before_training_starts_and_evaluation_runs_layer
     assert losses[0] == losses[1]
 
 
-def test_trying_layers_out_leaves_weights_gradients_buffers_and_generators_as_they_were():
-    before = torch.get_rng_state()
-    models = (zoo("batchnorm", compile=compiles) for compiles in (True, False))
-    workers = [make_worker(make_plan(make_program("zb-h1", 1, 2), model=model, **VECTORS)) for model in models]
-    assert torch.equal(torch.get_rng_state(), before)
-    one, other = ([layer.module.state_dict() for layer in w.stages[0].layers] for w in workers)
-    assert all(torch.equal(a[key], b[key]) for a, b in zip(one, other, strict=True) for key in b)
-    assert all(p.grad is None for p in parameters(workers).values())
-
-
 def refusal(family, schedule="zb-h1"):
     plan = make_plan(make_program(schedule, 2, 3), model={**family, "compile": True}, **VECTORS)
     with pytest.raises(ZbcError) as caught:
@@ -154,36 +144,21 @@ def test_layers_that_torch_compiles_wrongly_or_for_each_value_anew_are_refused_b
     )
 
 
-class Wrong(torch.autograd.Function):
-    """x * w, with a wrong gradient if compiled."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad * w * (1.001 if torch.compiler.is_compiling() else 1.0), (grad * x).sum(0)
-
-
-class Deceives(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.w = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+class Deceives(nn.Linear):
+    """With a wrong gradient if compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return Wrong.apply(self.linear(x), self.w)
+        y = super().forward(x)
+        return y + (0.001 if torch.compiler.is_compiling() else 0.0) * (y - y.detach())
 
 
 def deceivers():
-    return [Deceives] * 4
+    return [lambda: Deceives(8, 8)] * 4
 
 
 def test_a_gradient_that_is_off_by_a_thousandth_is_found():
     code, text = refusal({"family": f"{__name__}:deceivers", "layers": 4, "loss": "mse"})
-    assert code == "E509" and "the gradient of linear.bias" in text and "its output" not in text
+    assert code == "E509" and "the gradient of bias" in text and "its output" not in text
 
 
 def test_the_doctor_holds_compiled_layers_against_plain_autograd():

@@ -215,6 +215,9 @@ NARROW = {"model__dtype": "bfloat16", "model__parameters": "bfloat16", "model__f
 WEIGHED += [(trait, "zb-h1", {**SPREAD, **AGAIN, **NARROW}) for trait in ("tp", "tp_sequence")]
 WEIGHED += [("tp", "1f1b", SPREAD), ("tp_sequence", "zb-h1", {**SPREAD, "model__dtype": "bfloat16"})]
 WEIGHED += [(trait, "interleaved-1f1b", {}) for trait in ("one-sided", "sharded gradients", "sharded all")]
+WEIGHED += [("sharded weights", "zb-v", {"model__dtype": "bfloat16"}), ("sharded weights", "chimera", {})]
+WEIGHED += [("sharded weights", "interleaved-1f1b", {"memory__resident": 2}), ("sharded all", "bitpipe", {})]
+WEIGHED += [("sharded optimizer", "breadth-first", {})]
 QUICK = [WEIGHED[n] for n in (0, 5, 8, 14)] + [one for one in WEIGHED if one[0] in ("offload", "fused gradients")]
 QUICK += [
     next(one for one in WEIGHED if "adapter__rank" in one[2] and part in str(one))

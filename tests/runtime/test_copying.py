@@ -13,6 +13,7 @@ from zbc.job.sections import Hardware
 from zbc.runtime.cuda import StreamCopier
 from zbc.runtime.features.offload import copying
 from zbc.runtime.features.offload.copying import Piece, ThreadCopier
+from zbc.training.checkpoint.saving import Arena
 
 
 class Stream:
@@ -93,14 +94,38 @@ def test_a_copy_back_waits_for_its_memory_and_for_its_own_copy_out(copier):
     assert back.event in Streams.current.knows
 
 
-def test_a_slab_is_pinned_at_its_size_and_freed_once_its_copies_have_ended(copier, monkeypatch):
-    calls, code = [], 0
+@pytest.fixture
+def driver(monkeypatch):
+    """Calls of the driver that pin memory, and the last code it returns, if any."""
+    calls, code = [], []
+
+    def check(code):
+        if code:
+            raise RuntimeError(code)
+
     runtime = SimpleNamespace(
-        cudaHostRegister=lambda at, size, flags: calls.append(("pin", at, size)) or code,
-        cudaHostUnregister=lambda at: calls.append(("unpin", at)) or code,
+        cudaHostRegister=lambda at, size, flags: calls.append(("pin", at, size)) or sum(code),
+        cudaHostUnregister=lambda at: calls.append(("unpin", at)) or sum(code),
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    return calls, code
+
+
+def test_memory_of_copies_of_a_state_is_given_to_the_driver_as_it_is_and_taken_back(driver):
+    calls, code = driver
+    arena = Arena(pinned=True)
+    first = arena.places({"a": torch.zeros(100)})["a"].data_ptr()
+    arena.places({"a": torch.zeros(100)})
+    arena.places({"b": torch.zeros(1000)})
+    assert calls[:2] == [("pin", first, 448), ("unpin", first)] and calls[2][2] == 4032
+    code.append(2)
+    with pytest.raises(RuntimeError):
+        arena.places({"c": torch.zeros(3)})
+
+
+def test_a_slab_is_pinned_at_its_size_and_freed_once_its_copies_have_ended(copier, driver):
+    calls, code = driver
     at = copier.slab(1000).data_ptr()
     assert calls == [("pin", at, 1000)]
     copier._out.busy = True
@@ -109,13 +134,7 @@ def test_a_slab_is_pinned_at_its_size_and_freed_once_its_copies_have_ended(copie
     copier._out.busy = False
     copier.close()
     assert calls[1:] == [("unpin", at)]
-    code = 2
-
-    def check(code):
-        if code:
-            raise RuntimeError("no more")
-
-    monkeypatch.setattr(torch.cuda, "check_error", check)
+    code.append(2)
     with refused("E603", match=r"1\.0 MiB of pinned host memory"):
         copier.slab(2**20)
 

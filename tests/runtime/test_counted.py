@@ -5,14 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.runtime import one_by_one
 from tests.runtime.padded_data import LENGTH, WORDS, Padded, own, silent, total, zeros
 from tests.runtime.small_plans import GPT, descend, make_plan, make_program, make_worker, parameters
 from tests.runtime.woven import shared_program
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.plan.directory import StoredPlan
-from zbc.training.building.context import Settings
 from zbc.training.data.counted import no_mean
 from zbc.training.models import model
 
@@ -23,21 +22,21 @@ WAYS = [("1f1b", 4, 1, "before-step"), ("zb-v", 2, 2, "before-step"), ("dualpipe
         ("zb-h1", 2, 2, "post-validate"), ("1f1b", 1, 2, "before-step"), ("1f1b", 2, 2, "two-versions")]  # fmt: skip
 
 
-def plan_of(counts, way=WAYS[0], loss="cross_entropy", *, slices=1, m=4, **options):
+def plan_of(counts, way=WAYS[0], loss="cross_entropy", *, slices=1, m=4, kept=0.0, **options):
     schedule, p, copies, sync = way
     chosen = {"family": f"{HERE}:layers", "layers": 4, "loss": loss}
     program = make_program(schedule, p, m, copies=copies, slices=slices, sync=sync)
     optimizer = {"kind": "sgd", "lr": 0.3, "sync": sync, "weight_decay": 0.0}
-    data = {"kind": f"{HERE}:Padded", "args": {"counts": counts, "ignored": LOSSES.get(loss, (None, -100))[1]}}
-    size = len(counts) // (m * copies)
+    args = {"counts": counts, "ignored": LOSSES.get(loss, (None, -100))[1]}
+    data = {"kind": f"{HERE}:Padded", "args": args, **({"validation": kept} if kept else {})}
+    size = int(len(counts) * (1 - kept)) // (m * copies)
     return make_plan(program, model=chosen, data=data, size=size, optimizer=optimizer, **options)
 
 
 def one_process(plan, loss, steps):
     """All samples in one batch: every step has all of them, so their order does not matter."""
     args = plan.manifest.training["data"]["args"]
-    plans = model.layers(Settings.of(plan.manifest).model, 7)
-    data, made = Padded(**args), {f"layers.{i}": layer.build(7) for i, layer in enumerate(plans)}
+    data, made = Padded(**args), one_by_one.built(plan)
     weights = {f"{name}.{local}": p for name, layer in made.items() for local, p in layer.named_parameters()}
 
     def told():
@@ -82,11 +81,8 @@ def test_targets_that_do_not_count_weigh_nothing_in_slices(loss):
 def test_evaluation_is_one_mean_over_all_that_count(loss, slices):
     counts = [1, 0, 4, 2, 0, 0, 3, 0] * 2
     rows = (0, 2, 4) if slices == 2 else ()
-    plan = plan_of(counts, ("1f1b", 2, 1, "before-step"), loss, slices=slices, rows=rows, train={"eval_every": 1})
-    half = plan.manifest.training["data"] | {"validation": 0.5}
-    training = plan.manifest.training | {"data": half}
-    plan = StoredPlan(plan.manifest.model_copy(update={"training": training, "microbatch_size": 2}), plan.program)
-    workers = run_threads(plan, 1)
+    how = {"slices": slices, "rows": rows, "kept": 0.5, "train": {"eval_every": 1}}
+    workers = run_threads(plan_of(counts, ("1f1b", 2, 1, "before-step"), loss, **how), 1)
     found = workers[0].evaluation.results[0]
     x = Padded(counts).x[8:]
     for index in range(4):
@@ -101,10 +97,7 @@ def test_ranks_that_share_the_vocabulary_count_alike(sums, slices):
     chosen = {**GPT, "vocab": WORDS, "seq_len": LENGTH, "layers": 2}
     data = {"kind": f"{HERE}:Padded", "args": {"counts": [1, 0, 4, 2, 0, 0, 3, 0]}}
     program = shared_program("zb-h1", 2, 4, sums, slices=slices)
-    how, rows = (
-        {"model": chosen, "data": data, "optimizer": {"kind": "sgd", "lr": 0.0}},
-        (0, 2, 4) if slices == 2 else (),
-    )
+    how, rows = {"model": chosen, "data": data, "optimizer": {"kind": "sgd"}}, (0, 2, 4) if slices == 2 else ()
     found = run_threads(make_plan(program, rows=rows, **how, size=2), 1)[0].results[0]
     whole = run_threads(make_plan(make_program("1f1b", 1, 1), **how, size=8), 1)[0].results[0]
     assert (found.loss, found.grad_norm) == pytest.approx((whole.loss, whole.grad_norm), rel=1e-6)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from tests.jobs import job
 from tests.refusals import refused
+from tests.runtime.small_plans import parameters
 from tests.threads import run_threads
 from zbc.compiler.compile import compile_job
 from zbc.ir import Kind
@@ -173,7 +174,7 @@ def test_entries_give_the_loss_and_gradients_of_plain_torch(case):
     form, names, loss, kind, more = CASES[case]
     plan = plan_of(form, names, loss, kind, {**more, "train": {"steps": 1, "eval_every": 1}}, validation=0.25)
     workers, settings = run_threads(plan, 1), Settings.of(plan.manifest)
-    found = {k: p.grad for w in workers for o in w.optimizers.values() for k, p in o.parameters.items()}
+    found = {name: p.grad for name, p in parameters(workers).items()}
     samples = build_samples(settings.data, settings.model, settings.train.seed)
     order = Batches(samples, seed=settings.train.seed, microbatches=M, size=SIZE)
     value = by_torch(settings, form, names, loss, [index for mb in range(M) for index in order.numbers(0, mb)])

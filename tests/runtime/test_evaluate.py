@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.refusals import refused
+from tests.runtime import one_by_one
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters
 from tests.threads import each_layer, run_threads
 from tests.tiers import few
@@ -41,16 +42,6 @@ def test_every_placement_has_a_forward_program_that_is_proven(make, p):
             words = sorted(Op(kind, 0, mb, 0, part) for kind in SHARED for _, mb, _, part in units[: m * slices])
             for ops in program.ranks if shared else ():
                 assert sorted(op for op in ops if op.kind.unit_wide) == words
-
-
-def test_the_listing_of_a_small_one():
-    first, second = forward_only(Placement.vshape(2), 2).ranks
-    assert ", ".join(map(str, first)) == (
-        "F s0 m0, SEND_F s0 m0, RECV_F s3 m0, F s0 m1, SEND_F s0 m1, RECV_F s3 m1, F s3 m0, F s3 m1"
-    )
-    assert ", ".join(map(str, second)) == (
-        "RECV_F s1 m0, F s1 m0, RECV_F s1 m1, F s2 m0, SEND_F s2 m0, F s1 m1, F s2 m1, SEND_F s2 m1"
-    )
 
 
 V, WORDS = forward_only(Placement.vshape(2), 2), forward_only(Placement.linear(2), 2, shared=True)
@@ -101,28 +92,25 @@ def results(workers):
 
 def by_one_process(plan, workers):
     """Mean loss of the trained weights over the kept samples, by unpatched layers."""
-    settings, m = Settings.of(plan.manifest), plan.manifest.topology.batch
+    settings, size = Settings.of(plan.manifest), plan.manifest.microbatch_size
     low = settings.model.parameters == "bfloat16"
-    found = parameters(workers)
-    layers = []
-    for layer in model.layers(settings.model, 7):
-        module = layer.build(7)
-        with torch.no_grad():
-            for local, parameter in module.named_parameters():
-                parameter.copy_(found[f"{layer.name}.{local}"])
-        layers.append(module.bfloat16().eval() if low else module.eval())
+    layers = one_by_one.built(plan)
+    with torch.no_grad():
+        for name, parameter in parameters(workers).items():
+            module = next(layer for layer in layers if name.startswith(f"{layer}."))
+            layers[module].get_parameter(name.removeprefix(f"{module}.")).copy_(parameter)
+    modules = [(module.bfloat16() if low else module).eval() for module in layers.values()]
     samples = build_validation(settings.data, settings.model, 7)
-    batches = Batches(samples, seed=seed_of(7, "evaluation"), microbatches=m, size=plan.manifest.microbatch_size)
+    batches = Batches(samples, seed=seed_of(7, "evaluation"), microbatches=1, size=size)
     losses = []
-    for number in range(len(samples) // plan.manifest.microbatch_size):  # all that is whole, the last batch smaller
-        step, mb = divmod(number, m)
-        x = batches.inputs(step, mb)
+    for number in range(len(samples) // size):  # all that is whole, the last batch smaller
+        x = batches.inputs(number, 0)
         x = x.bfloat16() if low and x.is_floating_point() else x
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
-            for module in layers:
+            for module in modules:
                 x = module(*x) if isinstance(x, tuple) else module(x)
-            losses.append(model.loss(settings.model.loss)(x, batches.targets(step, mb)).item())
-    return sum(losses) / len(losses), len(losses) * plan.manifest.microbatch_size
+            losses.append(model.loss(settings.model.loss)(x, batches.targets(number, 0)).item())
+    return sum(losses) / len(losses), len(losses) * size
 
 
 @pytest.mark.parametrize(
@@ -169,9 +157,8 @@ def test_training_goes_on_as_if_nobody_had_looked(text, schedule, p, section, ho
     for train in ({}, {"eval_every": 2}):
         plan = plan_for(schedule, p, text, section=section, train=train, how=how, optimizer=optimizer)
         runs.append(run_threads(plan, 5))
-    plain, watched = runs
-    assert len(watched[0].evaluation.results) == 3 and plain[0].evaluation is None
-    assert all(math.isfinite(r.loss) for r in watched[0].evaluation.results)
+    found = runs[1][0].evaluation.results
+    assert len(found) == 3 and all(math.isfinite(r.loss) for r in found) and runs[0][0].evaluation is None
     numbers = [[(r.step, r.loss, r.grad_norm) for r in run[0].results] for run in runs]
     assert numbers[0] == numbers[1] and len(numbers[0]) == 5
     before, after = (parameters(run) for run in runs)

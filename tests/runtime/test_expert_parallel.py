@@ -1,7 +1,5 @@
 """Expert parallelism: equal to the training of replicas with all experts each, under every order and after resuming."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from tests.check.each import check_complete
-from tests.composed import GPT, TOLERANCE, apart, toml
+from tests.composed import GPT, TOLERANCE, apart, planned
 from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.test_experts import MODEL, tables
@@ -23,57 +21,40 @@ from tests.threads import each_parameter, run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.schedules import SCHEDULES
-from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.job.spec import Model
 from zbc.ops import EXPERTS, experts_of, home_of
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.grouped import of_expert
-from zbc.runtime.features import freezing
 from zbc.runtime.features.experts.expert_parallel import Copies
 from zbc.runtime.features.tensor_parallel import SharedLayers
-from zbc.training.models.experts import stacks_of
 
 
-def compiled(folder, way, **parallel):
-    """A compiled job with eight microbatches per step over all replicas."""
+def asked(way, **parallel):
+    """The tables of a job with eight microbatches per step over all replicas."""
     found = tables(way)
     found["parallel"] |= parallel
     found["schedule"]["microbatches"] = 8 // found["parallel"].get("dp", 1)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "zbc.toml").write_text(toml(found))
-    return compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False)
+    return found
 
 
-def plan(folder, way, **parallel):
-    compiled(folder, way, **parallel).write(folder / "plan")
-    return StoredPlan.read(folder / "plan")
+def plan(way, **parallel):
+    return planned(asked(way, **parallel))
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
 
 
-def test_experts_that_alone_have_copies_are_gathered_freed_and_scattered_alone(tmp_path):
-    made = compiled(tmp_path, {"schedule": {"kind": "interleaved-1f1b"}}, ep=2, tp=4, shard="all")
-    kinds = {Kind.GATHER, Kind.FREE, Kind.SCATTER}
-    found = {(op.kind, op.stage <= EXPERTS) for _, _, op in made.program if op.kind in kinds}
-    assert found == {(kind, True) for kind in kinds}
-
-
-def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away(tmp_path):
+def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away():
     """So that each op computes while the other's rows are under way."""
-    made, begun = plan(tmp_path, {"schedule": {"kind": "braid-v"}}, dp=2, ep=2), {}
-    ops = {}
+    made, begun = plan({"schedule": {"kind": "braid-v"}}, dp=2, ep=2), {}
 
     def watch(worker):
         transport, mine = worker.features.of(SharedLayers).swaps.transport, begun.setdefault(worker.rank, [])
-        start, ops[worker.rank] = transport.start_swap, worker.plan.ops
+        start = transport.start_swap
         transport.start_swap = lambda *args: mine.append((worker.progress.index, args[0].dtype)) or start(*args)
 
-    run_threads(made, 1, setup=watch)
-    for rank, indices in begun.items():
-        own = ops[rank]
+    for worker in run_threads(made, 1, setup=watch):
+        own, indices = worker.plan.ops, begun[worker.rank]
         groups = [at for at, op in enumerate(own) if op.kind.is_mark and own[at + 2].kind is Kind.BW]
         firsts = [next(own[index].kind for index, _ in indices if at < index < at + 3) for at in groups]
         assert firsts and set(firsts) == {Kind.BW} and all(own[at + 1].kind is Kind.F for at in groups)
@@ -83,40 +64,14 @@ def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away(tmp_
         assert [index for index, _ in after] == counted
 
 
-EVEN = {"f": 1.0, "b": 1.0, "w": 1.0}  # so that swaps change no order
-
-
-def test_replicas_that_share_out_experts_freeze_alike(tmp_path, monkeypatch):
-    way = {"schedule": {"kind": "zb-v"}, "freeze": {"most": 0.5}, "costs": EVEN}
-    found = numbers(run_threads(plan(tmp_path / "some", way, dp=2, ep=2), 3))
-    every = freezing.turns_of
-
-    def alike(ops, stage, manifest, after):
-        return every(ops, stage, manifest.model_copy(update={"ep": 2}), after)
-
-    made = plan(tmp_path / "all", way, dp=2)
-    assert made.program.freezes
-    assert apart(found, numbers(run_threads(made, 3))) > 0.01
-    monkeypatch.setattr(freezing, "turns_of", alike)
-    assert apart(found, numbers(run_threads(made, 3))) <= TOLERANCE
-
-
-def files(worker, names):
-    """The names in files of a rank's parameters."""
-    stacks = stacks_of(worker)
-    for name in names:
-        first, own, _ = stacks.get(name, (0, 1, 1))
-        yield from (of_expert(name, place) if name in stacks else name for place in range(first, first + own))
-
-
 SHARING = [{"dp": 2, "ep": 2, "expert_tp": 2}, {"ep": 2}, {"ep": 2, "tp_sequence": True}]
 
 
 @pytest.mark.parametrize("parallel", SHARING, ids=str)
-def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_once(tmp_path, parallel):
+def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_once(parallel):
     way = {"schedule": {"kind": "1f1b"}, "model": {"balance_loss": 0.0, "balance_rate": 0.05}}
-    some = run_threads(plan(tmp_path / "some", way, tp=2, **parallel), 3)
-    whole = run_threads(plan(tmp_path / "one", {"model": way["model"]}, pp=1), 3)
+    some = run_threads(plan(way, tp=2, **parallel), 3)
+    whole = run_threads(plan({"model": way["model"]}, pp=1), 3)
     assert apart(numbers(some), numbers(whole)) <= TOLERANCE
     for one, other in zip(some[-1].results, whole[-1].results, strict=True):
         assert one.routed == other.routed and one.added == pytest.approx(other.added, rel=1e-5)
@@ -133,15 +88,11 @@ def of_the_page(folder, way, **parallel):
     """A plan for the layers of docs/experts.md."""
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     (folder / "moe_of_the_page.py").write_text(code)
-    found = tables(way)
+    found = asked(way, **parallel)
     found["model"] = {"family": "moe_of_the_page:layers", "layers": 3, "loss": "mse"}
     found["model"] |= {"args": {"width": 8, "count": 4, "blocks": 3}}
     found["data"] = {"kind": "tests.processes.user_layers:Vectors"}
-    found["parallel"] |= parallel
-    found["schedule"]["microbatches"] = 8 // parallel.get("dp", 1)
-    (folder / "zbc.toml").write_text(toml(found))
-    compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False).write(folder / "plan")
-    return StoredPlan.read(folder / "plan")
+    return planned(found)
 
 
 OF_THE_PAGE = [
@@ -171,20 +122,6 @@ def test_a_layer_that_shares_out_nothing_is_named(tmp_path, monkeypatch):
         run_threads(made, 1)
 
 
-def test_a_rank_has_and_steps_its_own_experts(tmp_path):
-    made = plan(tmp_path, {"schedule": {"kind": "1f1b"}}, dp=4, ep=2)
-    workers = run_threads(made, 1)
-    for worker in workers:
-        names = {name for owner, one in worker.optimizers.items() if owner <= EXPERTS for name in one.parameters}
-        mine = {name.split(".experts.")[1].split(".")[0] for name in files(worker, names)}
-        assert mine == ({"0", "1"} if worker.replica % 2 == 0 else {"2", "3"})
-    texts = {str(op) for _, _, op in made.program}
-    assert {"REDUCE e0", "STEP e0", "REDUCE s0", "STEP s0"} <= texts
-    same = [one for one in workers if one.replica % 2 == 0 and one.plan.rank == 0]
-    for name, parameter in same[0].stages[0].parameters.items():
-        assert torch.equal(parameter, same[1].stages[0].parameters[name]), name
-
-
 def of_experts(ops):
     return {(op.kind, home_of(op.stage)) for op in ops if op.stage <= EXPERTS}
 
@@ -192,11 +129,6 @@ def of_experts(ops):
 def routed(names):
     """The stages with a block, which has experts, by the names of their layers."""
     return {s for s, own in enumerate(names) if any(name.startswith("layers.") for name in own)}
-
-
-def owned_by_all(patch):
-    """Plans as they were when each stage had an owner of experts."""
-    patch.setattr(Model, "routed", property(lambda model: range(model.layers + 2)))
 
 
 WITH = [
@@ -211,7 +143,7 @@ WITH = [
 
 @pytest.mark.parametrize("way", few(WITH, lambda way: "vocabulary" not in str(way)), ids=str)
 def test_a_stage_without_experts_has_no_ops_of_any(way):
-    """And is otherwise as with ops of experts that it has not; under each order that is not searched."""
+    """Under each order that is not searched."""
     tried = 0
     for kind in (name for name, card in SCHEDULES.items() if not card.searched):
         rng = Random(f"{kind} {way}")
@@ -223,29 +155,23 @@ def test_a_stage_without_experts_has_no_ops_of_any(way):
         model = {"family": "llama", "experts": 4, "ffn_hidden": 16, "layers": sum(blocks)}
         how = {"kind": kind, "m": 4, "model": model, "parallel": parallel, "partition": {"layers_per_stage": blocks}}
         try:
-            asked = job(**way | how)
-            found = compile_job(asked, budget=0.0, suggest=False)
+            found = compile_job(job(**way | how), budget=0.0, suggest=False)
         except ZbcError as error:
             assert error.code.startswith("E1"), error  # what does not go together
             continue
         ops, those = [op for _, _, op in found.program], routed(found.layers)
         steps = {stage for kind, stage in of_experts(ops) if kind in (Kind.STEP, Kind.TENTATIVE)}
         assert steps == {stage for _, stage in of_experts(ops)} == those
-        with pytest.MonkeyPatch.context() as patch:
-            owned_by_all(patch)
-            every = compile_job(asked, budget=0.0, suggest=False).program
-        assert not every.dense and {*found.program.dense} == {*range(stages)} - those
-        kept = [tuple(op for op in row if op.stage > EXPERTS or home_of(op.stage) in those) for row in every.ranks]
-        assert list(found.program.ranks) == kept
+        assert {*found.program.dense} == {*range(stages)} - those
         tried += len(those) < stages
     assert tried > 1
 
 
-def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_refused(tmp_path):
-    made = plan(tmp_path, {"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, dp=2, ep=2)
+def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_refused():
+    made = plan({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, dp=2, ep=2)
     assert made.manifest.dense == [0] and made.program.dense == (0,)
-    plain = compiled(tmp_path / "plain", {"schedule": {"kind": "1f1b"}}, dp=2, ep=2)
-    assert "dense" not in json.loads(plain.assemble()[0].dumps()), "as in plans that know no such field"
+    plain = plan({"schedule": {"kind": "1f1b"}}, dp=2, ep=2)
+    assert "dense" not in json.loads(plain.manifest.dumps()), "as in plans that know no such field"
     (first, second), step = made.program.ranks, Op(Kind.STEP, experts_of(0))
     with refused("E202", match="STEP e0 has nothing to work on: no experts of this stage are shared out"):
         check_complete(made.program.with_ranks([(*first, step), second], by="more"))
@@ -287,14 +213,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("way", "parallel", "said"), REFUSED)
-def test_shares_of_experts_that_cannot_be_are_refused(tmp_path, way, parallel, said):
+def test_shares_of_experts_that_cannot_be_are_refused(way, parallel, said):
     found = tables(way)
     found["parallel"] |= parallel
     if way == {"model": {"experts": None}}:
         found["model"] = dict(GPT)
-    (tmp_path / "zbc.toml").write_text(toml(found))
     with pytest.raises(ZbcError) as caught:
-        compile_job(load_job(tmp_path / "zbc.toml"), budget=0.0, suggest=False)
+        planned(found)
     errors = getattr(caught.value, "errors", (caught.value,))
     assert any(said in error.message for error in errors), [str(error) for error in errors]
 

@@ -5,15 +5,24 @@ import math
 import pytest
 import torch
 
+from tests.composed import planned, settings
+from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, parameters, reference
+from tests.runtime import one_by_one
+from tests.runtime.small_plans import GPT, LLAMA, descend, hold, make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import losses_of, run_threads
+from tests.threads import each_parameter, losses_of, run_threads
 from tests.tiers import few
-from zbc.ir import NEXT, Kind
+from zbc.ir import Kind
+from zbc.ops import experts_of
 from zbc.runtime.core.ending import leftovers
+from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import InPlace
+from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.unflushed.versions import TwoVersions
+from zbc.training.building.context import Settings
+from zbc.training.data.data import Batches, build_samples
+from zbc.training.models.model import cross_entropy
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 OPTIMIZERS = {"adamw": ADAMW, "sgd": {"kind": "sgd", "lr": 0.1}}
@@ -46,19 +55,16 @@ def test_fifty_steps_have_the_bits_of_one_process_a_step_late(schedule, p, m, v)
     check(plan_of(schedule, p, m, v, model=SMALL), 50)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    tolerance = 1e-6 if name == "clipped" else 0.0
-    check(plan_of("1f1b", 3, 4, optimizer=OPTIMIZERS[name]), 6, tolerance=tolerance)
+MORE = [("interleaved-1f1b", 2, 4, 2, {"activations": "recompute"}), ("interleaved-1f1b", 2, 4, 2, {"model": LLAMA})]
+MORE += [("1f1b", 3, 3, 1, {"model": user("residual", dropout=0.3), **VECTORS})]
+MORE += [("1f1b", 3, 4, 1, {"optimizer": how}) for how in OPTIMIZERS.values()]
 
 
-@pytest.mark.parametrize("how", [{"activations": "recompute"}, {"model": LLAMA}])
-def test_recompute_and_other_models(how):
-    check(plan_of("interleaved-1f1b", 2, 4, 2, **how), 5)
-
-
-def test_dropout_draws_what_its_step_draws():
-    check(plan_of("1f1b", 3, 3, model=user("residual", dropout=0.3), **VECTORS), 5)
+@pytest.mark.parametrize(("schedule", "p", "m", "v", "how"), MORE)
+def test_optimizers_models_and_recompute(schedule, p, m, v, how):
+    """Dropout draws what its step draws."""
+    clipped = "clip_grad_norm" in how.get("optimizer", {})
+    check(plan_of(schedule, p, m, v, **how), 6, tolerance=1e-6 if clipped else 0.0)
 
 
 def test_replicas_sum_each_step():
@@ -70,39 +76,28 @@ def test_replicas_sum_each_step():
 # ---- what stands between steps ---------------------------------------------------------------------------------
 
 
-def evaluating(every, **how):
+def evaluating(every):
     data = {"kind": "synthetic", "validation": 0.1}
-    return plan_of("1f1b", 3, 4, model=SMALL, data=data, train={"eval_every": every, "eval_batches": 1}, **how)
+    return plan_of("1f1b", 3, 4, model=SMALL, data=data, train={"eval_every": every, "eval_batches": 1})
 
 
 def test_an_evaluation_changes_nothing():
     """It comes after an epilogue, and the prologue after it begins with the older weights."""
-    plain = reference(evaluating(50), 7, delayed=True)
-    workers = check(evaluating(2), 7)
-    assert [one.step for one in workers[0].evaluation.results] == [1, 3, 5, 6]
-    assert losses_of(workers) == pytest.approx(plain.losses, rel=1e-6)
-    assert workers[0].evaluation.results[0].loss == pytest.approx(
-        run_threads(evaluating(2), 2)[0].evaluation.results[0].loss, abs=0.0
-    )
+    found = check(evaluating(2), 7)[0].evaluation.results
+    assert [one.step for one in found] == [1, 3, 5, 6]
+    assert found[0].loss == run_threads(evaluating(2), 2)[0].evaluation.results[0].loss
 
 
 def test_a_run_that_is_asked_to_stop_ends_with_the_step_that_has_begun():
     plan = plan_of("1f1b", 3, 4, model=SMALL)
 
     def step(worker):
-        def run(one, number, *, stop=False):
-            return cycle_step(one, number, stop=stop or (worker.rank == 1 and number == 2))
-
-        return run
-
-    from zbc.runtime.core.execute import run_step as cycle_step
+        return lambda one, number, stop=False: run_step(one, number, stop=stop or (worker.rank == 1 and number == 2))
 
     workers = run_threads(plan, 20, step=step)
     ran = [one.step for one in workers[0].results]
     assert ran == list(range(5))  # asked in step 3 (from 1), known at the end of step 4, when step 5 has begun
-    wanted = reference(plan, 5, delayed=True)
-    for name, p in parameters(workers).items():
-        assert p.detach().equal(wanted.weights[name]), name
+    hold(workers, reference(plan, 5, delayed=True))
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
@@ -120,6 +115,48 @@ def poisoned(worker, spoils):
         plain(one, op)
 
     ending.handlers = {**ending.handlers, Kind.STEP: poison}
+
+
+@pytest.mark.parametrize("parameters", ["float32", "bfloat16"])
+def test_in_bfloat16_two_versions_have_the_bits_of_one_process_a_step_late(parameters):
+    plan = plan_of("interleaved-1f1b", 2, 4, 2, model={**SMALL, "dtype": "bfloat16", "parameters": parameters})
+    hold(run_threads(plan, 6), reference(plan, 6, delayed=True))
+
+
+def mine(worker, spoiled):
+    """A parameter whose gradient only this rank has: of an expert, or of a shared layer."""
+    if spoiled == 0:
+        return next(iter(worker.optimizers[experts_of(0)].parameters.values()))
+    cut = worker.features.of(SharedLayers).cuts
+    return next(p for name, p in worker.stages[0].parameters.items() if name in cut)
+
+
+EXPERTS = {
+    "model__family": "llama",
+    "model__layers": 4,
+    "model__experts": 4,
+    "model__ffn_hidden": 64,
+    "parallel__ep": 2,
+    "parallel__dp": 2,
+}
+SKIPS = [("", EXPERTS, 0, [2, 3, 2, 3]), ("tp", {}, 1, [2, 2, 3, 3])]
+
+
+@pytest.mark.parametrize(("trait", "more", "spoiled", "steps"), SKIPS)
+def test_ranks_skip_a_step_with_their_stage(trait, more, spoiled, steps):
+    """One of two ranks with experts, or with a part, of the first stage has a gradient that is not finite."""
+    tables = settings("two versions", *filter(None, (trait,)), parallel__pp=2, schedule__microbatches=4, **more)
+
+    def spoils(worker, op):
+        return mine(worker, spoiled) if (worker.rank, op.stage) == (spoiled, 0) else None
+
+    workers = run_threads(planned(tables), 3, setup=lambda worker: poisoned(worker, spoils))
+    taken = [
+        {int(one["step"]) for optimizer in worker.optimizers.values() for one in optimizer.optimizer.state.values()}
+        for worker in workers
+    ]
+    assert taken == [{one} for one in steps]
+    assert all(torch.isfinite(p).all() for _, _, p in each_parameter(workers))
 
 
 def test_a_stage_whose_gradients_are_not_finite_skips_its_step():
@@ -145,7 +182,48 @@ def test_weights_that_are_not_here_and_what_a_step_leaves_behind_are_e703():
         run_threads(plan, 3)
 
 
-def test_forwards_of_the_next_step_run_in_this_one():
-    plan = plan_of("1f1b", 3, 4, model=SMALL)
-    ahead = [sum(op.mb >= NEXT for op in ops if op.kind is Kind.F) for ops in plan.program.ranks]
-    assert ahead == [2, 1, 0]
+# ---- error feedback: compared with one process by hand ---------------------------------------------------------
+
+
+def fed(**optimizer):
+    found = settings("two versions")
+    found["optimizer"] |= {"feedback": 1.0, **optimizer}
+    found["parallel"]["pp"] = 2
+    return found
+
+
+def test_an_update_makes_good_what_the_last_one_was_off_by():
+    """In plain gradient descent, step by step: u(t) is -0.3 times the gradient at W(t)."""
+    plan = planned(fed(kind="sgd", lr=0.3, weight_decay=0.0))
+    workers = run_threads(plan, 5)
+    losses, weights = by_hand(plan, 5, share=1.0)
+    assert losses_of(workers) == pytest.approx(losses, rel=1e-6)
+    plain = by_hand(plan, 5, share=0.0)[0]
+    assert losses_of(workers)[3:] != pytest.approx(plain[3:], rel=1e-6)
+    for name, p in parameters(workers).items():
+        torch.testing.assert_close(p.detach(), weights[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def by_hand(plan, steps, share):
+    batch, chosen, at = plan.manifest.topology.batch, Settings.of(plan.manifest), iter(range(steps))
+    batches = Batches(
+        build_samples(chosen.data, chosen.model, 3), seed=3, microbatches=batch, size=plan.manifest.microbatch_size
+    )
+    layers = one_by_one.built(plan)
+    weights = {f"{name}.{local}": p for name, module in layers.items() for local, p in module.named_parameters()}
+
+    def told():
+        step, total = next(at), 0.0
+        for mb in range(batch):
+            x = batches.inputs(step, mb)
+            for module in layers.values():
+                x = module(x)
+            total = total + cross_entropy(x, batches.targets(step, mb)) / batch
+        return (total,)
+
+    return [loss for (loss,) in descend(weights, steps, told, delayed=True, feedback=share)], weights
+
+
+def test_feedback_is_refused_where_gradients_are_not_a_step_late():
+    with refused("E110", "feedback"):
+        job(optimizer={"feedback": 0.5})

@@ -1,7 +1,6 @@
 """Weights that are resharded and unsharded within a step: bitwise equal to training with resident weights."""
 
 import itertools
-from collections import Counter
 from functools import cache
 
 import pytest
@@ -9,13 +8,10 @@ import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import run_threads, watch
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.errors import ZbcError
-from zbc.ir import Kind
-from zbc.runtime.features.shards.gathers import Gathers
-from zbc.runtime.features.shards.sharded import Sharded
 
 CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5}
 STEPS = 3
@@ -115,68 +111,3 @@ def test_weights_that_come_and_go_change_no_bit_of_what_else_a_stage_may_have(na
 @pytest.mark.parametrize("schedule", few(["breadth-first", "zb-v", "1f1b"], ["zb-v"]))
 def test_weights_that_stages_share_stay(schedule):
     same(run_threads(plan_of(schedule, 2, 4, 1, tied=True), STEPS), whole(schedule, 2, 4, "float32", tied=True))
-
-
-def freeable(sharded):
-    """Bytes that FREE would free now."""
-    low = [cast.low.untyped_storage().nbytes() for cast in sharded.weights._low.values() if cast.low is not None]
-    return 0 if sharded.weights._flat is None else sharded.weights._flat.bytes + sum(low)
-
-
-@pytest.mark.parametrize("resident", [1, 2])
-def test_no_more_weights_are_there_than_there_is_room_for(resident):
-    plan, most = plan_of("breadth-first", 2, 4, resident, v=3), Counter()
-
-    def look(worker, op):
-        here = sum(isinstance(one, Sharded) and bool(freeable(one)) for one in worker.optimizers.values())
-        most[worker.rank] = max(most[worker.rank], here)
-
-    workers = run_threads(plan, STEPS, setup=lambda worker: watch(worker, after=look))
-    assert most == dict.fromkeys(range(4), resident)
-    assert not any(freeable(one) for worker in workers for one in worker.features.of(Gathers).freed)
-
-
-def test_w_runs_while_its_weights_are_gone():
-    plan, gone = plan_of("zb-v", 2, 4, 1), []
-
-    def look(worker, op):
-        gone.append(not freeable(worker.features.of(Gathers).of(op)))
-
-    def setup(worker):
-        watch(worker, before=look, of=lambda op: op.kind is Kind.W)
-
-    same(run_threads(plan, STEPS, setup=setup), whole("zb-v", 2, 4, "float32"))
-    assert any(gone)
-
-
-TWO_PIPES = [
-    (name, resident, dtype)
-    for name in ("chimera", "bitpipe", "dualpipe", "chimera-zb")
-    for resident in range(1, len(find(name).make(Request(2, 4, find(name).default_chunks)).placement.stages_of(0)) + 1)
-    for dtype in ("float32", "bfloat16")
-]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "resident", "dtype"), few(TWO_PIPES, [("chimera", 1, "bfloat16"), ("bitpipe", 2, "float32")])
-)
-def test_replicas_of_one_holder_share_out_its_weights(schedule, resident, dtype):
-    """Gradients are summed over both pipes, in another order than with whole weights on each rank."""
-    plan = plan_of_case(schedule, resident, dtype)
-    if plan is None:
-        return
-    workers, meant = run_threads(plan, STEPS), whole(schedule, 2, 4, dtype)
-    near = 1e-5 if dtype == "float32" else 1e-3
-    for one, other in zip(workers, meant, strict=True):
-        for found, wanted in zip(one.results, other.results, strict=True):
-            assert (found.loss, found.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=near)
-    found, wanted = weights(workers), weights(meant)
-    assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=near) for name in wanted)
-    for optimizer in (worker.optimizers[stage] for worker in workers for stage in worker.stages):
-        assert optimizer.mirrored and len(optimizer._ranks) == 2
-    pairs = [(worker, stage) for worker in workers for stage in worker.stages]
-    for worker, stage in pairs:  # both holders have the same bits of the same parts
-        for other, same_stage in pairs:
-            if stage == same_stage and worker.replica == other.replica and worker is not other:
-                mine, theirs = worker.optimizers[stage].held(), other.optimizers[stage].held()
-                assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(mine, theirs, strict=True))

@@ -1,18 +1,17 @@
 """Frozen layers: equal to one process with requires_grad=False in the same microbatches."""
 
 import pytest
-import torch
 
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, make_worker, parameters, reference
-from tests.runtime.test_freed_weights import freeing, weights
+from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, make_worker, reference
+from tests.runtime.test_freed_weights import freeing, same
 from tests.runtime.test_gradients import VECTORS, user
 from tests.runtime.test_tensor_parallel import numbers, plan_of
 from tests.runtime.woven import shared_program
-from tests.threads import losses_of, run_threads, watch
+from tests.threads import run_threads, watch
 from tests.tiers import few
 from zbc.ir import WHOLE, Kind
-from zbc.runtime.features.freezing import Turns
+from zbc.runtime.features.freezing import turns_of
 from zbc.runtime.seeding import seed_of
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -90,6 +89,7 @@ def first_alone(stage, mb):
     return 0 if mb else WHOLE
 
 
+SOME = {"mixed": mixed, "a microbatch": first_alone, "a stage": lambda stage, mb: 0 if stage == 1 else WHOLE}
 CASES = {
     "recompute": ("zb-h1", {"activations": "recompute"}, 0.0),
     "another family": ("zb-h1", {"model": LLAMA}, 0.0),
@@ -98,6 +98,8 @@ CASES = {
     "replicas share the turns": ("1f1b", {"m": 3, "dp": 2, "optimizer": SGD}, 1e-6),
     # of two microbatches one is frozen altogether: a mean over the others of both replicas
     "a replica never trains a layer": ("1f1b", {"m": 2, "dp": 2, "optimizer": SGD, "share": first_alone}, 1e-6),
+    "no gradients for a stage, momentum and decay included": ("1f1b", {"share": SOME["a stage"]}, 0.0),
+    "no gradients for a stage, B and W apart": ("zb-h1", {"share": SOME["a stage"]}, 0.0),
     "autocast": ("zb-h1", {"model": {**GPT, "dtype": "bfloat16"}}, 0.0),
     "lower precision": ("zb-h1", {"model": {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}}, 2e-2),
     "layers that defer without asking": ("1f1b", {"model": user("scales"), "optimizer": SGD, **VECTORS}, 1e-6),
@@ -111,9 +113,6 @@ def test_what_freezing_goes_with_trains_as_in_one_process(name):
     check(frozen_plan(schedule, **how), tolerance=tolerance)
 
 
-SOME = {"mixed": mixed, "a microbatch": first_alone, "a stage": lambda stage, mb: 0 if stage == 1 else WHOLE}
-
-
 @pytest.mark.parametrize("share", SOME)
 @pytest.mark.parametrize(
     ("resident", "dtype"), few([(0, "float32"), (1, "float32"), (0, "bfloat16")], ((1, "float32"),))
@@ -125,11 +124,7 @@ def test_an_optimizer_that_replicas_share_out_has_the_same_bits(share, resident,
     other = freeing("breadth-first", 2, 2, resident, 2) if resident else sharded
     model = {**GPT, "parameters": dtype, "dtype": dtype}
     plans = [make_plan(shared_out(one, SOME[share]), optimizer=ADAMW, seed=SEED, model=model) for one in (plain, other)]
-    found = [run_threads(one, 3) for one in plans]
-    assert [one.loss for one in found[0][0].results] == [one.loss for one in found[1][0].results]
-    assert [one.grad_norm for one in found[0][0].results] == [one.grad_norm for one in found[1][0].results]
-    mine, theirs = map(weights, found)
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    same(*(run_threads(one, 3) for one in plans))
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
@@ -141,35 +136,17 @@ def test_ranks_that_share_layers_freeze_the_same(kind, tmp_path):
         assert found == pytest.approx(meant, rel=1e-5)
 
 
+@pytest.mark.parametrize(("how", "alike"), [({"averages": True}, True), ({"ep": 2}, True), ({}, False)])
+def test_replicas_freeze_alike_where_they_average_or_exchange_rows(how, alike):
+    worker = make_worker(frozen_plan("1f1b", m=4, dp=2))
+    turns = turns_of(worker.plan.ops, worker.stages[0], worker.plan.manifest.model_copy(update=how), 0)
+    pairs = [(turns.resting(step, n), turns.resting(step, 4 + n)) for step in range(6) for n in range(4)]
+    assert any(one for one, _ in pairs) and alike == all(one == other for one, other in pairs)
+
+
 def test_nothing_is_frozen_at_first():
     plan = frozen_plan("zb-h1", freeze={"most": [0.5, 2]})
     check(plan, 4, after=2)
-    plain = frozen_plan("zb-h1", share=lambda stage, mb: WHOLE)
-    losses = [losses_of(run_threads(one, 4)) for one in (plan, plain)]
-    assert losses[0][:3] == losses[1][:3]  # the third loss is that of weights after two steps
-    assert losses[0][3] != losses[1][3]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_stage_that_is_frozen_is_one_without_gradients(schedule):
-    """Bitwise, momentum and decay included: parameters without gradients are not stepped."""
-    frozen = run_threads(frozen_plan(schedule, share=lambda stage, mb: 0 if stage == 1 else WHOLE), 3)
-
-    def no_gradients(worker):
-        for stage in worker.stages.values():
-            if stage.index == 1:
-                for parameter in stage.parameters.values():
-                    parameter.requires_grad_(False)
-
-    other = run_threads(frozen_plan(schedule, share=lambda stage, mb: WHOLE), 3, setup=no_gradients)
-    fresh = make_worker(frozen_plan(schedule), 1)
-    begun = {name: p.detach().clone() for name, p in fresh.stages[1].parameters.items()}
-    mine, theirs = parameters(frozen), parameters(other)
-    for name, p in mine.items():
-        assert torch.equal(p, theirs[name]), name
-        if name in begun:
-            assert torch.equal(p, begun[name]), name
-    assert losses_of(frozen) == losses_of(other)
 
 
 def test_what_a_frozen_layer_defers_is_nothing():
@@ -183,22 +160,6 @@ def test_what_a_frozen_layer_defers_is_nothing():
 
     run_threads(plan, 1, setup=setup)
     assert left and set(left) == {0}
-
-
-@pytest.mark.parametrize("frozen", [(1, 0, 2), (3, 3, 3), (0, 0, 1), (2, 1, 1)])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_every_layer_has_its_turn(frozen, replicas):
-    turns = Turns(frozen, [0, 2, 3], replicas=replicas, after=5, seed=4)
-    numbers, rests = range(3 * replicas), dict.fromkeys([0, 2, 3], 0)
-    assert all(not turns.resting(step, n) for step in range(5) for n in numbers)
-    assert set(turns.trained(4).values()) == {3 * replicas}
-    for step in range(5, 40):
-        found = [turns.resting(step, n) for n in numbers]
-        assert [len(one) for one in found] == list(frozen) * replicas
-        assert turns.trained(step) == {layer: len(numbers) - sum(layer in one for one in found) for layer in rests}
-        for layer in rests:
-            rests[layer] += sum(layer in one for one in found)
-        assert max(rests.values()) - min(rests.values()) <= 1
 
 
 @pytest.mark.parametrize(

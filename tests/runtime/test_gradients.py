@@ -73,8 +73,6 @@ def test_each_step_is_made_with_its_own_learning_rate(kind):
     schedule = {"kind": kind, "warmup_steps": 2, "min_lr": 1e-3}
     plan = make_plan(make_program("zb-v", 2, 4), optimizer={"lr": 1e-2, "schedule": schedule}, steps=5)
     check_training(plan, steps=5)
-    constant = run_threads(make_plan(make_program("zb-v", 2, 4), optimizer={"lr": 1e-2}), 5)[0].results
-    assert losses_of(run_threads(plan, 5)) != [r.loss for r in constant]
 
 
 BOTH = [("zb-h1", 4), ("1f1b", 4)]
@@ -104,32 +102,22 @@ PLANNED = [(name, *way) for name, (ways, _) in MODELS.items() for way in ways]
 EACH = ("checkpoints its activations", "only biases train", "dropout")
 
 
-def model_of(name):
-    data = (
-        {"data": {"kind": "plans.convnet:Quadrants"}}
-        if "conv" in name
-        else {}
-        if MODELS[name][1]["family"] in ("gpt", "llama")
-        else VECTORS
-    )
-    return {"model": MODELS[name][1], **data}
+DATA = {"plans": {"data": {"kind": "plans.convnet:Quadrants"}}, "tests": VECTORS}
 
 
 @pytest.mark.parametrize(
     ("name", "schedule", "p"), few(PLANNED, lambda case: case[0] in EACH or case[1:] == MODELS[case[0]][0][0])
 )
 def test_each_model_has_the_gradients_of_one_process_bit_by_bit(name, schedule, p):
-    check_gradients(make_plan(make_program(schedule, p, 4), **model_of(name), keep=without_step))
+    model = MODELS[name][1]
+    data = DATA.get(model["family"].partition(".")[0], {})
+    check_gradients(make_plan(make_program(schedule, p, 4), model=model, **data, keep=without_step))
 
 
 TRAINED = {
     "momentum": ("zb-h1", 2, {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
     "nothing trains": ("zb-h1", 4, {"model": user("frozen", which=[0, 1, 2, 3]), **VECTORS}),
-    "fast positions, wide heads and one key for all": (
-        "zb-v",
-        2,
-        {"model": {**LLAMA, "kv_heads": 1, "head_size": 12, "rope_theta": 500.0}},
-    ),
+    "one key for all": ("zb-v", 2, {"model": {**LLAMA, "kv_heads": 1, "head_size": 12, "rope_theta": 500.0}}),
 }
 
 
@@ -152,16 +140,6 @@ def test_layers_whose_w_sums_in_another_order_have_nearly_the_gradients_of_one_p
     broadcast in another order than the (grad * x).sum(0) that a layer defers."""
     plan = make_plan(make_program("zb-h1", 4, 4), model=user(factory), **VECTORS, keep=without_step)
     assert all(p.grad is not None for p in parameters(check_gradients(plan, tolerance=1e-6)).values())
-
-
-def test_dropout_draws_anew_each_step_and_microbatch():
-    optimizer = {"kind": "sgd", "lr": 0.0, "weight_decay": 0.0}  # the weights stay: only dropout and data change
-    data = {"kind": "tests.runtime.user_models:Vectors", "args": {"count": 4}}
-    model = user("residual", dropout=0.5)
-    plan = make_plan(make_program("1f1b", 2, 2), model=model, data=data, optimizer=optimizer)
-    assert len(set(losses_of(run_threads(plan, 3)))) == 3
-    steady = make_plan(make_program("1f1b", 2, 2), model=user("residual"), data=data, optimizer=optimizer)
-    assert run_threads(steady, 3)[0].results[0].loss == pytest.approx(run_threads(steady, 3)[0].results[2].loss)
 
 
 def test_a_copy_without_a_gradient_gets_the_sum_and_no_gradient_anywhere_stays_none():

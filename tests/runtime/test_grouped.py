@@ -1,7 +1,5 @@
 """Products of the experts of a layer as one kernel: the bits of a loop over matrices, and few launches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

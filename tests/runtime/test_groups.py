@@ -23,25 +23,6 @@ def test_first_connections_take_a_few_rounds_however_long_the_pipeline_is(placem
     ring = any(abs(a - b) > 1 for a, b in wanted) and placement.ranks % 2
     assert len(found) <= (6 if ring else 4)
     assert rounds(reversed(wanted)) == found  # all ranks have the same
-    assert waits(wanted, [pair for some in found for pair in some]) == len(found)
-
-
-def waits(pairs, order):
-    """The number of rounds if each rank goes through its pairs in `order` and a pair needs both ends."""
-    left = {rank: [pair for pair in order if rank in pair] for pair in pairs for rank in pair}
-    count = 0
-    while any(left.values()):
-        fit = {own[0] for own in left.values() if own and all(left[rank][0] == own[0] for rank in own[0])}
-        assert fit, "they wait for each other"
-        for a, b in fit:
-            del left[a][0], left[b][0]
-        count += 1
-    return count
-
-
-def test_one_after_the_other_along_the_pipeline_would_take_as_many_rounds_as_there_are_pairs():
-    pairs = directions(Placement.linear(64))
-    assert (waits(pairs, pairs), waits(pairs, [pair for some in rounds(pairs) for pair in some])) == (126, 4)
 
 
 def test_groups_of_transfers_go_first_and_take_few_blocks_of_a_gpu(monkeypatch):

@@ -1,15 +1,71 @@
 """sys.exit() in users' code is a failure of that code with its place, like any other exception."""
 
+import sys
+
 import pytest
 import torch
+from torch import nn
 
-from tests.runtime import leaving
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
 from zbc.errors import ZbcError
 from zbc.training.train import explain
 
-HERE = "tests.runtime.leaving"
+HERE = __name__
+
+
+class Leaves(nn.Linear):
+    def __init__(self, where):
+        super().__init__(8, 8)
+        self.where = where
+        if where == "constructor":
+            sys.exit(where)
+
+    def __deepcopy__(self, memo):
+        sys.exit("copy")
+
+    def forward(self, x):
+        if self.where == "forward":
+            sys.exit(self.where)
+        return super().forward(x)
+
+
+class Fine(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+
+def layers(where=""):
+    if where == "factory":
+        sys.exit(where)
+    yield Fine
+    if where == "generator":
+        sys.exit(where)
+    if where == "copy":
+        yield Leaves(where)
+    elif where in ("constructor", "forward"):
+        yield type("Named", (Leaves,), {"__init__": lambda self: Leaves.__init__(self, where), "__deepcopy__": None})
+    else:
+        yield Fine
+
+
+class Vectors:
+    def __init__(self, where=""):
+        self.where = where
+        if where == "dataset":
+            sys.exit(where)
+
+    def __len__(self):
+        return sys.exit(self.where) if self.where == "length" else 64
+
+    def __getitem__(self, index):
+        return sys.exit(self.where) if self.where == "sample" else (torch.ones(8), torch.ones(8))
+
+
+def loss(output, target):
+    sys.exit("loss")
+
+
 PLACES = dict.fromkeys(("factory", "generator", "constructor", "dataset", "length", "sample"), "E502")
 PLACES |= {"copy": "E509", "forward": "E505"}
 
@@ -27,7 +83,7 @@ def test_leaving_before_training_is_an_error_with_its_place(where):
         run_threads(plan(where), 1)
     error = caught.value
     assert error.code == PLACES[where] and f"SystemExit: {where}" in error.details
-    assert where == "copy" or "leaving.py" in error.render()
+    assert where == "copy" or "test_leaving.py" in error.render()
 
 
 def test_leaving_in_an_op_names_it_and_the_line():
@@ -54,7 +110,7 @@ def test_a_rank_that_is_out_of_memory_says_what_it_asked_for_and_what_was_predic
             torch.empty(2**52, dtype=torch.uint8)
         raise error
 
-    monkeypatch.setattr(leaving, "loss", greedy)
+    monkeypatch.setattr(sys.modules[HERE], "loss", greedy)
     found = plan(loss=f"{HERE}:loss")
     found.manifest.predicted["per_rank"] = [{"peak_bytes": 0}, {"peak_bytes": 3 * 2**29}]
     with pytest.raises((MemoryError, RuntimeError)) as caught:
@@ -69,7 +125,7 @@ def test_an_interrupt_that_code_of_users_raises_is_told_as_any_other_failure(mon
     def interrupted(output, target):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(leaving, "loss", interrupted)
+    monkeypatch.setattr(sys.modules[HERE], "loss", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         run_threads(plan(loss=f"{HERE}:loss"), 1)
     told = explain(caught.value, 1)

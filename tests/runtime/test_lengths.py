@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tests.composed import TOLERANCE, planned, settings
 from tests.jobs import job
@@ -14,10 +13,9 @@ from tests.refusals import refused
 from tests.runtime import one_by_one
 from tests.runtime.one_by_one import SGD, Texts
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, reference
-from tests.runtime.test_forward import rows_of
-from tests.runtime.test_given_steps import check
+from tests.runtime.test_given_steps import check, plan_of
 from tests.runtime.test_gradients import without_step
-from tests.threads import losses_of, run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.balancing import Shape, deal_by_tokens
@@ -85,15 +83,14 @@ def test_microbatches_have_their_lengths_and_train_what_one_process_does(kind, t
     plan = planned(tables)
     seen.clear()  # of the layers' cards
     count, workers = plan.manifest.microbatches, run_threads(plan, 3)
-    found = [(one.loss, one.grad_norm) for one in workers[0].results]
     lengths = [workers[0].work.length(0, mb).tokens for mb in range(count)]
     wanted = reference(plan, 3, read=lambda batches: Cut(batches, lengths), delayed=traits == ("two versions",))
     assert sorted(plan.manifest.tokens) == sorted(tables["schedule"]["tokens"])
     unit = 4 if traits == ("cp",) else 2 if traits == ("tp_sequence",) else 1
     assert lengths == [-(-tokens // unit) * unit for tokens in plan.manifest.tokens]
     if traits not in (("average",), ("freeze",)):  # which train something else
-        assert [loss for loss, _ in found] == pytest.approx(wanted.losses, rel=TOLERANCE)
-        assert [norm for _, norm in found] == pytest.approx(wanted.norms, rel=TOLERANCE)
+        assert losses_of(workers) == pytest.approx(wanted.losses, rel=TOLERANCE)
+        assert norms_of(workers) == pytest.approx(wanted.norms, rel=TOLERANCE)
     parts = min(2, unit)
     assert {mb for _, mb in seen} == set(range(count * plan.manifest.copies))
     for (_, mb), sizes in seen.items():
@@ -179,7 +176,7 @@ def test_the_longest_samples_of_a_step_are_in_its_longest_microbatches_and_train
     workers = run_threads(plan, steps)
     losses, norms, weights = alone(plan, steps, Texts(60) if options.get("data") is TEXTS else None)
     assert losses_of(workers) == pytest.approx(losses, abs=1e-6)
-    assert [one.grad_norm for one in workers[0].results] == pytest.approx(norms, rel=1e-5)
+    assert norms_of(workers) == pytest.approx(norms, rel=1e-5)
     for stage in (stage for worker in workers for stage in worker.stages.values()):
         for name, p in stage.parameters.items() if plan.manifest.tp == 1 else ():
             torch.testing.assert_close(p.detach(), weights[name], rtol=0, atol=1e-6, msg=name)
@@ -202,16 +199,6 @@ def test_kept_samples_are_evaluated_in_whole_rows_and_their_padding_does_not_cou
     wanted = one_by_one.mean_over_tokens(plan, [texts[i] for i in range(48, 64)])
     assert [one.loss for one in last.evaluation.results] == pytest.approx([wanted], rel=1e-6)
     assert last.evaluation.results[0].samples == 16
-
-
-def test_rows_of_a_run_forward_are_those_of_all_samples_and_0_behind_them(tmp_path):
-    plan, texts = dealt("zb-v", data=TEXTS), Texts(60)
-    rows = rows_of(plan, tmp_path)["log_probs"]
-    layers = one_by_one.built(plan)
-    assert rows.shape == (60, 16)
-    for row, (x, y) in zip(rows, (texts[i] for i in range(60)), strict=True):
-        wanted = -one_by_one.losses(layers, x, y).detach()
-        torch.testing.assert_close(row, functional.pad(wanted, (0, 16 - len(y))), rtol=0, atol=1e-5)
 
 
 def test_replicas_take_turns_with_the_longer_samples():
@@ -264,17 +251,12 @@ def mixing():
 
 
 class Pair(nn.Module):
-    def forward(self, x):
-        return x, x
-
-
-class Sum(nn.Module):
-    def forward(self, x, y):
-        return x + y
+    def forward(self, x, y=None):
+        return (x, x) if y is None else x + y
 
 
 def pairs():
-    return [nn.Embedding(61, 8), Pair(), Sum(), nn.Linear(8, 61)]
+    return [nn.Embedding(61, 8), Pair(), Pair(), nn.Linear(8, 61)]
 
 
 def test_layers_of_a_user_run_on_rows_of_any_length(seen):
@@ -300,12 +282,9 @@ def test_layers_that_cannot_are_refused_by_name(family, code, said):
 # ---- steps that a dataset splits ------------------------------------------------------------------------------------
 
 
-def split_plan(tokens=(12, 4, 8, 10, 12), dp=1):
-    args = {"count": len(tokens) * dp}
-    data = {"kind": "tests.runtime.given_steps:Sentences", "items": "steps", "args": args}
-    model = {**GPT, "seq_len": 12, "vocab": 61}
-    program = make_program("1f1b", 2, len(tokens), copies=dp)
-    return make_plan(program, model=model, data=data, size=3, tokens=tokens, keep=without_step)
+def split_plan(tokens, dp=1):
+    how = {"section": {**GPT, "seq_len": 12, "vocab": 61}, "kind": "Sentences", "tokens": tokens, "keep": without_step}
+    return plan_of(m=len(tokens), dp=dp, **how)
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -330,9 +309,6 @@ def test_a_step_without_room_for_its_longest_is_refused_with_the_tokens_that_hav
             asked, fits = asked + 1, error.hint.partition("[")[2].partition("]")[0].split(",")
             tokens = tuple(map(int, fits))
     assert 0 < asked < 5 and max(tokens) == 12 and min(tokens) < 10
-
-
-# ---- jobs -----------------------------------------------------------------------------------------------------------
 
 
 def test_equal_tokens_stay_where_samples_are_dealt_by_them():

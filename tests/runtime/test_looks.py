@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from tests.runtime.drawing_data import Drawn
-from tests.runtime.small_plans import make_plan, make_program, make_worker
+from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -18,13 +18,57 @@ from zbc.training.data import data as data_module
 from zbc.training.data import prefetch
 from zbc.training.data.data import Batches, Pairs, SampleRange
 
+WAYS = {
+    "torch": lambda own: float(torch.rand(())),
+    "python": lambda own: random.random(),
+    "numpy": lambda own: float(numpy.random.rand()),
+    "seeded": lambda own: float(torch.rand((), generator=torch.Generator().manual_seed(torch.initial_seed() % 2**40))),
+    "own": lambda own: float(torch.rand((), generator=own)),  # which nobody seeds
+}
+
+
+class Drawn:
+    """Input and target of a sample are random numbers, drawn in the factory and at each read, and its index."""
+
+    def __init__(self, ways, first, count, start=0):
+        self.own = torch.Generator()
+        self.own.seed()
+        self.ways, self.first, self.count, self.start = ways, sum(WAYS[way](self.own) for way in first), count, start
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        drawn = [WAYS[way](self.own) for way in (self.ways if index >= self.start else [])]
+        look = torch.tensor([index, self.first, *drawn], dtype=torch.float64)
+        return look, look.clone()
+
+
+class Same(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return x + 0 * self.weight
+
+
+def layers():
+    return [Same] * 4
+
+
+def gap(output, target):
+    return (output - target).abs().mean()
+
+
 SEEDED = st.lists(st.sampled_from(["torch", "python", "numpy", "seeded"]), max_size=3)
-HERE = "tests.runtime.drawing_data"
 
 
 def plan_of(schedule, p, m=4, **args):
-    model = {"family": f"{HERE}:layers", "layers": 4, "loss": f"{HERE}:gap"}
-    return make_plan(make_program(schedule, p, m), model=model, data={"kind": f"{HERE}:Drawn", "args": args}, size=2)
+    model = {"family": f"{__name__}:layers", "layers": 4, "loss": f"{__name__}:gap"}
+    return make_plan(
+        make_program(schedule, p, m), model=model, data={"kind": f"{__name__}:Drawn", "args": args}, size=2
+    )
 
 
 def pairs(ways, count=6, seed=1, **how):
@@ -95,7 +139,7 @@ class Overwriting:
         return self.memory, torch.rand(1)
 
 
-def test_samples_of_a_step_are_read_together_in_the_order_in_which_they_are_asked_for(monkeypatch):
+def test_samples_of_a_step_are_read_together_in_the_order_in_which_they_are_asked_for_and_then_fail(monkeypatch):
     monkeypatch.setattr(data_module, "_EARLY_S", 60.0)
     order = [0, 1], [2, 3], [1, 3, 0, 2]
     plain = Batches(Pairs(Overwriting(), "o", 1), seed=3, microbatches=4, size=1)
@@ -109,12 +153,7 @@ def test_samples_of_a_step_are_read_together_in_the_order_in_which_they_are_aske
                 assert len(data.read) == before + len(mine), "all at the first request, and none again"
             assert not batches._samples._early
             assert data.read[before:] == [int(plain.inputs(step, mb)) for mb in mine]
-
-
-def test_a_sample_that_fails_is_told_when_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(data_module, "_EARLY_S", 60.0)
-    batches = Batches(Pairs(Overwriting(), "o", 1), seed=3, microbatches=4, size=1)
-    third = int(batches.inputs(0, 2))
+    third = int(plain.inputs(0, 2))
     batches = Batches(Pairs(Overwriting(third), "o", 1), seed=3, microbatches=4, size=1, order=[[0, 1, 2, 3]])
     batches.inputs(0, 0), batches.inputs(0, 1), batches.inputs(0, 3)
     with pytest.raises(KeyError):
@@ -137,17 +176,3 @@ def test_a_rank_with_both_ends_reads_each_sample_once(p, looks, monkeypatch):
     workers = run_threads(plan, 2, setup=forget)
     assert len(seen) - 6 * p == looks
     assert not any(worker.batches._samples._targets for worker in workers)
-
-
-def test_orders_of_epochs_long_gone_are_not_kept():
-    data = Batches(pairs([]), seed=3, microbatches=1, size=6)
-    seen = [sorted(data.numbers(step, 0)) for step in range(50)]
-    assert seen == [[*range(6 * step, 6 * step + 6)] for step in range(50)] and data._order.cache_info().currsize <= 4
-
-
-def test_a_worker_reads_once_only_where_its_inputs_meet_their_targets():
-    both = [
-        make_worker(plan_of(schedule, 2, ways=[], first=[], count=16), 0).batches._samples._both
-        for schedule in ("zb-v", "1f1b", "dualpipe")
-    ]
-    assert both == [True, False, False]

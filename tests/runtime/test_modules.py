@@ -10,7 +10,6 @@ from tests.threads import each_layer, losses_of, run_threads
 from tests.tiers import dealt, few
 from zbc.ir import Placement
 from zbc.runtime.core.split import Patch
-from zbc.training.building.context import Settings
 from zbc.training.checkpoint.folder import folder_of
 from zbc.training.models import model as models
 
@@ -239,15 +238,6 @@ def test_what_waits_in_an_attribute_for_its_backward_is_refused_where_another_mi
 @pytest.mark.parametrize("kind", ["reuses_aside", "carries_last", "carries_count", "carries_nothing", "averages"])
 def test_attributes_that_no_backward_needs_are_left_alone(kind):
     check_training(plan(kind, "zb-h1", 2))
-
-
-def test_looking_at_a_layer_leaves_it_and_the_generators_as_they_were():
-    before = torch.get_rng_state()
-    worker = make_worker(plan("averages", p=2))
-    module = worker.stages[0].layers[0].module
-    assert torch.equal(module.mean, torch.ones(8)) and module.count == 0
-    assert torch.equal(torch.get_rng_state(), before)
-    assert Settings.of(worker.plan.manifest).model.layers == 4
 
 
 @pytest.mark.parametrize(("schedule", "activations"), [("1f1b", "keep"), ("zb-h1", "keep"), ("zb-h1", "recompute")])
