@@ -34,14 +34,6 @@ def test_what_cannot_share_tokens_is_refused(more, model, code, text, tmp_path):
         plan_of(tmp_path, pp=1, more=more, model_more=model)
 
 
-def test_slices_are_cut_at_whole_chunks(tmp_path):
-    sizes = {"model_more": {"seq_len": 40}, "more": {"cp": 2}}
-    plan = plan_of(tmp_path, "zb-h1", pp=1, slices=3, **sizes)
-    assert all(cut % 4 == 0 for cut in plan.manifest.cuts) and plan.manifest.cuts[-1] == 40
-    with refused("E103", match="no multiples of 4, as .* ranks that share tokens need them"):
-        plan_of(tmp_path, "zb-h1", pp=1, slices=2, schedule_more={"cuts": [18, 22]}, **sizes)
-
-
 class Short:
     def __len__(self):
         return 64

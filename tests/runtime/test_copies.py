@@ -2,7 +2,6 @@
 
 import sysconfig
 import threading
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
 from tests.threads import each_parameter, run_threads, watch
-from tests.tiers import dealt, few
+from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.runtime.core.bucket import Bucket
@@ -42,12 +41,6 @@ def alike(workers):
     return found
 
 
-@cache
-def trained(schedule, p, m, copies, zero1=False, tied=False):
-    optimizer = {**CLIPPED, "zero1": zero1}
-    return run_threads(copies_of(schedule, p, m, copies, optimizer=optimizer, tied=tied), 3)
-
-
 def results(workers):
     every = [[(r.loss, r.grad_norm) for r in worker.results] for worker in workers]
     assert all(one == every[0] for one in every)
@@ -60,20 +53,6 @@ def same(one, other):
     before, after = alike(one), alike(other)
     assert all(torch.equal(before[name], after[name]) for name in before)
     return after
-
-
-SHARED_OUT = [("1f1b", 2, False), ("zb-h1", 2, False), ("zb-v", 2, False), ("breadth-first", 2, False)]
-SHARED_OUT += [("chimera", 1, False), ("dualpipe", 2, True)]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "copies", "tied"), few(SHARED_OUT, ("zb-v", "dualpipe")), ids=[name for name, *_ in SHARED_OUT]
-)
-def test_sharing_out_the_optimizer_changes_no_bit(schedule, copies, tied):
-    """Loss, norm, clipping and weights; also sharded over the pipes of a bidirectional schedule."""
-    plain, shared = (trained(schedule, 2, 4, copies, zero1, tied) for zero1 in (False, True))
-    same(plain, shared)
-    assert all(isinstance(o, Sharded) for w in shared for o in w.optimizers.values())
 
 
 SKIPS = [(False, "before-step"), (True, "before-step"), (True, "post-validate")]
@@ -115,7 +94,7 @@ def test_a_rank_goes_on_computing_while_its_sum_waits_for_another_copy():
             watch(worker, before=lambda worker, op: late.append(computed.wait(60)), of=lambda op: op == ops[first])
 
     workers = run_threads(plan, 1, setup=wrap)
-    assert late == [True] and results(workers) == results(trained("zb-v", 2, 4, 2))[:1]
+    assert late == [True] and results(workers) == results(run_threads(plan, 1))
 
 
 def test_a_sum_that_is_started_twice_or_never_used_is_an_error():
@@ -152,31 +131,27 @@ def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
     assert sorted(n for w in mixed for n in primary(w)) == sorted(n for w in plain for n in primary(w))
 
 
+SHARED_OUT = [(kind, 2, 2, False) for kind in ("1f1b", "zb-h1", "zb-v", "breadth-first")]
+SHARED_OUT += [("chimera", 2, 1, False), ("dualpipe", 2, 2, True)]
+SHARED_OUT = [(*one, "before-step", True, 0.5) for one in SHARED_OUT]
 AHEAD = [("1f1b", 2, 2, False, False), ("zb-h1", 2, 1, True, False), ("zb-v", 2, 2, True, False)]
 AHEAD += [("interleaved-1f1b", 2, 2, True, False), ("1f1b", 2, 2, False, True), ("zb-v", 2, 2, True, True)]
 AHEAD += [("zb-h2", 2, 3, False, True), ("chimera", 2, 1, False, True), ("dualpipe", 2, 2, True, True)]
+AHEAD = [(*one, "post-validate", *how) for *one, zero1 in AHEAD for how in ((zero1, 0.5), (zero1, 1e6))]
+OFTEN = [SHARED_OUT[n] for n in (0, 2, 5)] + [AHEAD[n] for n in (0, 11, 14)]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "p", "copies", "tied", "zero1", "largest"),
-    few(
-        dealt(AHEAD, [0.5, 1e6]),
-        lambda case: (
-            case[:5] in [("1f1b", 2, 2, False, False), ("zb-v", 2, 2, True, True), ("chimera", 2, 1, False, True)]
-        ),
-    ),
+    ("schedule", "p", "copies", "tied", "sync", "zero1", "largest"), few(SHARED_OUT + AHEAD, OFTEN)
 )
-def test_without_a_barrier_copies_and_tied_weights_have_the_same_bits(schedule, p, copies, tied, zero1, largest):
-    """Clipped in every step, and never; the optimizer whole or shared out."""
-    options = {"lr": 1e-2, "clip_grad_norm": largest}
-    plain, ahead = (
-        run_threads(copies_of(schedule, p, 4, copies, tied=tied, optimizer={**options, "sync": sync, **more}), 4)
-        for sync, more in (("before-step", {}), ("post-validate", {"zero1": zero1}))
-    )
-    assert all(isinstance(o, Sharded) is zero1 for w in ahead for o in w.optimizers.values())
-    same(plain, ahead)
+def test_sharing_out_the_optimizer_and_no_barrier_change_no_bit(schedule, p, copies, tied, sync, zero1, largest):
+    """Loss, norm and weights, clipped in every step, and never; also sharded over both pipes of a schedule."""
+    ways = ({**CLIPPED, "clip_grad_norm": largest, **how} for how in ({}, {"sync": sync, "zero1": zero1}))
+    plain, other = (run_threads(copies_of(schedule, p, 4, copies, tied=tied, optimizer=how), 4) for how in ways)
+    assert all(isinstance(o, Sharded) is zero1 for w in other for o in w.optimizers.values())
+    same(plain, other)
 
 
 def test_every_weight_is_written_down_from_one_rank():
-    workers = trained("zb-h1", 2, 4, 2, True, tied=True)
+    workers = run_threads(copies_of("zb-h1", 2, 4, 2, tied=True, optimizer={"zero1": True}), 1)
     assert sorted(name for worker in workers for name in primary(worker)) == sorted(parameters(workers))

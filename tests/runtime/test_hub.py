@@ -45,22 +45,13 @@ def receiving(message=DOWN, peer=0, buffer=None):
 
 
 def test_a_message_arrives_in_the_posted_buffer_and_only_when_waited_for():
-    found = {}
-
-    def sender(end):
-        end.send(DOWN, torch.arange(3.0), 1)
-        end.finish_step()
-
-    def receiver(end):
-        buffer = torch.zeros(3)
-        end.post(DOWN, buffer, 0)
-        assert buffer.isnan().all()  # whoever forgets to wait computes NaN
-        assert end.wait(DOWN) is buffer
-        found["buffer"] = buffer
-        end.finish_step()
-
-    assert together(2, sender, receiver) == {}
-    assert found["buffer"].tolist() == [0.0, 1.0, 2.0]
+    hub, buffer = Hub(2), torch.zeros(3)
+    sender, receiver = hub.end(0), hub.end(1)
+    receiver.post(DOWN, buffer, 0)
+    sender.send(DOWN, torch.arange(3.0), 1)
+    assert buffer.isnan().all()  # whoever forgets to wait computes NaN
+    assert receiver.wait(DOWN) is buffer and buffer.tolist() == [0.0, 1.0, 2.0]
+    sender.finish_step(), receiver.finish_step()
 
 
 @pytest.mark.parametrize("post_first", [True, False])
@@ -159,3 +150,24 @@ def test_poison_reaches_ranks_that_wait_and_ranks_that_call_later():
     hub.poison(1, "boom")
     with pytest.raises(ZbcError, match="rank 1 failed: boom"):
         hub.end(0).send(DOWN, torch.zeros(1), 1)
+
+
+def test_whoever_comes_last_writes_into_views_that_another_rank_made_without_gradients():
+    """Torch refuses that where gradients are recorded."""
+    hub = Hub(2)
+    with torch.no_grad():
+        mine = torch.zeros(2, 2, 1).unbind()[1]
+    meeting = hub.end(0).start_gather(torch.ones(1, requires_grad=True), mine, (0, 1))
+    hub.end(1).start_gather(torch.full((1,), 2.0), torch.zeros(2, 1), (0, 1))
+    meeting.wait()
+    assert mine.flatten().tolist() == [1.0, 2.0]
+
+
+def test_a_collective_holds_the_tensors_of_its_rank_as_long_as_a_network_would_and_nobody_elses():
+    """A plan counts the row that a rank gathers until the weights are read."""
+    hub, rows = Hub(2), [torch.ones(1), torch.ones(1)]
+    kept = [weakref.ref(row.untyped_storage()) for row in rows]
+    pending = [hub.end(rank).start_gather(rows.pop(), torch.empty(2, 1), (0, 1)) for rank in range(2)]
+    assert all(one.ready() for one in pending) and all(ref() is not None for ref in kept)
+    pending.pop()
+    assert [ref() is None for ref in kept] == [True, False]

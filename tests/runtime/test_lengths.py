@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,39 +28,19 @@ from zbc.training.data.data import Permutation, build_dataset
 from zbc.training.data.unequal import Fixed, RandomDocuments
 
 TOKENS = [32, 4, 16, 2, 32, 8, 24, 4]
-CASES = [
-    ("1f1b", ()),
-    ("zb-auto", ()),
-    ("chimera-zb", ()),
-    ("zb-v", ()),
-    ("interleaved-1f1b", ("sharded weights",)),
-    ("1f1b", ("shared vocabulary",)),
-    ("zb-v", ("offload",)),
-    ("zb-h1", ("post-validate",)),
-    ("1f1b", ("two versions",)),
-    ("zb-h1", ("tp_sequence",)),
-    ("1f1b", ("average",)),
-    ("zb-h1", ("freeze",)),
-    ("1f1b", ("fused gradients",)),
-    ("dualpipe-v", ("overlap",)),
-    ("zb-h1", ("cp",)),
-]
+CASES = [(kind, ()) for kind in ("1f1b", "zb-auto", "chimera-zb", "zb-v")]
+CASES += [("1f1b", (trait,)) for trait in ("shared vocabulary", "two versions", "average", "fused gradients")]
+CASES += [("zb-h1", (trait,)) for trait in ("post-validate", "tp_sequence", "freeze", "cp")]
+CASES += [("interleaved-1f1b", ("sharded weights",)), ("zb-v", ("offload",)), ("dualpipe-v", ("overlap",))]
 
 
-class Cut:
+def cut(batches, lengths):
     """Microbatches cut to their lengths, in one process."""
 
-    def __init__(self, batches, lengths):
-        self.batches, self.lengths = batches, lengths
+    def of(read):
+        return lambda step, mb: read(step, mb)[:, : lengths[mb % len(lengths)]]
 
-    def _of(self, whole, mb):
-        return whole[:, : self.lengths[mb % len(self.lengths)]]
-
-    def inputs(self, step, mb):
-        return self._of(self.batches.inputs(step, mb), mb)
-
-    def targets(self, step, mb):
-        return self._of(self.batches.targets(step, mb), mb)
+    return SimpleNamespace(inputs=of(batches.inputs), targets=of(batches.targets))
 
 
 @pytest.fixture
@@ -84,7 +65,7 @@ def test_microbatches_have_their_lengths_and_train_what_one_process_does(kind, t
     seen.clear()  # of the layers' cards
     count, workers = plan.manifest.microbatches, run_threads(plan, 3)
     lengths = [workers[0].work.length(0, mb).tokens for mb in range(count)]
-    wanted = reference(plan, 3, read=lambda batches: Cut(batches, lengths), delayed=traits == ("two versions",))
+    wanted = reference(plan, 3, read=lambda batches: cut(batches, lengths), delayed=traits == ("two versions",))
     assert sorted(plan.manifest.tokens) == sorted(tables["schedule"]["tokens"])
     unit = 4 if traits == ("cp",) else 2 if traits == ("tp_sequence",) else 1
     assert lengths == [-(-tokens // unit) * unit for tokens in plan.manifest.tokens]
@@ -113,25 +94,12 @@ def test_evaluations_have_whole_rows(traits):
 # ---- samples dealt by their length ----------------------------------------------------------------------------------
 
 DEALT = {"kind": "synthetic", "balance": "tokens"}
-
-
 TEXTS = {"kind": one_by_one.TEXTS, "args": {"count": 60}, "balance": "tokens"}
 SLOTS = [5, 16, 2, 9]
 
 
-def dealt(
-    schedule="1f1b",
-    copies=1,
-    *,
-    model=GPT,
-    data=DEALT,
-    tokens=SLOTS,
-    sync="before-step",
-    tp=1,
-    cp=1,
-    still=False,
-    **options,
-):
+def dealt(schedule="1f1b", copies=1, *, model=GPT, data=DEALT, tokens=SLOTS, sync="before-step", **options):
+    tp, cp, still = (options.pop(key, default) for key, default in (("tp", 1), ("cp", 1), ("still", False)))
     program = make_program(schedule, 2, len(tokens), copies=copies, sync=sync, cp=cp)
     optimizer = {**SGD, "sync": sync, "lr": 0.0 if still else SGD["lr"]}
     if sync == "two-versions":
