@@ -164,7 +164,7 @@ BUGS = (
         "zbc/runtime/core/bucket.py",
         "parameter.grad = part.view(parameter.shape) if there else None",
         "parameter.grad = part.view(parameter.shape)",
-        (RUNTIME + "test_gradients.py",),
+        (RUNTIME + "test_copies.py",),
     ),
     Bug(
         "the chunks of a dealt parameter are all put in the first place",

@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
-from tests.drawn import in_turn, planned
-from tests.runtime.test_expert_parallel import asked
+from tests.runtime.test_expert_parallel import plan
 from tests.threads import run_threads
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.shapes import load_job
@@ -71,7 +71,7 @@ def test_a_rank_sends_the_bytes_that_are_priced(tmp_path, monkeypatch, parallel,
     monkeypatch.setattr(Experts, "_chosen", in_turn)
     way = {"schedule": {"kind": "1f1b"}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0, "shared_hidden": shared}}
     way["hardware"] = {"link_gbps": 1.0, "link_us": 0.0}
-    (_, made), sent = planned(asked(way, **parallel), tmp_path), dict[tuple[int, str], float]()
+    made, sent = plan(tmp_path, way, **parallel), dict[tuple[int, str], float]()
     inner = "tp" if "tp" in parallel else "cp"
 
     def watch(worker):
@@ -117,3 +117,7 @@ def test_shapes_of_a_world_say_how_experts_are_shared():
     opened = world.read(loads(text, source="zbc.toml"))
     kept = {shape.ep: "shard" in opened.of(shape).values["parallel"] for shape in opened.shapes}
     assert kept == {1: False, 2: True, 4: False}
+
+
+def in_turn(self, likely):
+    return torch.arange(len(likely) * self.top_k).view(-1, self.top_k) % self.count

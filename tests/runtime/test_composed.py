@@ -118,6 +118,7 @@ interleaved-1f1b: sharded gradients, bfloat16 weights
 1f1b: average, tied embeddings, shared vocabulary
 1f1b: average, cp, resume
 zb-v: average, adapter
+* interleaved-1f1b: average, adapter, partition.layers_per_stage=[0,2,2,0]
 * 1f1b: ep, partition.layers_per_stage=[0,4], resume
 zb-h1: graph, dp, offload
 zb-h1: dropout, dp

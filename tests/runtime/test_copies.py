@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
+from tests.runtime.small_plans import GPT, hold, make_plan, make_program, make_worker, parameters, reference
 from tests.threads import each_parameter, run_threads, watch
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -55,6 +55,11 @@ def same(one, other):
     return after
 
 
+def test_copies_train_as_one_process_with_the_microbatches_of_all():
+    plan = copies_of("zb-v", 2, 4, 2, optimizer={"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5})
+    hold(run_threads(plan, 3), reference(plan, 3), tolerance=1e-5)
+
+
 SKIPS = [(False, "before-step"), (True, "before-step"), (True, "post-validate")]
 
 
@@ -95,6 +100,21 @@ def test_a_rank_goes_on_computing_while_its_sum_waits_for_another_copy():
 
     workers = run_threads(plan, 1, setup=wrap)
     assert late == [True] and results(workers) == results(run_threads(plan, 1))
+
+
+def test_a_parameter_without_a_gradient_on_one_rank_gets_the_sum_and_on_all_ranks_none():
+    hub, found = Hub(2), []
+    for rank, grads in enumerate([{"b": 1.0}, {"b": 2.0, "c": 4.0}]):
+        named = {name: torch.nn.Parameter(torch.zeros(2, 3)) for name in "ac"}
+        named["b"] = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))  # a vector of its own
+        for name, value in grads.items():
+            named[name].grad = torch.full_like(named[name], value)
+        found.append((named, Bucket([*named.values()], (0, 1))))
+        found[-1][1].start(hub.end(rank))
+    for named, bucket in found:
+        bucket.finish()
+        assert named["a"].grad is None and named["c"].grad.tolist() == [[4.0] * 3] * 2
+        assert named["b"].grad.tolist() == [3.0] * 4 and named["b"].grad.dtype is torch.float64
 
 
 def test_a_sum_that_is_started_twice_or_never_used_is_an_error():

@@ -37,6 +37,7 @@ def test_an_epoch_shows_every_sample_once_in_an_order_of_its_own(count, m, b):
     epochs = [seen[e * count : (e + 1) * count] for e in range(len(seen) // count)]
     assert all(sorted(epoch) == [*range(e * count, (e + 1) * count)] for e, epoch in enumerate(epochs))
     assert len({tuple(i % count for i in epoch) for epoch in epochs}) > 1 and epochs[0] != list(range(count))
+    assert data._order.cache_info().currsize <= 4, "orders of epochs long gone are not kept"
 
 
 def test_any_microbatch_can_be_looked_up_in_any_order():

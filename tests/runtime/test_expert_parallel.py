@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 
+from tests import drawn
 from tests.check.each import check_complete
 from tests.composed import GPT, TOLERANCE, apart, planned
 from tests.jobs import job
@@ -37,16 +38,16 @@ def asked(way, **parallel):
     return found
 
 
-def plan(way, **parallel):
-    return planned(asked(way, **parallel))
+def plan(folder, way, **parallel):
+    return drawn.planned(asked(way, **parallel), folder)[1]
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
 
 
-def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away():
+def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away(tmp_path):
     """So that each op computes while the other's rows are under way."""
-    made, begun = plan({"schedule": {"kind": "braid-v"}}, dp=2, ep=2), {}
+    made, begun = plan(tmp_path, {"schedule": {"kind": "braid-v"}}, dp=2, ep=2), {}
 
     def watch(worker):
         transport, mine = worker.features.of(SharedLayers).swaps.transport, begun.setdefault(worker.rank, [])
@@ -64,14 +65,14 @@ def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away():
         assert [index for index, _ in after] == counted
 
 
-SHARING = [{"dp": 2, "ep": 2, "expert_tp": 2}, {"ep": 2}, {"ep": 2, "tp_sequence": True}]
+SHARING = [{"dp": 4, "ep": 2, "expert_tp": 2}, {"ep": 2}, {"ep": 2, "tp_sequence": True}]
 
 
 @pytest.mark.parametrize("parallel", SHARING, ids=str)
-def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_once(parallel):
+def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_once(tmp_path, parallel):
     way = {"schedule": {"kind": "1f1b"}, "model": {"balance_loss": 0.0, "balance_rate": 0.05}}
-    some = run_threads(plan(way, tp=2, **parallel), 3)
-    whole = run_threads(plan({"model": way["model"]}, pp=1), 3)
+    some = run_threads(plan(tmp_path, way, tp=2, **parallel), 3)
+    whole = run_threads(plan(tmp_path, {"model": way["model"]}, pp=1), 3)
     assert apart(numbers(some), numbers(whole)) <= TOLERANCE
     for one, other in zip(some[-1].results, whole[-1].results, strict=True):
         assert one.routed == other.routed and one.added == pytest.approx(other.added, rel=1e-5)
@@ -167,10 +168,10 @@ def test_a_stage_without_experts_has_no_ops_of_any(way):
     assert tried > 1
 
 
-def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_refused():
-    made = plan({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, dp=2, ep=2)
+def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_refused(tmp_path):
+    made = plan(tmp_path, {"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, dp=2, ep=2)
     assert made.manifest.dense == [0] and made.program.dense == (0,)
-    plain = plan({"schedule": {"kind": "1f1b"}}, dp=2, ep=2)
+    plain = plan(tmp_path, {"schedule": {"kind": "1f1b"}}, dp=2, ep=2)
     assert "dense" not in json.loads(plain.manifest.dumps()), "as in plans that know no such field"
     (first, second), step = made.program.ranks, Op(Kind.STEP, experts_of(0))
     with refused("E202", match="STEP e0 has nothing to work on: no experts of this stage are shared out"):

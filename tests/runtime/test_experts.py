@@ -37,7 +37,8 @@ def of_one_token(layer, x):
     found = []
     for token in x:
         likely = layer.scores(token @ layer.router.weight.t())
-        weights, chosen = likely.topk(layer.top_k)
+        chosen = (likely if layer.bias is None else likely + layer.bias).topk(layer.top_k).indices
+        weights = likely[chosen]
         weights = weights / weights.sum() if layer.normed else weights
         y = sum(w * of_one(layer, int(e), token[None])[0] for w, e in zip(weights, chosen, strict=True))
         if layer.shared is not None:
@@ -52,11 +53,15 @@ SMALL = Model(family="llama", layers=1, hidden=8, ffn_hidden=8, experts=4)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("router", "widths"), [("softmax", 20), ("softmax of all", (20, 24)), ("sigmoid", (20, 24))])
 def test_a_token_gets_what_its_experts_give(gated, router, widths):
+    """A bias, here of sigmoid scores, chooses experts and weighs none."""
     torch.manual_seed(0)
     how = {"family": "llama" if gated else "gpt", "router": router, "ffn_hidden": widths}
+    how |= {"balance_loss": (0.0, 0.1)} if router == "sigmoid" else {}
     layer = Experts(Model(layers=2, hidden=16, experts=6, top_k=3, **how), nn.SiLU()).double()
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) / 3
+    if layer.bias is not None:
+        layer.bias.normal_()
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     torch.testing.assert_close(layer(x).flatten(0, 1), of_one_token(layer, x.flatten(0, 1)), rtol=1e-10, atol=1e-10)
 
