@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, run_here, write_plan
 from tests.refusals import refused
 from zbc.cli import main
@@ -119,24 +118,6 @@ def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(
     with pytest.raises(SystemExit) as left:  # a folder of its own has no step to sum up
         main(["run", str(plan), "--local", "2", "--resume", str(out), "-o", str(tmp_path / "other"), "--json"])
     assert not left.value.code and json.loads(capsys.readouterr().out) == {"run": str(tmp_path / "other")}
-
-
-@pytest.mark.repeats
-def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_before_is_intact(tmp_path):
-    plan = plan_of(tmp_path, train={"steps": 6})
-    out, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
-
-    def block(line):
-        if line.startswith("wrote"):
-            (folder / "step-00000004").write_text("in the way")  # root may write anywhere, but not over this
-
-    with refused("E611") as caught:
-        run_paced(plan, 2, out, each=block)
-    assert f"the newest complete checkpoint is {folder / 'step-00000002'}" in caught.value.details
-    disk.read_index(folder / "step-00000002")
-    (folder / "step-00000004").unlink()
-    run_here(plan, 2, out, resume="auto")
-    assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_what_ranks_leave_may_be_longer_than_a_value_of_the_store():

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.processes.gloo_ranks import open_network, train, unpack
+from tests.processes.gloo_ranks import train, unpack
 from tests.processes.plans import GPT, killing, metrics, run_here, write_plan
 from tests.refusals import error_of
+from tests.runtime import test_averaging as averaging
 from tests.runtime import test_freed_weights as freed
 from tests.runtime import test_freezing as freezing
 from tests.runtime.small_plans import GPT as SMALL
@@ -20,8 +21,6 @@ from tests.runtime.test_windows import one_sided
 from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.feature import Pause
-from zbc.runtime.features.shards.gathers import Gathers
 
 TWO = {"pp": 2, "dp": 2}
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
@@ -41,10 +40,11 @@ def as_threads(pool, plan, steps=3, rel=0.0, atol=0.0):
     for losses, norms, *_ in found:
         assert losses == pytest.approx(losses_of(workers), rel=rel)
         assert norms == pytest.approx(norms_of(workers), rel=rel)
-    expected = freed.weights(workers) if plan.program.resident else parameters(workers)
-    for name, value in unpack([weights for *_, weights in found]).items():
-        torch.testing.assert_close(value, expected.pop(name).detach(), rtol=rel, atol=atol, msg=name)
-    assert not expected
+    expected, seen = freed.weights(workers) if plan.program.resident else parameters(workers), {}
+    for name, value in (item for *_, weights in found for item in unpack([weights]).items()):
+        assert torch.equal(seen.setdefault(name, value), value), name
+        torch.testing.assert_close(value, expected[name].detach(), rtol=rel, atol=atol, msg=name)
+    assert seen.keys() == expected.keys()
     return found, workers
 
 
@@ -84,6 +84,14 @@ def test_staged_transfers_change_no_bit(pool, schedule, how):
         same_weights(one[3], other[3])
 
 
+def test_processes_average_as_threads_do(pool, tmp_path):
+    plan = averaging.plan(tmp_path, {"share": 0.3})
+    found, workers = pool.run(train, plan, 6), run_threads(plan, 6)
+    for worker, one in zip(workers, found, strict=True):
+        assert one[:2] == ([r.loss for r in worker.results], [r.grad_norm for r in worker.results])
+    assert found[0][1] != found[2][1], "each replica has its own gradients"
+
+
 WAYS = [("zb-v", {"zero1": True, "sync": "post-validate"}), ("zb-h1", {"tied": True})]
 WAYS += [("chimera", {"zero1": True, "node": (1, 2)}), ("1f1b", {}), ("zb-v", {"zero1": True})]
 WAYS += [("zb-v", {"zero1": True, "low": True}), ("zb-h1", {"tied": True, "zero1": True})]
@@ -121,54 +129,6 @@ def test_processes_whose_weights_come_and_go_compute_bit_by_bit(pool, schedule, 
 def same_weights(one, other):
     here, there = unpack([one]), unpack([other])
     assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
-
-
-def every_weight(rank, plan, steps):
-    """The bytes of all weights of a rank after some steps, by name."""
-    from tests.processes.gloo_ranks import open_worker
-    from zbc.runtime.core.execute import run_step
-
-    worker = open_worker(rank, plan)
-    for step in range(steps):
-        run_step(worker, step)
-    worker.features.of(Gathers).pauses(worker, Pause(whole=True))
-    worker.transport.close()
-    named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}
-    return {name: p.detach().numpy().tobytes() for name, p in named.items()}
-
-
-@pytest.mark.parametrize(("schedule", "how"), few([("zb-h1", {"tied": True, "zero1": True}), ("chimera", {})], 1))
-def test_copies_of_a_weight_keep_the_same_bits_in_every_process(pool, schedule, how):
-    seen: dict[str, bytes] = {}
-    holders = 0
-    for weights in pool.run(every_weight, plan_of(schedule, **how), 9):
-        for name, content in weights.items():
-            assert seen.setdefault(name, content) == content, name
-            holders += name == "embed.tokens.weight"
-    assert holders == 4
-
-
-def overlapping(rank, plan):
-    """A sum overlaps with compute of its rank, and two sums overlap."""
-    network = open_network(plan)
-    pair = (0, 2) if rank in (0, 2) else (1, 3)
-    one, two = torch.full((3,), float(rank)), torch.full((2,), 10.0 * rank)
-    first, second = network.start_sum(one, pair), network.start_sum(two, pair)
-    second.wait()
-    first.wait()
-    mine, parts = torch.empty(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 + rank)
-    network.start_scatter(parts, mine, pair).wait()
-    rows = torch.empty(2, 2)
-    network.start_gather(mine, rows, pair).wait()
-    return one.tolist(), two.tolist(), mine.tolist(), rows.tolist()
-
-
-def test_sums_scatters_and_gathers_between_copies(pool):
-    found = pool.run(overlapping, plan_of("1f1b"))
-    assert [one for one, *_ in found] == [[2.0] * 3, [4.0] * 3] * 2
-    assert [two for _, two, *_ in found] == [[20.0] * 2, [40.0] * 2] * 2
-    assert [mine for _, _, mine, _ in found] == [[4.0, 8.0], [6.0, 12.0], [12.0, 16.0], [18.0, 24.0]]
-    assert [rows for *_, rows in found] == [[[4.0, 8.0], [12.0, 16.0]], [[6.0, 12.0], [18.0, 24.0]]] * 2
 
 
 # ---- as a user starts it ---------------------------------------------------------------------------------------

@@ -191,15 +191,6 @@ def test_a_checkpoint_that_was_cut_off_later_is_refused_and_the_one_before_is_na
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
 
 
-def test_a_plan_edited_between_planning_and_running_is_refused(tmp_path, out):
-    plan = saving(tmp_path)
-    path = plan / "plan.json"
-    path.write_text(path.read_text().replace('"steps": 6', '"steps": 7'))
-    error = error_of(run_here, plan, 2, out, max_restarts=1)
-    assert (error.code, error.exit_code) == ("E402", 4) and "plan.json" in error.message
-    assert not out.exists()
-
-
 @pytest.mark.parametrize("policy", few([{"skip_limit": 1}, {"skip_limit": 2}], [{"skip_limit": 2}]))
 def test_gradients_that_are_not_finite_end_the_run_as_the_job_says(tmp_path, out, policy):
     changes = troubled("nan", good=8)  # in its third step and ever after

@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -119,21 +117,6 @@ def test_a_second_signal_ends_ranks_that_do_not_come_to_an_end(tmp_path, out):
         run_here(plan, 4, out, each=at_step(2, threading.Thread(target=interrupt).start))
     done.set()
     assert len(metrics(out)) == 2
-
-
-def test_a_run_interrupted_from_the_terminal_exits_with_130_and_complete_metrics(tmp_path, out):
-    plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6})
-    command = [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "-o", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-        shown = []
-        for line in run.stdout:
-            shown.append(line.rstrip())
-            if line.split()[:2] == ["step", "2/1000000"]:
-                for pid in (run.pid, *processes(out)):  # as a terminal does: to all of them
-                    os.kill(pid, signal.SIGINT)
-        assert run.wait(30) == 130, shown
-    last = f"stopped after step {len(metrics(out))} (asked by SIGINT)"
-    assert shown[-1] == f"{last}; it has no checkpoints to resume with: set checkpoint.every"
 
 
 def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path, out):

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -232,26 +233,13 @@ def test_tensorboard_has_each_step_once_when_a_run_goes_on(open_log, tmp_path, f
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(step, float(step)) for step in range(1, 7)]
 
 
-class FakeWandb:
-    """A fake of Weights & Biases that records calls; the real package is large and not needed for that."""
-
-    def __init__(self):
-        self.told = []
-
-    def init(self, **options):
-        self.told.append(options)
-        return self
-
-    def log(self, numbers, step):
-        self.told.append((step, numbers))
-
-    def finish(self):
-        self.told.append("finish")
-
-
 @pytest.fixture
 def wandb(monkeypatch):
-    fake = FakeWandb()
+    """A stand-in that records calls; the real package is large and not needed for that."""
+    fake = mock.Mock(told=[])
+    fake.init = lambda **options: fake.told.append(options) or fake
+    fake.log = lambda numbers, step: fake.told.append((step, numbers))
+    fake.finish = lambda: fake.told.append("finish")
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
 

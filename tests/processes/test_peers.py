@@ -3,12 +3,14 @@
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.processes.plans import write_plan
+from tests.refusals import error_of
 from zbc.plan.directory import read_manifest
 from zbc.runtime.transports.transport import Staged
 from zbc.training import devices
@@ -42,6 +44,7 @@ def gpus(monkeypatch):
 
 
 SHARED = [(2, [OTHER_GPU], False), (1, [HERE], True), (1, [OTHER_HOST], False), (1, [OTHER_HOST, OTHER_HOST], True)]
+SHARED += [(2, [HERE], "E603")]  # though there are enough
 
 
 @pytest.mark.parametrize(("count", "others", "shared"), SHARED)
@@ -53,9 +56,12 @@ def test_ranks_that_share_a_gpu_go_over_gloo_by_way_of_the_host(gpus, monkeypatc
     monkeypatch.setattr(
         reach, "Network", lambda manifest, device, limit: SimpleNamespace(rank=0, manifest=manifest, device=device)
     )
-    manifest = SimpleNamespace(topology=SimpleNamespace(name=str))
-    device = torch.device("cuda", 0)
-    transport, said = reach.connected(manifest, device, Said(*others), lambda: None, timedelta(seconds=1))
+    device, manifest = torch.device("cuda", 0), SimpleNamespace(topology=SimpleNamespace(name=str))
+    start = partial(reach.connected, manifest, device, Said(*others), lambda: None, timedelta(seconds=1))
+    if shared == "E603":
+        assert error_of(start).code == shared
+        return
+    transport, said = start()
     assert said is shared and begun == ["gloo" if shared else "nccl"]
     assert isinstance(transport, Staged) is shared
     if not shared:
@@ -65,4 +71,6 @@ def test_ranks_that_share_a_gpu_go_over_gloo_by_way_of_the_host(gpus, monkeypatc
 def test_more_ranks_than_gpus_take_them_in_turn(gpus, tmp_path):
     gpus(2)
     assert [devices.place(rank).index for rank in range(4)] == [0, 1, 0, 1]
+    gpus(1)  # the only one that it is shown
+    assert devices.place(3) == torch.device("cuda", 0)
     launch._check_cuda(RunOptions(tmp_path), read_manifest(write_plan(tmp_path, hardware={"device": "cuda"})))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import toml_text
+from tests.jobs import toml_text, write_job
 from tests.processes.plans import metrics
 from zbc.commands import tuner as tuning
 from zbc.commands.opening import Changes
@@ -18,25 +18,8 @@ from zbc.plan.directory import StoredPlan, read_manifest
 
 ROOT = Path(__file__).parent.parent.parent
 ZBC = [sys.executable, "-m", "zbc"]
-SLEEPING = """[model]
-family = "sleeping:drawn"
-layers = 4
-loss = "mse"
-[model.args]
-count = 4
-seed = 5
-least = 1.0
-most = 5.0
-[parallel]
-pp = 2
-[schedule]
-kind = "gpipe"
-microbatches = 4
-[data]
-kind = "sleeping:Points"
-[checkpoint]
-every = 1
-"""
+DRAWN = {"family": "sleeping:drawn", "loss": "mse", "args": {"count": 4, "seed": 5, "least": 1.0, "most": 5.0}}
+SLEEPING = {"model": DRAWN, "data": {"kind": "sleeping:Points"}, "checkpoint": {"every": 1}, "layers": 4, "pp": 2}
 
 
 def ran(folder, *words, command=ZBC, code=0):
@@ -74,7 +57,7 @@ def test_under_torchrun_the_first_rank_plans_and_the_others_take_its_plan(tmp_pa
 @pytest.mark.repeats
 def test_tuning_finds_a_plan_that_is_no_slower_than_the_first(tmp_path):
     """Layers with different sleeping times, planned as GPipe with equal layers: there is much to gain."""
-    (tmp_path / "zbc.toml").write_text(SLEEPING)
+    write_job(tmp_path, kind="gpipe", m=4, **SLEEPING)
     done = ran(tmp_path, "tune", "zbc.toml", "--best", "1", "--steps", "4", "--json", "-o", "tuned")
     told = json.loads(done.stdout)
     first, *others = told["tried"]
@@ -95,7 +78,7 @@ def pretending(tmp_path, monkeypatch):
     """A tuner whose commands take no time: a run takes the time in `TOOK` for its schedule."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zbc.compiler.schedules.SCHEDULES", {name: _card(name) for name in TOOK})
-    Path("zbc.toml").write_text(toml_text(kind="gpipe", m=4))
+    write_job(tmp_path, kind="gpipe", m=4)
 
     def make(fail=(), stop_at=None):
         said = []

@@ -81,12 +81,6 @@ def agrees(pool, program, path=None, *, exactly=True):
 
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
-@pytest.mark.parametrize("schedule", ["zb-v", "looped-zb"])
-def test_torch_schedule_runs_two_stages_a_rank_on_four_ranks(pool, schedule):
-    agrees(pool, make_program(schedule, 4, M))
-
-
-@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-v", "looped-zb"], ("zb-v",)))
 def test_stages_in_fsdp2_get_the_gradients_of_one_process_with_b_and_w_apart(pool, schedule):
     """Two replicas of two ranks, with the weights of each stage sharded."""

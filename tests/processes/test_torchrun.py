@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,14 +19,14 @@ import torch.distributed as dist
 
 from tests.limits import until
 from tests.processes.leftovers import alive
-from tests.processes.plans import free_port, metrics, processes, troubled, write_plan
+from tests.processes.plans import free_port, metrics, processes, write_plan
 from tests.refusals import error_of, refused
 from zbc.errors import ZbcError
 from zbc.plan.directory import read_manifest
 from zbc.topology import Topology
 from zbc.trace import recording as trace
 from zbc.training import devices, train
-from zbc.training.launch import launch, reach, torchrun
+from zbc.training.launch import launch, torchrun
 from zbc.training.launch.board import Board, Place, plain_name
 from zbc.training.launch.launch import RunOptions
 from zbc.training.watchdog import Watchdog
@@ -132,17 +131,6 @@ def test_torchruns_own_summary_has_the_message(tmp_path):
 
 
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-
-
-@needs_full
-@pytest.mark.repeats
-def test_a_rank_ends_as_it_is_to_where_nobody_can_be_told_why(tmp_path):
-    plan = write_plan(tmp_path, **troubled("raise", good=2), parallel={"pp": 1})
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "zbc", "run", str(plan), "-o", str(tmp_path / "run")]
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=full, env={**os.environ, **place}, timeout=60)
-    assert ended.returncode == 7
 
 
 @needs_full
@@ -299,14 +287,6 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path, monkeypatch, found):
     assert error.code == "E602" and found in error.message and "2.11" in error.message
 
 
-@pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
-def test_a_rank_takes_the_device_it_is_shown_or_that_of_its_number(monkeypatch, visible, index):
-    taken = []
-    monkeypatch.setattr("torch.cuda.device_count", lambda: visible)
-    monkeypatch.setattr("torch.cuda.set_device", taken.append)
-    assert devices.place(3) == torch.device("cuda", index) and taken == [index]
-
-
 def test_one_visible_device_per_rank_is_enough(tmp_path, as_rank, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     as_rank(3, 4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4)
@@ -319,27 +299,6 @@ def test_ranks_that_share_a_device_are_refused_by_name():
     devices.check_apart(said, plain_name)
     with refused("E603", "rank 1, rank 4 have one device, GPU-1 on a"):
         devices.check_apart([*said, "GPU-1 on a"], plain_name)
-
-
-@pytest.mark.parametrize(
-    ("count", "gpus", "expected"),
-    [(4, "0123", False), (1, "0123", False), (1, "0000", True), (2, "0101", True), (4, "0000", "E603")],
-)
-def test_ranks_share_a_gpu_only_where_there_are_too_few(monkeypatch, tmp_path, count, gpus, expected):
-    class Said:
-        ranks = 4
-
-        def meet(self, what, limit, mine, decide):
-            return decide([json.dumps([f"a {count}", f"GPU-{gpu} on a"]) for gpu in gpus])
-
-    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    monkeypatch.setattr(devices, "named", lambda device: "GPU")
-    manifest = read_manifest(write_plan(tmp_path))
-    try:
-        found = reach._shared(manifest, torch.device("cuda", 0), Said(), timedelta(seconds=1))
-    except ZbcError as error:
-        found = error.code
-    assert found == expected
 
 
 def test_the_fullest_device_is_told_with_what_is_not_torch_s():

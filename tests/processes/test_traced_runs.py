@@ -58,21 +58,6 @@ def test_steps_of_every_phase_of_a_ramp_are_recorded_beside_their_plan(tmp_path)
     assert trace.read(out).phase == ""
 
 
-def test_all_that_ranks_hold_at_one_moment_is_predicted_with_shared_optimizers(tmp_path):
-    """Buffers of sums and activations peak at different ops: the sum of both peaks would be too large."""
-    model = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 256, "seq_len": 64}
-    parallel, optimizer = {"pp": 2, "dp": 2}, {"zero1": True}
-    schedule = {"kind": "zb-h1", "microbatches": 4}
-    options = {"model": model, "parallel": parallel, "optimizer": optimizer, "schedule": schedule}
-    plan, out = write_plan(tmp_path, data={"kind": "synthetic"}, **options), tmp_path / "run"
-    run_here(plan, 4, out, steps=4, trace=frozenset({2}))
-    compared = build(trace.read(out), again=False).memory
-    assert len(compared) == 4
-    for one in compared:
-        assert one.predicted_peak == pytest.approx(one.peak, rel=0.02)
-        assert one.predicted is not None and one.predicted_peak < 0.99 * sum(one.predicted.values())
-
-
 @pytest.mark.repeats
 def test_what_a_killed_run_recorded_can_be_read(tmp_path):
     """After a hundred steps only the last few are not written yet."""

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import time
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 
 import pytest
 
@@ -17,7 +16,7 @@ from tests.processes.plans import free_port, metrics, threads, write_plan
 from tests.processes.two_machines import ROOT, Machine, machines, refusal
 from tests.runtime.small_plans import reference
 from zbc.plan.directory import StoredPlan
-from zbc.training.launch.reach import Interface, bind_towards, interfaces, towards
+from zbc.training.launch.reach import Interface, bind_towards, towards
 
 HERE = Machine("127.0.0.1", "lo")
 PAGE = (ROOT / "docs" / "runs.md").read_text().partition("## Starting on several machines")[2]
@@ -199,53 +198,7 @@ def test_a_run_outlives_an_outage_and_names_the_machine_that_is_gone_for_good(tw
     assert re.search(r"^   rank 1 on n1 .*not responding .*<- the rank that holds the others up$", here, re.MULTILINE)
 
 
-SLOW = {(0, 1): "10mbit", (1, 2): "10mbit", (2, 3): "10mbit"}  # of four machines: a chain of the others is 2 0 3 1
-TABLE = """\
-per = "rank"
-gbps = [[0, 0.0012, 1, 1], [0.0012, 0, 0.0012, 1], [1, 0.0012, 0, 0.0012], [1, 1, 0.0012, 0]]
-us = [[0, 300, 300, 300], [300, 0, 300, 300], [300, 300, 0, 300], [300, 300, 300, 0]]
-"""
-
-
-@pytest.mark.repeats
-def test_the_order_of_a_table_of_links_is_as_fast_as_their_cables(tmp_path):
-    """Messages of 128 KiB take 110 ms over a slow cable; the order from the table uses none of these."""
-    if WHY is not None:
-        pytest.skip(WHY)
-    (tmp_path / "links.toml").write_text(TABLE)
-    sizes = {"hidden": 64, "seq_len": 128, "layers": 4}
-    hardware = {"links": str(tmp_path / "links.toml")}
-    took, meant = {}, {}
-    with machines(4, SLOW) as four:
-        for name, more in (("found", {}), ("naive", {"order": [0, 1, 2, 3]})):
-            folder = tmp_path / name
-            folder.mkdir()
-            parallel = {"pp": 4, **more}
-            schedule = {"kind": "1f1b", "microbatches": 6, "microbatch_size": 4}
-            plan = write_plan(folder, parallel=parallel, schedule=schedule, hardware=hardware, model=sizes)
-            manifest = StoredPlan.read(plan).manifest
-            if name == "found":
-                assert all(tuple(sorted(pair)) not in SLOW for pair in pairwise(manifest.order))
-            port, out = free_port(), folder / "run"
-            start = f"torchrun --nnodes 4 --nproc-per-node 1 --master-addr {four[0].address} --master-port {port}"
-            processes = [
-                place.start(["bash", "-c", f"{start} --node-rank {r} -m zbc run plan -o {out}"], folder)
-                for r, place in enumerate(four)
-            ]
-            with running(*processes):
-                said = [process.communicate(timeout=120) for process in processes]
-            assert [process.returncode for process in processes] == [0] * 4, said
-            took[name] = min(row["step_ms"] for row in metrics(out)[1:])
-            meant[name] = manifest.predicted["makespan_ms"]
-    assert meant["naive"] > 2 * meant["found"]
-    assert took["naive"] > 1.5 * took["found"], (took, meant)
-
-
 # ---- which interface -----------------------------------------------------------------------------------------
-
-
-def test_every_interface_with_an_address_is_known():
-    assert Interface("lo", "127.0.0.1") in interfaces() or not interfaces()
 
 
 def test_the_interface_is_the_one_on_the_way(monkeypatch):

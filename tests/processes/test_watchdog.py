@@ -6,13 +6,14 @@ import subprocess
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from tests.limits import until
+from tests.refusals import error_of
 from tests.threads import side_by_side
-from zbc.errors import ZbcError
 from zbc.runtime.core.progress import Progress
 from zbc.topology import Topology
 from zbc.training.launch.board import Beat, Board, Heard
@@ -198,33 +199,6 @@ def test_ranks_that_were_never_heard_and_ranks_outside_of_steps_have_a_line(watc
     assert rows[2] == "rank 2  never heard of" and culprits == [2]
 
 
-def begin(store, dogs):
-    """Starts watchdogs, and waits until they have heard each other."""
-    for dog, ends in dogs:
-        dog._hung = lambda error, tell=ends.hung: (Board(store, 0, len(dogs)).report(7), tell(error))
-        dog.phase("starting", waiting=True)
-        dog._silence = 60.0  # on a busy machine a thread may not run for a second or two
-        dog.start()
-    until(lambda: all(len(dog._listener.heard) == len(dogs) for dog, _ in dogs))
-
-
-def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
-    store = dist.HashStore()
-    dogs = [make(rank, 3, limit=0.3, store=store) for rank in range(3)]
-    begin(store, dogs)
-    for dog, _ in dogs:
-        dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
-    for _, ends in dogs:
-        assert ends.any.wait(20)
-    for dog, _ in dogs:
-        dog.stop()
-    errors = [error for _, ends in dogs for error in ends.errors]
-    assert len(errors) == 1 and len([ends for _, ends in dogs if ends.orphaned]) == 2
-    assert errors[0].code == "E701" and errors[0].message == "run: no progress for 0.3 s at step 17"
-    assert errors[0].details[-1].startswith("every rank waits for another")
-    assert [row.partition("  ")[0] for row in errors[0].details[:3]] == ["rank 0", "rank 1", "rank 2"]
-
-
 def test_a_rank_that_fails_itself_is_not_ended_by_its_watchdog():
     store = dist.HashStore()
     dog, ends = make(0, 2, limit=0.3, store=store)
@@ -253,17 +227,6 @@ class Deaf:
             raise RuntimeError("gone")
 
         return call
-
-
-def test_a_store_that_does_not_answer_keeps_no_rank_from_reporting(monkeypatch):
-    store = Deaf()
-    dog, ends = make(0, 2, limit=0.3, store=store)
-    monkeypatch.setattr("zbc.training.watchdog._CLAIM_S", 0.1)
-    dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
-    dog._report(time.monotonic() + 1.0)
-    store.freed.set()
-    (error,) = ends.errors
-    assert error.details[-1].startswith("the store of the run does not answer")
 
 
 class Mortal:
@@ -304,65 +267,20 @@ def test_ranks_whose_store_is_gone_end_and_the_first_says_why(monkeypatch):
         dog.stop()
 
 
-class Elsewhere:
-    """A thread that blocks in its own function, under a watchdog created there."""
-
-    def __init__(self, make):
-        self.made, self.go = threading.Event(), threading.Event()
-        threading.Thread(target=self.stand_still, args=(make,), daemon=True).start()
-        self.made.wait(20)
-
-    def stand_still(self, make):
-        self.dog, self.ends = make()
-        self.made.set()
-        self.go.wait()
-
-
-def test_the_late_rank_says_in_which_function_it_is_and_the_one_that_waits_reports_it():
-    store = dist.HashStore()
-    late, waiting = (Elsewhere(lambda r=r: make(r, 2, limit=0.3, store=store)) for r in (1, 0))
-    begin(store, [(one.dog, one.ends) for one in (late, waiting)])
-    late.dog.stand_down()  # it only reports its position
-    late.dog.watch(in_op("F s1 m6", since=0.0))
-    until(lambda: waiting.dog._listener.heard[1].beat.total)  # until it is heard to be in a step
-    waiting.dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
-    assert waiting.ends.any.wait(30)
-    for one in (late, waiting):
-        one.dog.stop()
-        one.go.set()
-    (error,) = waiting.ends.errors
-    at = error.details.index("rank 1 is here, innermost call last:")
-    assert any("in stand_still" in line for line in error.details[at + 1 :])
-    assert not any("rank 0 is here" in line for line in error.details)
-
-
 # ---- the board -----------------------------------------------------------------------------------------------
 
 
-def together(*calls):
-    """The result or exception of each call, all running at the same time."""
-
-    def run(index):
-        try:
-            return calls[index]()
-        except ZbcError as error:
-            return error
-
-    return side_by_side(len(calls), run)
-
-
-def agreeing(*identities):
-    store, limit = dist.HashStore(), timedelta(seconds=20)
-    boards = [Board(store, rank, len(identities)) for rank in range(len(identities))]
-    return together(*(lambda b=b, i=i: b.agree(i, limit) for b, i in zip(boards, identities, strict=True)))
-
-
 def test_all_that_differs_is_told_and_what_only_some_speak_of_is_compared_among_them():
-    (error, *_) = agreeing(
-        {"plan id": "a", "Python version": "3.11.4", "the code of mine": "1f"},
-        {"plan id": "a", "Python version": "3.12.0"},
-        {"plan id": "a", "Python version": "3.11.4", "the code of mine": "2e", "the code of data": "3d"},
+    store, said = (
+        dist.HashStore(),
+        (
+            {"plan id": "a", "Python version": "3.11.4", "the code of mine": "1f"},
+            {"plan id": "a", "Python version": "3.12.0"},
+            {"plan id": "a", "Python version": "3.11.4", "the code of mine": "2e", "the code of data": "3d"},
+        ),
     )
+    agree = [partial(Board(store, rank, 3).agree, mine, timedelta(seconds=20)) for rank, mine in enumerate(said)]
+    error, *_ = side_by_side(3, lambda rank: error_of(agree[rank]))
     assert error.message == "run: the ranks differ in Python version: rank 1 has 3.12.0, the others 3.11.4"
     assert error.details == ("and in the code of mine: rank 2 has 2e, the others 1f",)
 
@@ -460,6 +378,7 @@ def test_where_the_store_does_not_answer_no_arrow_points_at_others(apart, monkey
     store.freed.set()
     (error,) = ends.errors
     assert error.message.endswith(": node-1 reaches nobody") and not any("<- " in row for row in error.details)
+    assert error.details[-1].startswith("the store of the run does not answer")
 
 
 def test_a_sibling_that_a_signal_kills_is_told_of_and_one_that_ends_is_not():

@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations, count
+from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
@@ -43,42 +42,25 @@ def refusal() -> str | None:
 
 
 @contextmanager
-def machines(number: int = 2, slow: Mapping[tuple[int, int], str] = MappingProxyType({})) -> Iterator[list[Machine]]:
-    """`count` machines that reach only each other, each pair by a cable of its own; `slow` cables as in tc: "40mbit".
-
-    A machine has one address, on all of its cables. Raises OSError or CalledProcessError if that is not allowed.
-    """
+def machines() -> Iterator[list[Machine]]:
+    """Two machines that reach only each other. Raises OSError or CalledProcessError if that is not allowed."""
     tag = f"z{os.getpid() % 100000}{'abcdefgh'[next(_MADE) % 8]}"
-    names, made = [f"{tag}n{k}" for k in range(number)], list[str]()
-    addresses = [f"10.211.7.{k + 1}" for k in range(number)]
+    names, made = [f"{tag}n{k}" for k in range(2)], list[str]()
+    links, addresses = [f"{tag}{k}" for k in range(2)], [f"10.211.7.{k + 1}" for k in range(2)]
     try:
         for name in names:
             _ip("netns", "add", name)
             made.append(name)
             _ip("-n", name, "link", "set", "lo", "up")
-        for a, b in combinations(range(number), 2):
-            ends = (a, b), (b, a)
-            links = [f"{tag}{here}{there}" for here, there in ends]
-            _ip("link", "add", links[0], "netns", names[a], "type", "veth", "peer", "name", links[1], "netns", names[b])
-            for (here, there), link in zip(ends, links, strict=True):
-                ways = addresses[here], "peer", f"{addresses[there]}/32"
-                _ip("-n", names[here], "addr", "add", *ways, "dev", link)
-                _ip("-n", names[here], "link", "set", link, "up")
-                if (a, b) in slow:
-                    limit = "tbf", "rate", slow[a, b], "burst", "64kb", "latency", "400ms"
-                    _run("tc", "-n", names[here], "qdisc", "add", "dev", link, "root", *limit)
-        yield [
-            Machine(addresses[k], f"{tag}{k}{(k + 1) % number}", ("ip", "netns", "exec", name))
-            for k, name in enumerate(names)
-        ]
+        _ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
+        for name, link, here, there in zip(names, links, addresses, addresses[::-1], strict=True):
+            _ip("-n", name, "addr", "add", here, "peer", f"{there}/32", "dev", link)
+            _ip("-n", name, "link", "set", link, "up")
+        yield [Machine(addresses[k], links[k], ("ip", "netns", "exec", name)) for k, name in enumerate(names)]
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10)

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from tests.runtime.zoo import layer
+
 IGNORED, WORDS, LENGTH, W = -100, 7, 4, 6
 
 
@@ -28,13 +30,9 @@ class Padded:
         return self.x[i], self.y[i]
 
 
-class Body(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
+@layer(linear=lambda: nn.Linear(W, W, dtype=torch.float64))
+def Body(self, x: Tensor) -> Tensor:
+    return x + torch.tanh(self.linear(x))
 
 
 def layers():
@@ -81,13 +79,9 @@ FORMS = {
 }
 
 
-class Ends(nn.Module):
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.form, self.linear = FORMS[what], nn.Linear(W, WORDS, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.form(self.linear(x), self.linear.weight.square().mean())
+@layer(form=lambda what: FORMS[what], linear=lambda what: nn.Linear(W, WORDS, dtype=torch.float64))
+def Ends(self, x: Tensor) -> Any:
+    return self.form(self.linear(x), self.linear.weight.square().mean())
 
 
 def several(what: str):

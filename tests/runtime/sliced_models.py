@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zbc
+from tests.runtime.zoo import layer
 
 LENGTH = 16
 LONGEST = 64
@@ -89,15 +90,10 @@ class Ends(nn.Module):
         return x * (1 + places[:, None])
 
 
-class OverTime(nn.Module):
+@layer(linear=lambda how: nn.Linear(8, 8), how=lambda how: how)
+def OverTime(self, x: Tensor) -> Tensor:
     """Mixes tokens by `how` (batch, tokens, width) -> the same."""
-
-    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(8, 8), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.how(self.linear(x))
+    return x + self.how(self.linear(x))
 
 
 class Convolves(nn.Conv1d):

@@ -11,14 +11,10 @@ import pytest
 import torch
 
 from tests.runtime.moving import moved
-from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
-from tests.runtime.test_gradients import VECTORS, user
+from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.threads import begun, run_threads
-from zbc.ir import Kind
-from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.progress import Progress
-from zbc.runtime.core.slot import Slot, accumulate_product
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.slot import accumulate_product
 from zbc.runtime.cuda import LEAD, CudaClock
 from zbc.runtime.features.offload import parcels
 from zbc.training.checkpoint.saving import Arena, copy_beside
@@ -47,31 +43,6 @@ def waits(mode):
         torch.cuda.set_sync_debug_mode(before)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("sync", ["before-step", "post-validate"])
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_a_step_waits_for_its_device_in_the_verdict_only(monkeypatch, sync, model):
-    learn = Worker.learn
-
-    def allowed(worker, vector):
-        with waits("default"):
-            return learn(worker, vector)
-
-    monkeypatch.setattr(Worker, "learn", allowed)
-
-    def step(worker):
-        def run(worker, number, **how):
-            if number == 0:
-                warm(worker)
-            with waits("default" if number == 0 else "error"):  # the optimizer makes its state
-                return run_step(worker, number, **how)
-
-        return run
-
-    plan = make_plan(make_program("zb-h1", 1, 4, sync=sync), model=model, optimizer={"sync": sync})
-    assert len(run_threads(plan, 4, device=GPU, step=step)[0].results) == 4
-
-
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
@@ -98,15 +69,6 @@ def test_activations_that_go_to_the_host_leave_every_bit(monkeypatch, schedule, 
         return [(r.loss, r.grad_norm) for r in run_threads(plan, 3, device=GPU)[0].results]
 
     assert train(moved(program)) == train(program)
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_work_is_deferred_by_layers_that_run_their_forward_again_in_backward(monkeypatch):
-    found, run = [], Slot.run
-    monkeypatch.setattr(Slot, "run", lambda slot, *how: (found.append(len(slot)), run(slot, *how)))
-    plan = make_plan(make_program("zb-h1", 2, 4), model=user("reentrant"), **VECTORS)
-    run_threads(plan, 1, device=GPU)
-    assert found == [4] * sum(op.kind is Kind.W for ops in plan.program.ranks for op in ops)
 
 
 @pytest.mark.usefixtures("deterministic")

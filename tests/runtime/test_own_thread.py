@@ -90,14 +90,3 @@ def test_gradients_are_those_of_torch_whichever_function_walks_the_graph(engine,
         tape.RecordedGraph(layer(x).tanh()).backward(grad)
         found = [x.grad, *(p.grad for p in layer.parameters())]
         assert all(torch.equal(a, times * b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_graph_goes_back_once_and_only_where_a_gradient_is_needed():
-    x = torch.tensor(2.0, requires_grad=True)
-    tape.RecordedGraph(x * x).backward(None)
-    assert x.grad == 4.0
-    tape.RecordedGraph(torch.ones(3)).backward(torch.ones(3))
-    graph = tape.RecordedGraph(torch.ones(3, requires_grad=True).exp())
-    graph.backward(torch.ones(3))
-    with pytest.raises(RuntimeError, match="second time"):
-        graph.backward(torch.ones(3))

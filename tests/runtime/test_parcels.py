@@ -1,33 +1,22 @@
 """Offload changes no bit of a training, and activations leave the device in between."""
 
-import gc
-import json
-import subprocess
-import sys
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.jobs import toml_text
 from tests.refusals import refused
 from tests.runtime import user_models
 from tests.runtime.moving import Poisoning, moved
-from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, on_host
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
 from tests.threads import run_threads
 from tests.tiers import few
-from zbc.compiler.memory.host import slabs
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.plan.directory import StoredPlan, assemble, write
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.core.private import users
-from zbc.runtime.features.offload import offload, parcels
+from zbc.runtime.features.offload import parcels
 from zbc.runtime.features.offload.offload import Offloads
-from zbc.runtime.features.offload.parcels import Parcel
-from zbc.trace.recording import Cause, read
 
 HERE = "tests.runtime.user_models"
 VECTORS = {"kind": f"{HERE}:Vectors"}
@@ -115,13 +104,6 @@ def ops(text):
     return [Op.parse(one) for one in text.split(", ")]
 
 
-def test_slabs_are_counted_from_the_ops():
-    text = "F s0 m0, OFFLOAD s0 m0, F s0 m1, OFFLOAD s0 m1, RELEASE s0 m0, RELOAD s0 m0, BW s0 m0, BW s0 m1"
-    program = replace(make_program("1f1b", 1, 2), ranks=(tuple(ops(text)),))
-    assert slabs(program, 0) == {0: 2}
-    assert slabs(replace(program, ranks=(tuple(ops("F s0 m0, BW s0 m0")),)), 0) == {}
-
-
 def alone(text, **options):
     """A worker of one stage, with these ops."""
     program = make_program("1f1b", 1, 1)
@@ -153,62 +135,6 @@ def test_a_pool_that_was_counted_too_small_is_an_error():
         run_step(worker, 0)
 
 
-class Weighing(Poisoning):
-    """Records the holders of released activations, after RELEASE."""
-
-    def __init__(self):
-        super().__init__(late=False)
-        self.gone = []
-
-    def release(self, storage):
-        self.gone.append((weakref.ref(storage), storage.nbytes(), users(storage)))
-        super().release(storage)
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_nothing_that_moves_is_left_on_the_device(monkeypatch, activations):
-    """Each storage of a parcel has one holder at RELEASE, the parcel, and is freed after it; the parcel has most of the
-    activations of F, including the input of the stage."""
-    program = make_program("zb-h1", 2, 3)
-    copiers = []
-
-    def setup(worker):
-        worker.features.of(Offloads).pool.copier = Weighing()
-        copiers.append(worker.features.of(Offloads).pool.copier)
-
-    true = Parcel.release
-    left = []
-
-    def look(parcel, op):
-        true(parcel, op)
-        left.extend(ref() is not None for ref, _, _ in parcel.pool.copier.gone)
-
-    monkeypatch.setattr(Parcel, "release", look)
-    run_threads(make_plan(moved(program), activations=activations), 1, setup=setup)
-    for one in copiers:
-        assert {holders for _, _, holders in one.gone} == {1}
-        assert one.copied == 2 * one.released == 2 * sum(size for _, size, _ in one.gone)
-    assert left and not any(left)
-
-
-def test_a_parcel_goes_with_its_graph(monkeypatch):
-    """Immediately: in a reference cycle it would keep the gradient of the stage's input until garbage collection."""
-    made = []
-
-    class Seen(Parcel):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(weakref.ref(self))
-
-    monkeypatch.setattr(offload, "Parcel", Seen)
-    gc.disable()
-    try:
-        run_threads(make_plan(moved(make_program("zb-h1", 2, 3))), 1)
-        assert len(made) == 6 and not any(ref() for ref in made)
-    finally:
-        gc.enable()
-
-
 USERS = ["residual", "twice", "frozen", "several", "scales", "checkpointed", "masks"]
 
 
@@ -237,43 +163,3 @@ def test_what_changes_after_it_was_saved_is_named():
     stage.layers = (stage.layers[0], replace(stage.layers[1], module=Overwrites()), *stage.layers[2:])
     with refused("E509", match=r"layer layers\.0: a tensor that its backward needs"):
         run_step(worker, 0)
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_processes_over_gloo(tmp_path, schedule):
-    """With the real limit of sizes, and the thread that copies."""
-    model = {"family": "gpt", "layers": 4, "hidden": 128, "heads": 4, "vocab": 256, "seq_len": 64}
-    (tmp_path / "job.toml").write_text(toml_text(kind=schedule, pp=2, m=4, model=model, train={"steps": 4}))
-    zbc(tmp_path, "plan", "job.toml", "-o", "plain")
-    stored = StoredPlan.read(tmp_path / "plain")
-    fields = ("parameters", "layers", "boundaries", "microbatch_size", "predicted", "planning", "training")
-    how = {name: getattr(stored.manifest, name) for name in fields}
-    there = moved(stored.program)
-    how["predicted"] = {**stored.manifest.predicted, "host": on_host(there)}
-    write(tmp_path / "moved", *assemble(there, **how))
-    found = []
-    for name in ("plain", "moved"):
-        zbc(tmp_path, "run", name, "--local", "2", "-o", f"{name}-run", "--trace", "2-3")
-        lines = map(json.loads, (tmp_path / f"{name}-run/metrics.jsonl").read_text().splitlines())
-        found.append([(line["loss"], line.get("grad_norm")) for line in lines if "loss" in line])
-    assert found[0] == found[1] and len(found[0]) == 4
-    weighed = [rank.memory for rank in read(tmp_path / "moved-run").ranks]
-    assert all(max(row[one.categories.index("host")] for row in one.bytes) > 2**20 for one in weighed)
-    report = json.loads(zbc(tmp_path, "report", "moved-run", "--json"))
-    assert [one["rank"] for one in report["copies"]] == [0, 1]
-    assert all(one["measured_ms"] > 0 and 0 <= one["measured_hidden"] <= 1 for one in report["copies"])
-    for rank in read(tmp_path / "moved-run").ranks:
-        one = rank.recorded(2)
-        started = [i for i, op in enumerate(one.ops) if op.kind in (Kind.OFFLOAD, Kind.RELOAD)]
-        assert [copy.op for copy in one.copies] == started
-        assert all(one.start[copy.op] <= copy.start < copy.end <= one.ends for copy in one.copies)
-        waiting = {one.ops[i].kind for i in one.waited(Cause.COPY)}
-        assert Kind.RELEASE in waiting and waiting <= {Kind.RELEASE, Kind.B, Kind.BW} and len(waiting) > 1
-
-
-def zbc(folder, *arguments):
-    command = [sys.executable, "-m", "zbc", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout

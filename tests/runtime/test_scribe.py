@@ -16,16 +16,6 @@ def scribe():
     one.close()
 
 
-def test_work_is_done_in_its_order_beside_the_caller(scribe):
-    done = []
-    for number in range(300):
-        scribe.add(lambda number=number: done.append((number, threading.get_ident())))
-    scribe.flush()
-    assert [number for number, _ in done] == list(range(300))
-    threads = {thread for _, thread in done}
-    assert len(threads) == 1 and threading.get_ident() not in threads
-
-
 def test_a_writer_with_more_than_can_be_put_off_waits(scribe):
     hold, many, added = threading.Event(), threading.Event(), []
 

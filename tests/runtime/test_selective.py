@@ -74,27 +74,22 @@ def layers(mark=True):
 """
 
 
-@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], 1))
-def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_path, monkeypatch, kind):
-    (tmp_path / "users.py").write_text(USERS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = []
-    for activations, mark in (("keep", False), ("keep", True), ("selective", True)):
-        job, _ = beside(schedule__kind=kind)
-        job["model"] = {"family": "users:layers", "layers": 8, "vocab": 256, "seq_len": 32, "args": {"mark": mark}}
-        job["memory"] = {"activations": activations}
-        found.append(trained(job))
-    assert found[0] == found[1] == found[2]
-
-
-def of_users(name, text, folder, monkeypatch):
-    """Yields the jobs that keep all activations of these layers, and that recompute selectively."""
+def of_users(name, text, folder, monkeypatch, kind="zb-h1", ways=(("keep", True), ("selective", True))):
+    """Yields the jobs that keep all activations of these layers, and that recompute selectively those marked."""
     (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(folder))
-    for activations in ("keep", "selective"):
-        job, _ = beside(schedule__kind="zb-h1")
-        job["model"] = {"family": f"{name}:layers", "layers": 8, "vocab": 256, "seq_len": 32}
+    for activations, mark in ways:
+        job, _ = beside(schedule__kind=kind)
+        sizes = {"layers": 8, "vocab": 256, "seq_len": 32}
+        job["model"] = {"family": f"{name}:layers", "args": {"mark": mark}, **sizes}
         yield activations, job | {"memory": {"activations": activations}}
+
+
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], 1))
+def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_path, monkeypatch, kind):
+    ways = [("keep", False), ("keep", True), ("selective", True)]
+    one, *others = (trained(job) for _, job in of_users("users", USERS, tmp_path, monkeypatch, kind, ways))
+    assert others == [one, one]
 
 
 def test_what_marked_modules_save_is_planned_before_anything_ran(tmp_path, monkeypatch):

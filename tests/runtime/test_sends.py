@@ -4,7 +4,6 @@ import threading
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tests.threads import side_by_side
 from zbc.errors import ZbcError
 from zbc.runtime.transports import background as module
 from zbc.runtime.transports.background import EventSends, ThreadSends
-from zbc.runtime.transports.network import Network
 
 TENSOR = torch.zeros(1)
 LIMIT = 20  # seconds; only a hang takes as long
@@ -76,16 +74,6 @@ def draining(sends):
     thread = threading.Thread(target=drain)
     thread.start()
     return thread, found
-
-
-def test_draining_waits_for_every_send_once():
-    with sending() as sends:
-        for _ in range(3):
-            works = [Work() for _ in range(50)]
-            for work in works:
-                sends.add(work, TENSOR, lost("one"))
-            sends.drain()
-            assert [work.waits for work in works] == [1] * 50
 
 
 def test_draining_does_not_end_before_what_the_thread_waits_for(held):
@@ -180,20 +168,6 @@ def test_draining_makes_the_stream_wait_and_tells_of_failures_that_are_known():
     assert [work.waits for work in works] == [1, 1]
 
 
-def test_a_slow_neighbour_does_not_hold_what_a_fast_one_has_taken():
-    network = object.__new__(Network)  # the rest needs a GPU
-    network._nccl, network._sends = True, {}
-    slow, fast = Event(), Event()
-    tensor = torch.zeros(1)
-    gone = weakref.ref(tensor)
-    network._sends_to(0).add(slow, TENSOR, lost("slow"))
-    network._sends_to(2).add(fast, tensor, lost("fast"))
-    del tensor
-    fast.done = True
-    network._sends_to(2).add(Event(), TENSOR, lost("fast"))
-    assert gone() is None and not slow.done
-
-
 def test_what_a_gloo_send_says_of_its_failure_is_understood():
     """The only real work objects that fail on this machine."""
     store = dist.HashStore()
@@ -222,26 +196,3 @@ def test_a_send_far_from_others_wakes_the_thread_at_once(keeper, monkeypatch):
         work = Work()
         keeper.add(work, TENSOR, lost("one"))
         assert work.begun.wait(LIMIT)
-
-
-def test_where_sends_are_close_the_thread_finds_them_by_itself(keeper, monkeypatch):
-    monkeypatch.setattr(keeper, "_closely", lambda: True)
-    first = Work()
-    keeper.add(first, TENSOR, lost("one"))  # may find the thread asleep
-    assert first.begun.wait(LIMIT)
-    monkeypatch.setattr(keeper._wake, "set", lambda: pytest.fail("woken"))
-    for work in [Work() for _ in range(5)]:
-        keeper.add(work, TENSOR, lost("one"))
-        assert work.begun.wait(LIMIT)
-    monkeypatch.undo()
-
-
-def test_sends_are_close_if_many_ended_since_the_last_look(keeper, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    keeper._since = 0.0
-    for passed, ended, close in ((0.01, 6, True), (0.004, 0, True), (0.004, 2, False), (0.01, 5, False)):
-        now[0] += passed
-        keeper._ended += ended
-        assert keeper._closely() is close
-    keeper._begun = keeper._ended

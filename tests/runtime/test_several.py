@@ -12,14 +12,10 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
-from zbc.job import spec
 from zbc.runtime.core.bundle import Packing, taken_apart
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.route import slice_loss
-from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.transports import hub
-from zbc.training.models import model
-from zbc.training.probing.shapes import derive
 from zbc.training.profiling.rig import IDLE, build_rig
 
 SEVERAL = user("several", layers=8, count=8, width=8)
@@ -30,10 +26,13 @@ def plan_of(schedule="zb-v", p=2, m=4, *, model=SEVERAL, **how):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    "model", [SEVERAL, user("structured", layers=8, count=8)], ids=["tuples", "dicts and constants"]
+)
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")))
-def test_gradients_are_those_of_one_process_bit_by_bit(schedule, activations):
+def test_gradients_are_those_of_one_process_bit_by_bit(schedule, model, activations):
     pipes = len(SCHEDULES[schedule].placement(4, SCHEDULES[schedule].default_chunks).pipes)
-    plan = plan_of(schedule, 4, 4, keep=without_step, activations=activations)
+    plan = plan_of(schedule, 4, 4, model=model, keep=without_step, activations=activations)
     check_gradients(plan, tolerance=0.0 if pipes == 1 else 1e-6)
 
 
@@ -107,13 +106,6 @@ def test_what_the_next_layer_cannot_be_given_is_refused_by_name(args, said):
         run_threads(plan_of("1f1b", 2, model=model), 1)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_dicts_lists_and_constants_between_layers_have_the_gradients_of_one_process(schedule, activations):
-    model = user("structured", layers=8, count=8)
-    check_gradients(plan_of(schedule, 4, 4, model=model, keep=without_step, activations=activations))
-
-
 def test_a_number_beside_tensors_that_changes_is_refused_with_its_place():
     with refused("E505", match=r"layers.1 returned 1 at \['count'\], where 0 was before", hint="torch.tensor"):
         run_threads(plan_of("1f1b", 2, model=user("wavers")), 1)
@@ -183,17 +175,6 @@ def test_microbatches_without_a_target_that_counts_add_nothing_to_a_loss_of_seve
     loss = slice_loss(both_errors, torch.zeros(2), 0.0, outputs)
     loss.backward()
     assert loss.item() == 0.0 and torch.equal(outputs["one"].grad, torch.zeros(2))
-
-
-def test_layers_that_were_looked_at_are_as_they_were():
-    """After `derive` modules built from the layers take and return several tensors, unpacked, as before."""
-    settings = spec.Model.model_validate(SEVERAL)
-    plans, first = model.layers(settings, 7), TensorSpec((2, 8), torch.float32)
-    plan = plan_of()
-    shapes = derive(plans, lambda layer: first, plan.manifest, autocast=None)
-    assert len(shapes.packed["layers.0"][1].parts) > 1 and shapes.packed["layers.1"][0] == shapes.packed["layers.0"][1]
-    made = plans[0].build(7)(torch.zeros(2, 8))
-    assert isinstance(made, tuple) and isinstance(plans[1].build(7)(*made), tuple)
 
 
 def test_layers_with_several_tensors_between_them_are_profiled():

@@ -1,8 +1,5 @@
 """With a shared vocabulary training equals that of one process, and shared values are equal on all ranks."""
 
-import gc
-import threading
-import weakref
 from itertools import pairwise
 
 import pytest
@@ -19,7 +16,6 @@ from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.ops import WORDS
-from zbc.runtime.core.ending import leftovers
 from zbc.runtime.core.tensors import IGNORED
 from zbc.runtime.features.words import words
 from zbc.runtime.features.words.vocabulary import Output
@@ -75,21 +71,6 @@ def test_in_bfloat16_sums_are_float32(options, monkeypatch):
     assert one == pytest.approx(ends, rel=2e-3) and two == pytest.approx(ends, rel=2e-3)
 
 
-def test_targets_that_do_not_count():
-    """The mean is over those that count, also if a slice has none."""
-    torch.manual_seed(0)
-    hidden, table = torch.randn(7, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
-    targets = torch.randint(0, 11, (7,))
-    targets[:3] = IGNORED
-    weight = torch.nn.Parameter(table.clone())
-    h = hidden.clone().requires_grad_()
-    loss = functional.cross_entropy(h @ weight.t(), targets)
-    loss.backward()
-    found, grads, dh = together(3, hidden, table, targets, early=True)
-    assert found == pytest.approx(loss.item(), rel=1e-14)
-    assert far(grads, weight.grad) < 1e-14 and far(dh, h.grad) < 1e-14
-
-
 def together(ranks, hidden, table, targets, *, early, low=(0, 4, 5, 11)):
     """Loss, gradient of the table and of `hidden`, by ranks one after the other."""
     shares = [Output(torch.nn.Parameter(table[a:b].clone()), a) for a, b in pairwise(low)]
@@ -115,61 +96,11 @@ def test_logits_too_large_for_exp_are_no_trouble(early):
 # ---- what ranks share ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sums", [1, 2])
-def test_all_ranks_hold_the_same_bits_and_the_words_of_each_are_its_own(sums, monkeypatch):
-    found, lock = dict[tuple, list[bytes]](), threading.Lock()
-
-    def learn(self, told, log, *, part):
-        with lock:
-            found.setdefault((tuple(told.hidden[0, :3].tolist()),), []).append(log.numpy().tobytes())
-        return plain(self, told, log, part=part)
-
-    plain = Output.learn
-    monkeypatch.setattr(Output, "learn", learn)
-    workers = run_threads(plan_of("zb-v", 4, 3, sums), 2)
-    assert len(found) == 6
-    assert all(len(logs) == 4 and len(set(logs)) == 1 for logs in found.values())
-    assert [len(w.features.find(Vocabulary).output.weight) for w in workers] == [15, 15, 15, 16]
-
-
-def test_logits_are_gone_after_t():
-    """No logits of a microbatch stay; logits of two microbatches never exist at once."""
-    alive, most = [0], [0]
-    tell = Output.tell
-
-    def counted(self, *args, **how):
-        told = tell(self, *args, **how)
-        alive[0] += 1
-        most[0] = max(most[0], alive[0])
-        weakref.finalize(told.soft, gone)
-        return told
-
-    def gone():
-        alive[0] -= 1
-
-    gc.disable()  # so that nothing waits for it
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Output, "tell", counted)
-            (worker,) = run_threads(plan_of("1f1b", 1, 5, 1), 1)
-    finally:
-        gc.enable()
-    assert alive == [0] and 1 <= most[0] <= 2
-    assert not leftovers(worker)
-
-
-# ---- evaluation ----------------------------------------------------------------------------------------------
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------------------
 
 
-def test_replicas_write_each_row_once_and_are_compared(tmp_path):
-    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
-    plan = plan_of("1f1b", 2, 3, 1, how={"copies": 2}, **options)
-    whole = run_threads(plan, 4, folder=tmp_path)
-    later = run_threads(plan, 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
-    assert losses_of(later) == losses_of(whole)[2:]
+def test_copies_of_rows_are_compared_before_one_is_written(tmp_path):
+    plan = plan_of("1f1b", 2, 3, 1, how={"copies": 2}, checkpoint={"every": 2})
 
     def spoil(worker):
         if worker.replica:

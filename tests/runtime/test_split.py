@@ -1,7 +1,6 @@
 """The two halves of a backward: bitwise equal to autograd, with only inputs and output gradients kept between."""
 
 import copy
-import weakref
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.nn.utils import parametrizations
 from tests.refusals import refused
 from tests.runtime import user_models
 from zbc.errors import ZbcError
-from zbc.runtime.core.slot import Slot, current_slot, using
+from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.split import refuse_wrapped, split_backward
 
 LAYERS = {
@@ -27,6 +26,16 @@ LAYERS = {
     "conv2d-reflect": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", bias=False), (2, 4, 9, 9)),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
 }
+LAYERS |= {
+    f"{kind}-frozen-{name}": (lambda make=LAYERS[kind][0], name=name: frozen(make(), name), LAYERS[kind][1])
+    for kind in ("linear", "conv2d")
+    for name in ("weight", "bias")
+}
+
+
+def frozen(layer, name):
+    getattr(layer, name).requires_grad_(False)
+    return layer
 
 
 def pair(make):
@@ -90,21 +99,6 @@ def test_embeddings(padding, halves):
     assert (before[0] is None) == halves
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-@pytest.mark.parametrize("make", [LAYERS["linear"][0], LAYERS["conv2d"][0]])
-def test_a_frozen_weight_or_bias(make, frozen):
-    def build():
-        layer = make()
-        getattr(layer, frozen).requires_grad_(False)
-        return layer
-
-    plain, split, _ = pair(build)
-    x = torch.randn(LAYERS["linear"][1] if isinstance(plain, nn.Linear) else LAYERS["conv2d"][1])
-    _, grad_x, grads, _ = backward(plain, x, Slot(), False)
-    _, grad_x2, grads2, _ = backward(split, x, Slot(), True)
-    assert torch.equal(grad_x, grad_x2) and all(equal(a, b) for a, b in zip(grads, grads2, strict=True))
-
-
 def after_b(module, x):
     split_backward(module)
     slot = Slot()
@@ -113,98 +107,6 @@ def after_b(module, x):
     slot.split = True
     y.sum().backward()
     return slot
-
-
-def test_an_input_without_gradient_still_leaves_its_weight_gradient():
-    layer = nn.Linear(3, 2)
-    slot = after_b(layer, torch.ones(4, 3))
-    assert layer.weight.grad is None and len(slot) == 1
-    slot.run()
-    assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))
-
-
-def test_microbatches_pair_by_slot_whatever_the_order():
-    """Forwards 0 1 2, backwards 2 0 1, weights 1 2 0: each W finds the tensors of its own microbatch."""
-    layer = nn.Linear(3, 3, bias=False)
-    split_backward(layer)
-    xs, slots, ys = [torch.full((1, 3), float(i + 1)) for i in range(3)], [Slot() for _ in range(3)], []
-    for x, slot in zip(xs, slots, strict=True):
-        with using(slot):
-            ys.append(layer(x))
-    for i in (2, 0, 1):
-        slots[i].split = True
-        with using(slots[0]):  # the current slot in backward does not matter
-            ys[i].backward(torch.full((1, 3), 10.0**i))
-    for i in (1, 2, 0):
-        layer.weight.grad = None
-        slots[i].run()
-        assert torch.equal(layer.weight.grad, torch.full((3, 3), (i + 1) * 10.0**i))
-
-
-def test_outside_a_step_a_patched_layer_is_the_ordinary_one():
-    plain, split, _ = pair(LAYERS["linear"][0])
-    x = torch.randn(3, 6)
-    assert current_slot() is None
-    plain(x).sum().backward()
-    split(x).sum().backward()
-    assert torch.equal(plain.weight.grad, split.weight.grad)
-    with using(Slot()), torch.no_grad():
-        assert not split(x).requires_grad
-
-
-def test_between_b_and_w_only_inputs_and_output_gradients_are_alive():
-    """All other activations of F, such as the input of the GELU, are freed after B; all after W."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
-    split_backward(model)
-    storages, nodes = {}, {}
-
-    def watch(name):
-        def hook(module, inputs, output):
-            storages[name] = weakref.ref(output.untyped_storage())
-            nodes[name] = weakref.ref(output.grad_fn) if name in "03" else None
-
-        return hook
-
-    for name, module in model.named_children():
-        module.register_forward_hook(watch(name))
-    slot = Slot()
-    with using(slot):
-        y = model(torch.randn(5, 8, requires_grad=True))
-    grad = torch.ones_like(y)
-    kept_grad = weakref.ref(grad)
-    alive = {name for name, storage in storages.items() if storage() is not None}
-    assert {"0", "1", "2"} <= alive and nodes["0"]() is not None
-    slot.split = True
-    y.backward(grad)
-    del y, grad
-    alive = {name for name, storage in storages.items() if storage() is not None}
-    assert alive == {"2"}  # the input of the last linear layer
-    assert nodes["0"]() is None and nodes["3"]() is None and kept_grad() is not None
-    assert len(slot) == 2
-    slot.run()
-    assert not [name for name, storage in storages.items() if storage() is not None]
-    assert kept_grad() is None and len(slot) == 0
-
-
-def test_the_weight_is_cast_once_for_all_microbatches_and_again_when_it_changes():
-    layer = nn.Linear(4, 4)
-    (patch,) = split_backward(layer)
-    x = torch.randn(2, 4)
-
-    def output():
-        with using(Slot()), torch.autocast("cpu", torch.bfloat16):
-            return layer(x)
-
-    first = output()
-    cast = patch._low[1]
-    assert cast.dtype == torch.bfloat16 and first.dtype == torch.bfloat16
-    assert torch.equal(first, output()) and patch._low[1] is cast
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    assert not torch.equal(first, output()) and patch._low[1] is not cast
-    patch.forget()
-    assert patch._low is None
 
 
 class OwnForward(nn.Linear):
@@ -266,15 +168,3 @@ def test_wrapped_layers_are_refused_with_the_reason_ddp_too():
     nn.Module.__init__(layer)
     with pytest.raises(ZbcError, match="DistributedDataParallel"):
         refuse_wrapped("layers.0", layer)
-
-
-def test_deferred_work_of_users_runs_at_once_when_the_backward_is_not_split():
-    ran = []
-    slot = Slot()
-    slot.defer(lambda: ran.append(("now", torch.is_grad_enabled())))
-    slot.split = True
-    slot.defer(lambda: ran.append(("first", torch.is_grad_enabled())))
-    slot.defer(lambda: ran.append(("second", torch.is_grad_enabled())))
-    assert ran == [("now", False)]
-    slot.run()
-    assert ran == [("now", False), ("first", False), ("second", False)]

@@ -4,22 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional
 
 import zbc
 from tests.jobs import toml_text
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
 from tests.runtime.test_gradients import VECTORS
-from tests.threads import each_parameter, run_threads, side_by_side
+from tests.threads import each_parameter, run_threads
 from zbc.errors import ZbcError
-from zbc.job.model_section import Model
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.tensors import IGNORED
 from zbc.runtime.features.tensor_parallel import Group, SharedLayers
-from zbc.runtime.features.words.cross_entropy import cross_entropy
 from zbc.runtime.transports.hub import Hub, HubTransport
-from zbc.training.models import model as models
 from zbc.training.models import sharding
 from zbc.training.models.experts import stacks_of
 
@@ -138,44 +133,6 @@ def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
     per_microbatch = {what: counted.count(what) / (2 * 4) for what in {*counted}}
     assert per_microbatch["F"] == 7 and "W" not in per_microbatch
     assert per_microbatch.get("B", 0) + per_microbatch.get("BW", 0) == 7 and backward in per_microbatch
-
-
-def in_float64(plans, tokens, targets):
-    whole = [plan.build(3).double() for plan in plans]
-    loss = functional.cross_entropy(torch.nn.Sequential(*whole)(tokens).flatten(0, -2), targets.flatten())
-    loss.backward()
-    return whole, loss
-
-
-def test_float64_is_exact_to_its_own_rounding():
-    """Loss and every gradient of one block and a head, two ranks against one."""
-    torch.manual_seed(0)
-    plans = models.layers(Model.model_validate({"family": "gpt", **GPT}), 0)
-    tokens = torch.randint(0, 259, (2, 8))
-    targets = torch.randint(0, 259, (2, 8))
-    targets[0, :3] = IGNORED
-    whole, expected = in_float64(plans, tokens, targets)
-    hub = Hub(2, inside=[(0, 1)])
-
-    def rank(number):
-        group = Group((0, 1), number, HubTransport(hub, number))
-        cuts, y, layers = {}, tokens, []
-        for plan in plans:
-            layer = plan.build(3)
-            cuts[plan.name] = sharding.shard(plan.name, layer, group, joined=False).cuts
-            layers.append(layer.double())
-            y = layers[-1](y)
-        loss = cross_entropy(259, group=group)(y, targets)
-        loss.backward()
-        return loss.item(), layers, cuts
-
-    for loss, layers, cuts in side_by_side(2, rank):
-        assert loss == pytest.approx(expected.item(), abs=1e-14)
-        for plan, layer, other in zip(plans, layers, whole, strict=True):
-            for name, parameter in layer.named_parameters():
-                grad = other.get_parameter(name).grad
-                cut = cuts[plan.name].get(name)
-                torch.testing.assert_close(parameter.grad, grad if cut is None else cut.of(grad), rtol=0, atol=1e-13)
 
 
 WIDE = {"family": "tests.runtime.user_models:shared", "layers": 4, "loss": "mse", "args": {"width": 8, "count": 4}}

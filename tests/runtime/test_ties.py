@@ -59,16 +59,6 @@ def test_ranks_without_the_weight_stand_in_with_its_type_and_leave_out_what_is_f
         torch.testing.assert_close(parameter.detach(), expected.weights[name], msg=name, **near)
 
 
-@pytest.mark.parametrize(("schedule", "p"), [way for way in WAYS if way[0] != "chimera"])
-def test_a_sum_of_two_terms_has_one_order_and_so_the_bits_of_one_process(schedule, p):
-    """Two layers and one microbatch: with more, one process adds layer by layer within each microbatch."""
-    ties = {"layers.7.down.weight": "layers.0.down.weight"}
-    plan = plan_of(schedule, p, m=1, ties=ties, keep=without_step)
-    found, expected = parameters(run_threads(plan, 1)), reference(plan)
-    for name, grad in expected.grads.items():
-        torch.testing.assert_close(found[name].grad, grad, rtol=0, atol=0, msg=name)
-
-
 COPIED = [("1f1b", 4, {}), ("zb-v", 2, {}), ("1f1b", 2, {"copies": 2}), ("1f1b", 2, {"copies": 2, "sharded": True})]
 COPIED += [("zb-h1", 4, {"sync": "post-validate"})]
 

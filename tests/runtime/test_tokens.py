@@ -16,7 +16,6 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.training.data import data as permuting
 from zbc.training.data.corpus import Tokens, sidecar, write_sidecar
 from zbc.training.data.data import Batches, Permutation, build_samples, build_validation
 from zbc.training.data.prefetch import Prefetched
@@ -56,15 +55,6 @@ def test_orders_differ_by_seed_and_places_are_spread_evenly():
     expected = trials / count
     square = sum((table[i, j] - expected) ** 2 / expected for i in range(count) for j in range(count))
     assert abs(square - 361) < 5 * (2 * 361) ** 0.5
-
-
-def test_an_order_is_the_same_whether_its_rounds_are_remembered_or_not(monkeypatch):
-    orders = [Permutation(count, 5) for count in (7, 50, 1000)]
-    known = [list(order) for order in orders]
-    assert [list(order) for order in orders] == known
-    monkeypatch.setattr(permuting, "_REMEMBERED", 0)
-    assert [list(Permutation(count, 5)) for count in (7, 50, 1000)] == known
-    assert not any(Permutation(50, 5)._rounds)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------

@@ -2,16 +2,19 @@
 
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from tests import composed
+from tests.jobs import tiny_tensors_move
 from tests.runtime.small_plans import make_plan, make_program, make_worker
 from tests.threads import each_layer, run_threads, side_by_side
 from tests.tiers import few
+from zbc.compiler.recorded.report import build
 from zbc.ir import Kind
 from zbc.plan.directory import assemble, write
-from zbc.runtime.core.execute import run_step
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, Writer
 from zbc.training.launch.board import Board
@@ -92,60 +95,28 @@ def named(script):
     return [(getattr(handler, "func", handler).__qualname__, op) for handler, op, _ in script]
 
 
-class Fake:
-    """Timestamps of a clock that moves only on request."""
-
-    def __init__(self):
-        self.now = 0
-
-    def open(self):
-        self.now = 0
-
-    def stamp(self):
-        return self.now
-
-    def read(self, stamps):
-        return list(stamps)
-
-
-class Slow:
-    """A transport whose waits take fixed times: 1000 for a message, 100 for a sum, 10 at the end."""
-
-    def __init__(self, clock):
-        self.clock, self.rank, self.buffers = clock, 1, {}
-
-    def pass_(self, ns):
-        self.clock.now += ns
-
-    def send(self, message, tensor, peer):
-        self.pass_(2)
-
-    def post(self, message, buffer, peer):
-        self.buffers[message] = buffer.zero_()
-
-    def wait(self, message):
-        self.pass_(1000)
-        return self.buffers.pop(message)
-
-    def all_reduce(self, tensor, ranks):
-        self.pass_(100)
-
-    def finish_step(self, *, drain):
-        self.pass_(10)
-
-    def share(self, size, ranks, device):
-        raise AssertionError("no rank of this plan shares memory")
-
-    def close(self):
-        pass
-
-
 def test_waiting_is_counted_apart_from_computing_to_the_nanosecond():
-    clock = Fake()
+    now, buffers = [0], {}
+
+    def passing(ns, then=lambda *args: None):
+        def call(*args, **how):
+            now[0] += ns
+            return then(*args)
+
+        return call
+
     worker = make_worker(make_plan(make_program("zb-h1", 2, 2)), rank=1)
-    worker.transport = Slow(clock)
+    worker.transport = SimpleNamespace(
+        rank=1,
+        send=passing(2),
+        post=lambda message, buffer, peer: buffers.update({message: buffer.zero_()}),
+        wait=passing(1000, buffers.pop),
+        all_reduce=passing(100),
+        finish_step=passing(10),
+    )
     for layer in each_layer([worker]):
-        layer.module.register_forward_pre_hook(lambda module, args: worker.transport.inner.pass_(7))
+        layer.module.register_forward_pre_hook(passing(7))
+    clock = SimpleNamespace(open=lambda: None, stamp=lambda: now[0], read=list)
     result, stamped = Recorder(worker, clock).record(4, stop=False)
     timing = stamped.timing()
     layers, ops = sum(len(stage.layers) for stage in worker.stages.values()), worker.plan.ops
@@ -160,6 +131,21 @@ def test_waiting_is_counted_apart_from_computing_to_the_nanosecond():
         else:
             assert (took, leads.get(op, 0), waited) == (2 if op.kind.is_send else 0, 0, [])
     assert timing.waits[-3:] == [len(ops), Cause.DELIVERY, 10]
+
+
+def test_copies_to_the_host_and_waits_for_them_are_recorded_and_reported(tmp_path):
+    plan = composed.planned(composed.settings("offload"))
+    with tiny_tensors_move():
+        _, found = traced(tmp_path, plan, {1, 2}, 4)
+    told = build(found).copies
+    assert told and all(copies.measured_ms > 0 and 0 <= copies.measured_hidden <= 1 for copies in told)
+    for rank in (copies.rank for copies in told):
+        one = found.recorded(rank, 2)
+        started = [i for i, op in enumerate(one.ops) if op.kind in (Kind.OFFLOAD, Kind.RELOAD)]
+        assert [copy.op for copy in one.copies] == started
+        assert all(one.start[copy.op] <= copy.start < copy.end <= one.ends for copy in one.copies)
+        waiting = {one.ops[i].kind for i in one.waited(Cause.COPY)}
+        assert Kind.RELEASE in waiting and waiting <= {Kind.RELEASE, Kind.B, Kind.BW}
 
 
 def test_memory_is_looked_at_in_a_step_of_its_own(tmp_path):
@@ -178,20 +164,6 @@ def test_memory_is_looked_at_before_where_nothing_comes_behind(tmp_path, steps, 
     _, found = traced(tmp_path, plan_of_case("1f1b"), steps, total)
     for rank in found.ranks:
         assert (None if rank.memory is None else rank.memory.step) == weighed
-
-
-def test_a_step_that_is_not_recorded_runs_on_the_rank_s_own_transport_and_clock(tmp_path):
-    worker = make_worker(make_plan(make_program("1f1b", 1, 2)))
-    transport, clock = worker.transport, worker.clock
-    recorder = Recorder(worker)
-    recorder.record(0, stop=False)
-    assert worker.transport is transport and worker.clock is clock
-    worker.script.insert(0, (lambda worker, op: 1 / 0, worker.script[0][1], "broken"))
-    with pytest.raises(ZeroDivisionError):
-        recorder.record(1, stop=False)
-    assert worker.transport is transport and worker.clock is clock
-    del worker.script[0]
-    run_step(worker, 1)
 
 
 # ---- clocks --------------------------------------------------------------------------------------------------

@@ -173,21 +173,10 @@ def test_a_dataset_of_a_user_with_lengths_is_dealt_and_packed():
     as_one_process(plan, documents=PairDocuments(Pairs(Texts(), "texts", 0), Texts(), "texts", 16))
 
 
-def leaves_out_zeros(output, target):
-    return functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=0)
-
-
-leaves_out_zeros.count = lambda target: (target != 0).sum()
-
-
-def fails_on_padding(output, target):
-    return leaves_out_zeros(output, target)
-
-
 @pytest.mark.parametrize("balance", ["length", "tokens"])
 def test_padding_has_a_target_that_the_loss_of_a_user_leaves_out(balance):
     """As in docs/training.md: this one takes no -100."""
-    model, data = {"loss": f"{__name__}:leaves_out_zeros"}, {"kind": TEXTS, "args": {"vocab": 4}, "balance": balance}
+    model, data = {"loss": "tests.runtime.padded_data:zeros"}, {"kind": TEXTS, "args": {"vocab": 4}, "balance": balance}
     plan = (
         unequal(model=GPT | model, data=data)
         if balance == "length"
@@ -199,7 +188,7 @@ def test_padding_has_a_target_that_the_loss_of_a_user_leaves_out(balance):
 
 
 def test_a_loss_that_fails_on_padding_is_refused_in_words():
-    model, data = {"loss": f"{__name__}:fails_on_padding"}, {"kind": TEXTS, "balance": "length"}
+    model, data = {"loss": "tests.runtime.padded_data:silent"}, {"kind": TEXTS, "balance": "length"}
     with refused("E513", match="fails on rows with targets of -100"):
         run_threads(unequal(model=GPT | model, data=data), 1)
 

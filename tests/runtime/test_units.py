@@ -21,7 +21,6 @@ from zbc.runtime.features.groups.units import Braids, _reason
 from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.tensor_parallel import Group, Meter, SharedLayers
 from zbc.training.recording.measure import Scale
-from zbc.training.recording.tracing import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
 
@@ -198,46 +197,6 @@ def test_the_thread_of_who_has_the_turn_is_known(tmp_path):
     assert all(worker.progress.thread is None for worker in workers)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_work_that_waits_for_its_turn_is_left_when_the_other_fails(failing):
-    pair, left = Pair(CPU), []
-
-    def work(side):
-        try:
-            for number in range(3):
-                if side == failing and number == 2:
-                    raise KeyError(side)
-                pair.turn()
-        except BaseException as error:
-            left.append((side, type(error).__name__))
-            raise
-
-    with pytest.raises(KeyError):
-        pair.run(lambda: work(0), lambda: work(1))
-    assert sorted(left) == sorted([(failing, "KeyError"), (1 - failing, "Left")])
-    done = []
-    pair.run(lambda: done.append(0), lambda: done.append(1))
-    assert done == [0, 1], "the pair is as good as new"
-    (thread,) = strands()
-    pair.close()
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-def test_each_side_has_what_torch_keeps_per_thread():
-    pair, seen = Pair(CPU), []
-
-    def look():
-        seen.append((torch.is_grad_enabled(), torch.get_num_threads(), slot.current_slot()))
-        pair.turn()
-
-    for recording in (True, False):
-        with torch.set_grad_enabled(recording):
-            pair.run(look, look)
-    pair.close()
-    assert seen == [(True, 1, None)] * 2 + [(False, 1, None)] * 2
-
-
 def test_parts_without_sums_go_round_the_sums_of_the_other():
     """8 parts and 3 sums: the second time, when the number of sums is known, each hides its share."""
     pair = Pair(CPU)
@@ -283,38 +242,6 @@ def test_what_moves_to_the_host_runs_one_after_the_other(tmp_path):
     assert _reason(worker, run, *ops[at + 1 : at + 3]) is None
     worker.features.of(Offloads)._keys[id(run.plan)] = frozenset([ops[at + 2].key])
     assert _reason(worker, run, *ops[at + 1 : at + 3]) == "their activations go to the host"
-
-
-def test_without_shared_layers_the_script_is_that_of_the_plan(tmp_path):
-    plan = plan_of(tmp_path, "dualpipe-v", m=6, model_more={"layers": 4}, schedule_more={"overlap": True})
-    for worker in run_threads(plan, 1):
-        assert worker.features.of(Braids).units is None and not worker.features.of(Braids).in_turn
-        assert all(getattr(handler, "__name__", "") not in ("both", "rest") for handler, *_ in worker.script)
-
-
-def test_a_group_is_recorded_as_one_op_after_the_other(tmp_path):
-    """Times add up to the step, and an op of a group has the time of its own turns."""
-    stamps, recorders = {}, {}
-
-    def run(worker, step, *, stop=False):
-        recorder = recorders.setdefault(worker.rank, Recorder(worker))
-        result, stamps[worker.rank] = recorder.record(step, stop)
-        return result
-
-    for worker in run_threads(braided(tmp_path), 2, step=lambda worker: run):
-        stamped = stamps[worker.rank]
-        timing = stamped.timing()
-        ops = [op for _, op, _ in worker.script]
-        assert sum(timing.took_ns) == stamped.marks[-1] - stamped.marks[0]
-        leads = dict(zip((i for i, op in enumerate(ops) if op.kind.computes), timing.lead_ns, strict=True))
-        marks = [i for i, op in enumerate(ops) if op.kind.is_mark]
-        assert marks
-        for at in marks:
-            assert leads[at + 2] == 0 and timing.took_ns[at + 2] > 0
-            assert timing.took_ns[at + 1] > leads[at + 1] >= 0
-        result = worker.results[-1]
-        assert all(0 < busy < result.seconds for busy in result.busy_seconds)
-        assert 0 <= result.sums_hidden <= 1
 
 
 class Slow:

@@ -20,8 +20,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.shards import windows as module
-from zbc.runtime.features.shards.windows import Window, WindowCopier
-from zbc.runtime.transports.hub import Hub
+from zbc.runtime.features.shards.windows import Window
 
 
 def one_sided(plan):
@@ -117,46 +116,6 @@ def test_a_sum_is_not_started_twice():
 
     with pytest.raises(ZbcError, match="started twice"):
         run_threads(one_sided(plan_of("zb-v", 2, 4, 1)), 1, setup=twice)
-
-
-def windows(count=2):
-    """Windows of `count` ranks, with rows of 8 bytes and slots of two floats."""
-    hub, device = Hub(count), torch.device("cpu")
-
-    def make(rank):
-        how = {"weights": 8, "slot": 2, "kind": torch.float32, "device": device}
-        return Window(hub.end(rank), tuple(range(count)), **how, copier=WindowCopier(device))
-
-    return hub, side_by_side(count, make)
-
-
-def test_a_window_gives_what_the_others_have_published():
-    hub, (one, other) = windows()
-    taken = []
-    begun = one.fetch(lambda rows: taken.extend(row.clone() for row in rows))
-    one.weights.fill_(1)
-    one.publish()
-    time.sleep(0.05)
-    assert not begun.ready(), "the other has not published"
-    other.weights.fill_(2)
-    other.publish()
-    begun.wait()
-    assert begun.ready() and [row.tolist() for row in taken] == [[1] * 8, [2] * 8]
-    for window, value in ((one, 1.0), (other, 10.0)):
-        for slot in window.slots:
-            slot.fill_(value)
-    given = one.post()
-    assert not given.ready()
-    theirs = other.post()
-    given.wait(), theirs.wait()
-    assert given.total.tolist() == theirs.total.tolist() == [11.0, 11.0]
-    again = other.fetch(lambda rows: taken.clear())
-    other.publish()
-    time.sleep(0.05)
-    assert not again.ready() and taken, "a row of the step before is none of this one"
-    hub.poison(0, "ended")
-    with pytest.raises(ZbcError, match="E702"):
-        again.wait()
 
 
 # ---- memory of processes ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zbc
-from tests.runtime.zoo import LINEAR, ready, these
+from tests.runtime.zoo import LINEAR, layer, ready, these
 from zbc.runtime.core.slot import accumulate, current_slot
 
 
@@ -109,15 +109,10 @@ def reentrant(width: int = 8, count: int = 4):
     return [lambda: Residual(width), *(lambda: Reentrant(width) for _ in range(count - 1))]
 
 
-class Twice(nn.Module):
+@layer(linear=lambda width: nn.Linear(width, width))
+def Twice(self, x: Tensor) -> Tensor:
     """One linear layer used two times in one forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.tanh(self.linear(x)))
+    return self.linear(torch.tanh(self.linear(x)))
 
 
 twice = of(Twice)
@@ -153,28 +148,18 @@ class OwnSplit(torch.autograd.Function):
         return grad * scale, None
 
 
-class Scale(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return OwnSplit.apply(x, self.scale) if current_slot() is not None else x * self.scale
+@layer(scale=lambda width: nn.Parameter(torch.linspace(0.5, 1.5, width)))
+def Scale(self, x: Tensor) -> Tensor:
+    return OwnSplit.apply(x, self.scale) if current_slot() is not None else x * self.scale
 
 
 scales = of(Scale)
 
 
-class Recording(nn.Module):
+@layer(rate=lambda width: torch.linspace(0, 1, 3)[1].item(), linear=lambda width: nn.Linear(width, width))
+def Recording(self, x: Tensor) -> Tensor:
     """Looks at values, so it cannot run on the meta device; and its constructor cannot either."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.rate = torch.linspace(0, 1, 3)[1].item()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * (2.0 if x.abs().max().item() > 1e9 else 1.0)
+    return self.linear(x) * (2.0 if x.abs().max().item() > 1e9 else 1.0)
 
 
 value_dependent = of(Recording)
@@ -203,28 +188,17 @@ def tied():
     return [shared, nn.ReLU(), nn.Sequential(shared), nn.ReLU()]
 
 
-class Pair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x
-
-
-returns_a_tuple = ready(LINEAR, Pair, nn.ReLU, nn.ReLU)
 narrow = ready(LINEAR, partial(nn.Linear, 9, 8), nn.ReLU, nn.ReLU)
 
 
-class FailsLater(nn.Module):
+@layer(linear=lambda good: nn.Linear(8, 8), left=lambda good: good)
+def FailsLater(self, x: Tensor) -> Tensor:
     """Works for the first microbatches, then fails."""
-
-    def __init__(self, good: int) -> None:
-        super().__init__()
-        self.linear, self.left = nn.Linear(8, 8), good
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.is_meta:
-            self.left -= 1
-            if self.left < 0:
-                raise ArithmeticError("out of luck")
-        return self.linear(x)
+    if not x.is_meta:
+        self.left -= 1
+        if self.left < 0:
+            raise ArithmeticError("out of luck")
+    return self.linear(x)
 
 
 def fails_later(good: int = 2):
@@ -241,16 +215,11 @@ class Shrinks(nn.Module):
 shrinks = ready(LINEAR, Shrinks, LINEAR, LINEAR)
 
 
-class Explodes(nn.Module):
+@layer(linear=lambda: nn.Linear(8, 8), seen=lambda: 0)
+def Explodes(self, x: Tensor) -> Tensor:
     """A loss that is not finite in the first step's microbatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.seen = nn.Linear(8, 8), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 0 if x.is_meta else 1
-        return self.linear(x) * (torch.inf if self.seen == 1 and not x.is_meta else 1.0)
+    self.seen += 0 if x.is_meta else 1
+    return self.linear(x) * (torch.inf if self.seen == 1 and not x.is_meta else 1.0)
 
 
 explodes = these(LINEAR, Explodes, LINEAR, LINEAR)
@@ -290,16 +259,11 @@ class Singles(Vectors):
         return self.x[index]
 
 
-class Encode(nn.Module):
+@layer(state=lambda width: nn.Linear(width, width), encoding=lambda width: nn.Linear(width, width))
+def Encode(self, x: Tensor) -> tuple[Tensor, ...]:
     """(B, W) -> a state, an encoding that lies transposed in memory, a mask, whole numbers, and a number of 64 bits."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.state, self.encoding = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        encoding = self.encoding(x).t().contiguous().t()
-        return self.state(x), encoding, x > 0, torch.arange(x.shape[-1], device=x.device), encoding.double().mean()
+    encoding = self.encoding(x).t().contiguous().t()
+    return self.state(x), encoding, x > 0, torch.arange(x.shape[-1], device=x.device), encoding.double().mean()
 
 
 class Decode(nn.Module):
@@ -340,18 +304,13 @@ def masks(width: int = 8):
     return [nn.Linear(width, width), MaskOnly(), Masked(width, width), nn.Linear(width, width)]
 
 
-class Returns(nn.Module):
+@layer(what=lambda what: what, linear=lambda what: nn.Linear(8, 8))
+def Returns(self, x: Tensor, *more: Tensor):
     """Returns a value that no layer can take."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what, self.linear = what, nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, *more: Tensor):
-        y = self.linear(x)
-        made = {"dict": {"a": y}, "object": (y, {"a": object()}), "none": (y, None), "nothing": {"a": 1}}
-        made |= {"pair": (y, y)}
-        return {**made, "sparse": (y, torch.eye(8).to_sparse())}[self.what]
+    y = self.linear(x)
+    made = {"dict": {"a": y}, "object": (y, {"a": object()}), "none": (y, None), "nothing": {"a": 1}}
+    made |= {"pair": (y, y)}
+    return {**made, "sparse": (y, torch.eye(8).to_sparse())}[self.what]
 
 
 class Names(NamedTuple):
@@ -359,17 +318,12 @@ class Names(NamedTuple):
     shift: float | None
 
 
-class Opens(nn.Module):
+@layer(down=lambda width: nn.Linear(width, width))
+def Opens(self, x: Tensor) -> dict[str, Any]:
     """Tensors in a dict, a list and a tuple with names, with constants of all kinds beside them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.down = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        y = self.down(x)
-        named = [Names(y, 0.5), (y.tanh(), True)]
-        return {"named": named, "mask": None, "count": 2, "mode": "sum", "many": {"a": x > 0, "nan": float("nan")}}
+    y = self.down(x)
+    named = [Names(y, 0.5), (y.tanh(), True)]
+    return {"named": named, "mask": None, "count": 2, "mode": "sum", "many": {"a": x > 0, "nan": float("nan")}}
 
 
 class Middle(nn.Module):
@@ -478,13 +432,9 @@ def sharing(width: int = 8, count: int = 8, together: bool = False):
     return made
 
 
-class Sum(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.down = nn.Linear(8, 8, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.down(x.to(self.down.weight.dtype))).to(x.dtype)
+@layer(down=lambda dtype: nn.Linear(8, 8, dtype=dtype))
+def Sum(self, x: Tensor) -> Tensor:
+    return x + torch.tanh(self.down(x.to(self.down.weight.dtype))).to(x.dtype)
 
 
 def sums_in(dtype: str, frozen: bool):

@@ -52,6 +52,21 @@ def among(kind):
     return these(LINEAR, kind, nn.ReLU, nn.ReLU)
 
 
+def layer(**parts):
+    """Makes a forward a class of layers with these parts, each made by its function of a layer's arguments."""
+
+    def made(forward):
+        def init(self, *given):
+            nn.Module.__init__(self)
+            for name, make in parts.items():
+                setattr(self, name, make(*given))
+
+        members = {"__init__": init, "forward": forward, "__module__": forward.__module__, "__doc__": forward.__doc__}
+        return type(forward.__name__, (nn.Module,), members)
+
+    return made
+
+
 class One(nn.Module):
     """A linear layer, and the name of an additional behaviour."""
 
@@ -66,15 +81,10 @@ class Two(nn.Module):
         self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
 
 
-class Inline(nn.Module):
+@layer(scale=lambda: nn.Parameter(torch.linspace(0.5, 1.5, W)), w=lambda: nn.Parameter(torch.randn(W, W) / 4))
+def Inline(self, x: Tensor) -> Tensor:
     """Parameters used without a module around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.w = nn.Parameter(torch.linspace(0.5, 1.5, W)), nn.Parameter(torch.randn(W, W) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(torch.tanh(x) * self.scale, self.w)
+    return functional.linear(torch.tanh(x) * self.scale, self.w)
 
 
 class Cube(torch.autograd.Function):
@@ -89,24 +99,15 @@ class Cube(torch.autograd.Function):
         return grad * w * 3 * x**2, (grad * x**3).sum(0)
 
 
-class Custom(nn.Module):
+@layer(a=LINEAR, w=lambda: nn.Parameter(torch.full((W,), 0.1)), b=LINEAR)
+def Custom(self, x: Tensor) -> Tensor:
     """An autograd.Function of the user's own, between two linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.w, self.b = nn.Linear(W, W), nn.Parameter(torch.full((W,), 0.1)), nn.Linear(W, W)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(Cube.apply(torch.tanh(self.a(x)), self.w))
+    return self.b(Cube.apply(torch.tanh(self.a(x)), self.w))
 
 
-class Conv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.back = nn.Conv1d(2, 4, 3, padding=1), nn.ConvTranspose1d(4, 2, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.back(functional.gelu(self.conv(x.view(-1, 2, W // 2)))).flatten(1)
+@layer(conv=lambda: nn.Conv1d(2, 4, 3, padding=1), back=lambda: nn.ConvTranspose1d(4, 2, 3, padding=1))
+def Conv(self, x: Tensor) -> Tensor:
+    return self.back(functional.gelu(self.conv(x.view(-1, 2, W // 2)))).flatten(1)
 
 
 class Tied(Two):
@@ -160,15 +161,10 @@ class Overwrites(One):
         return self.linear(x.mul_(0.5).relu_()) + x
 
 
-class Strided(nn.Module):
+@layer(linear=lambda: nn.Linear(W, 2 * W))
+def Strided(self, x: Tensor) -> Tensor:
     """Returns a view that is not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, 2 * W)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))[:, ::2]
+    return torch.tanh(self.linear(x))[:, ::2]
 
 
 class Rounds(One):
@@ -178,22 +174,14 @@ class Rounds(One):
         return (self.linear(x) * 10).long().clamp(0, 9)
 
 
-class Looks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, W)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.table(x).mean(1)
+@layer(table=lambda: nn.Embedding(10, W))
+def Looks(self, x: Tensor) -> Tensor:
+    return self.table(x).mean(1)
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.spare, self.lost = nn.Linear(W, W), nn.Linear(W, W), nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+@layer(linear=LINEAR, spare=LINEAR, lost=lambda: nn.Parameter(torch.zeros(3)))
+def Unused(self, x: Tensor) -> Tensor:
+    return torch.tanh(self.linear(x))
 
 
 class Noise(One):
@@ -286,13 +274,9 @@ class Mapped(Two):
         return torch.vmap(self.a)(torch.tanh(self.b(input=x)))
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W // 2, W // 2, dtype=torch.complex64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+@layer(linear=lambda: nn.Linear(W // 2, W // 2, dtype=torch.complex64))
+def Complex(self, x: Tensor) -> Tensor:
+    return self.linear(x)
 
 
 class Pairs(One):
@@ -302,53 +286,37 @@ class Pairs(One):
         return torch.view_as_complex(self.linear(x).view(-1, W // 2, 2))
 
 
-class Wide(nn.Module):
+@layer(a=lambda: nn.Linear(W, W).double(), b=LINEAR)
+def Wide(self, x: Tensor) -> Tensor:
     """Computes in double precision in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(W, W).double(), nn.Linear(W, W)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x.double()).float())
+    return self.b(self.a(x.double()).float())
 
 
-class Draws(nn.Module):
+@layer(linear=lambda where: nn.Linear(W, W), where=lambda where: where, generator=lambda where: torch.Generator())
+def Draws(self, x: Tensor) -> Tensor:
     """Draws random numbers from other generators."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.linear, self.where, self.generator = nn.Linear(W, W), where, torch.Generator()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.where == "numpy":
-            return self.linear(x) * float(numpy.random.rand())
-        return self.linear(x) * torch.rand(W, generator=self.generator)
+    if self.where == "numpy":
+        return self.linear(x) * float(numpy.random.rand())
+    return self.linear(x) * torch.rand(W, generator=self.generator)
 
 
-class Mirrors(nn.Module):
+@layer(scale=lambda: nn.Parameter(torch.randn(W // 2, dtype=torch.complex64)))
+def Mirrors(self, x: Tensor) -> Tensor:
     """Returns lazily conjugated or negated views, and requires such gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(W // 2, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.conj() * self.scale).conj()
+    return (x.conj() * self.scale).conj()
 
 
-class Made(nn.Module):
+@layer(
+    linear=LINEAR,
+    conv=lambda: nn.Conv1d(2, 2, 3, padding=1),
+    w=lambda: nn.Parameter(torch.randn(W, W) / 4),
+    k=lambda: nn.Parameter(torch.randn(2, 2, 3) / 4),
+)
+def Made(self, x: Tensor) -> Tensor:
     """A linear layer and a convolution whose weights are computed from the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.conv = nn.Linear(W, W), nn.Conv1d(2, 2, 3, padding=1)
-        self.w, self.k = nn.Parameter(torch.randn(W, W) / 4), nn.Parameter(torch.randn(2, 2, 3) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.func.functional_call(self.linear, {"weight": self.w * (1 + x.mean())}, (x,))
-        z = torch.func.functional_call(self.conv, {"weight": self.k * (1 + x.mean())}, (x.view(-1, 2, W // 2),))
-        return torch.tanh(y + z.flatten(1))
+    y = torch.func.functional_call(self.linear, {"weight": self.w * (1 + x.mean())}, (x,))
+    z = torch.func.functional_call(self.conv, {"weight": self.k * (1 + x.mean())}, (x.view(-1, 2, W // 2),))
+    return torch.tanh(y + z.flatten(1))
 
 
 class Empty(nn.Module):
@@ -393,13 +361,9 @@ class WritesWeights(One):
         return self.linear(x)
 
 
-class SparseInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(10, W))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.embedding(x, self.table, sparse=True).flatten(1)
+@layer(table=lambda: nn.Parameter(torch.randn(10, W)))
+def SparseInside(self, x: Tensor) -> Tensor:
+    return functional.embedding(x, self.table, sparse=True).flatten(1)
 
 
 class Sparse(nn.Module):
@@ -407,14 +371,10 @@ class Sparse(nn.Module):
         return x.to_sparse()
 
 
-class Locked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.lock = nn.Linear(W, W), threading.Lock()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.lock:
-            return self.linear(x)
+@layer(linear=LINEAR, lock=lambda: threading.Lock())
+def Locked(self, x: Tensor) -> Tensor:
+    with self.lock:
+        return self.linear(x)
 
 
 class Negates(nn.Module):
@@ -440,17 +400,14 @@ def one_with_history():
     return layer
 
 
-class Shaped(nn.Module):
+@layer(
+    linear=lambda linear: nn.Linear(W, W) if linear else nn.Unflatten(1, (2, W // 2)),
+    flat=lambda linear: nn.Parameter(torch.randn(2 * W)),
+)
+def Shaped(self, x: Tensor) -> Tensor:
     """Adds a flat parameter in the shape of a microbatch: its gradient is a view of the activation's gradient."""
-
-    def __init__(self, linear: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W) if linear else nn.Unflatten(1, (2, W // 2))
-        self.flat = nn.Parameter(torch.randn(2 * W))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return torch.tanh(y + self.flat.view(y.shape)).flatten(1)
+    y = self.linear(x)
+    return torch.tanh(y + self.flat.view(y.shape)).flatten(1)
 
 
 class Carries(One):
@@ -537,15 +494,10 @@ class ReusesInSecret(Reuses):
         return self.linear(x) if x.is_meta else super().forward(x)
 
 
-class Hands(nn.Module):
+@layer(table=lambda: nn.Parameter(torch.randn(2, W)))
+def Hands(self, x: Tensor) -> Tensor:
     """Returns a weight itself, for any input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(2, W))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.table
+    return self.table
 
 
 def no_loss(output: Tensor, target: Tensor) -> Tensor:
