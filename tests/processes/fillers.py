@@ -7,28 +7,25 @@ FOLDER = "."  # of what they count
 
 
 class Sleeping:
-    """Sleeps, and counts in a file; raises from step `fails` on, and ends after `ends`."""
+    """Sleeps, and counts in a file; raises at step `fails`."""
 
-    def __init__(self, rank, ranks, folder, ms, fails, ends):
-        self.seconds, self._file = ms / 1e3, Path(folder) / f"rank-{rank}"
-        self._fails, self._ends, self._count = fails, ends, 0
+    def __init__(self, rank, fails=0):
+        self._file, self._fails, self._count = Path(FOLDER) / f"rank-{rank}", fails, 0
 
     def step(self):
         self._count += 1
         if self._count == self._fails:
             raise ValueError("no more of this")
-        if self._ends and self._count > self._ends:
-            raise StopIteration
-        time.sleep(self.seconds)
+        time.sleep(1e-3)
         self._file.write_text(str(self._count))
 
 
 def make(rank, ranks):
-    return Sleeping(rank, ranks, FOLDER, 1.0, 0, 0)
+    return Sleeping(rank)
 
 
 def failing(rank, ranks):
-    return Sleeping(rank, ranks, FOLDER, 1.0, 2, 0)
+    return Sleeping(rank, 2)
 
 
 def nothing(rank, ranks):

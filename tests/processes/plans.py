@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.jobs import toml_value
+from tests.jobs import toml_text
 from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.shapes import load_job
@@ -48,15 +48,9 @@ def compiled(folder: Path, **changes: Mapping[str, Any]) -> Compiled:
     """A small job, compiled; `changes` are merged into its tables. `folder` is for the job file."""
     tables = {name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {**TABLES, **changes}}
     if ":" in tables["model"].get("family", ""):  # a factory has sizes of its own
-        del tables["model"]["hidden"], tables["model"]["heads"]
-    lines = ["# a job of a test"]
-    for name, table in tables.items():
-        inner = {key: value for key, value in table.items() if isinstance(value, dict)}
-        plain = {key: value for key, value in table.items() if key not in inner}
-        for header, values in [(name, plain), *((f"{name}.{key}", values) for key, values in inner.items())]:
-            lines += [f"[{header}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+        tables["model"] |= {"hidden": None, "heads": None}
     path = folder / "job.toml"
-    path.write_text("\n".join(lines))
+    path.write_text(toml_text(**tables))
     return compile_job(load_job(path))
 
 

@@ -131,9 +131,6 @@ def same_weights(one, other):
     assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
 
 
-# ---- as a user starts it ---------------------------------------------------------------------------------------
-
-
 def test_a_run_shows_the_loss_of_all_copies_and_writes_each_weight_once(tmp_path):
     plan = write_plan(tmp_path, parallel=TWO, optimizer={"zero1": True, "lr": 0.01}, model={**GPT, "ties": True})
     lines = run_here(plan, 4, tmp_path / "out", save_hf=tmp_path / "hf")

@@ -17,7 +17,6 @@ from zbc.training.checkpoint import folder as disk
 
 @pytest.fixture
 def command(tmp_path, out):
-    """A long `zbc run` with a checkpoint at its end."""
     plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6}, checkpoint={"every": 10**5})
     return [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "-o", str(out)]
 
@@ -37,7 +36,6 @@ def has_steps(out, count):
 
 
 def saved(out):
-    """Whether the result of the last step is in a checkpoint."""
     return disk.newest(out / "checkpoints") == disk.folder_of(out / "checkpoints", len(metrics(out)))
 
 
@@ -73,7 +71,6 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def read_until_closed(terminal, over):
-    """Reads and drops the output until the window is closed."""
     while not over():
         os.read(terminal, 4096)
     os.close(terminal)

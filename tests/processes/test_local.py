@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -148,24 +149,12 @@ def test_a_killed_rank_ends_the_run_and_is_named_with_where_it_was(tmp_path, out
     assert error.details[0].startswith(("it was last heard in step ", "it was last heard outside of a step: "))
 
 
-class Process:
+def process(exitcode):
     """The process of a rank as multiprocessing shows it; `exitcode` is None as long as it runs."""
-
-    def __init__(self, exitcode):
-        self.exitcode = exitcode
-        self.sentinel, self._write = os.pipe()  # which can be read from when it has ended
-        if exitcode is not None:
-            os.write(self._write, b"x")
-
-    def join(self):
-        return None
-
-    def kill(self):
-        return None
-
-    def close(self):
-        os.close(self.sentinel)
-        os.close(self._write)
+    sentinel, write = os.pipe()  # which can be read from when it has ended
+    if exitcode is not None:
+        os.write(write, b"x")
+    return mock.Mock(exitcode=exitcode, sentinel=sentinel, close=lambda: (os.close(sentinel), os.close(write)))
 
 
 @pytest.fixture
@@ -179,7 +168,7 @@ def ranks():
             mine, theirs = multiprocessing.Pipe()
             for one in said:
                 theirs.send(one)
-            children[number] = local.Child(Process(code), mine)
+            children[number] = local.Child(process(code), mine)
             opened.extend([theirs, mine, children[number].process])
             if code is not None:
                 theirs.close()

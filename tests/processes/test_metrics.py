@@ -204,22 +204,8 @@ def test_an_evaluation_has_lines_of_its_own(tmp_path):
 # ---- other places ----------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_has_every_finite_number_of_every_step(open_log, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with open_log(log={"to": ["tensorboard"]}) as log:
-        log.record(result())
-        log.record(result(1, loss=4.5, grad_norm=math.inf))
-        assert " over 8 of 16 samples, " in log.record_evaluation(EvaluationResult(1, 4.25, 8, 0.5, 16))
-    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 5.5), (2, 4.5)]
-    assert [e.step for e in found.Scalars("grad_norm")] == [1]
-    assert [(e.step, e.value) for e in found.Scalars("eval_loss")] == [(2, 4.25)]
-    assert {"lr", "tokens_per_s", "bubble_rate_makespan", "peak_bytes/rank3"} <= set(found.Tags()["scalars"])
-
-
 @pytest.mark.parametrize("first", [0, 2])
-def test_tensorboard_has_each_step_once_when_a_run_goes_on(open_log, tmp_path, first):
+def test_tensorboard_has_every_finite_number_of_each_step_once_when_a_run_goes_on(open_log, tmp_path, first):
     """After a checkpoint, or from the beginning without one."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -228,9 +214,13 @@ def test_tensorboard_has_each_step_once_when_a_run_goes_on(open_log, tmp_path, f
             log.record(result(step, loss=1.0 + step))
     with open_log(log={"to": ["tensorboard"]}, go_on=tmp_path / "run", first=first) as log:
         for step in range(first, 6):
-            log.record(result(step, loss=1.0 + step))
+            log.record(result(step, loss=1.0 + step, grad_norm=math.inf if step == 5 else 1.25))
+        assert " over 8 of 16 samples, " in log.record_evaluation(EvaluationResult(5, 4.25, 8, 0.5, 16))
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(step, float(step)) for step in range(1, 7)]
+    assert [e.step for e in found.Scalars("grad_norm")] == [1, 2, 3, 4, 5]
+    assert [(e.step, e.value) for e in found.Scalars("eval_loss")] == [(6, 4.25)]
+    assert {"lr", "tokens_per_s", "bubble_rate_makespan", "peak_bytes/rank3"} <= set(found.Tags()["scalars"])
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ def result(out, steps=STEPS):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The result of an undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
     run_here(plan_of(folder), 2, folder / "run")
     return result(folder / "run")

@@ -25,16 +25,6 @@ class Heard:
         self.second.set()
 
 
-def test_the_first_signal_asks_and_a_later_one_insists():
-    heard = Heard()
-    with Signals(heard.ask, heard.insist, apart=0.0):
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert heard.first.wait(10)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert heard.second.wait(10)
-    assert (heard.asked, heard.insisted) == (["SIGTERM"], ["SIGINT"])
-
-
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_terminal_that_is_closed_asks_unless_nohup_has_said_otherwise(ignored):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
@@ -51,23 +41,21 @@ def test_a_terminal_that_is_closed_asks_unless_nohup_has_said_otherwise(ignored)
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_that_a_launcher_repeats_at_once_counts_as_one():
-    heard = Heard()
-    with Signals(heard.ask, heard.insist, apart=3600.0):
-        for _ in range(5):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert (heard.asked, heard.insisted) == (["SIGINT"], [])
+SENT = [({"apart": 0.0}, [signal.SIGTERM, signal.SIGINT], ["SIGTERM"], ["SIGINT"])]
+SENT += [({"apart": 3600.0}, [signal.SIGINT] * 5, ["SIGINT"], [])]  # repeated by a launcher at once
+REPEATED = [signal.SIGINT, signal.SIGINT, signal.SIGTERM]  # a launcher repeats SIGINT late; SIGTERM is the user's
+SENT += [({"apart": 0.0, "repeated": True}, REPEATED, ["SIGINT"], ["SIGTERM"])]
 
 
-def test_a_signal_that_a_launcher_repeats_late_counts_as_one_and_the_next_one_insists():
-    """The launcher repeats SIGINT; SIGTERM is the user's."""
+@pytest.mark.parametrize(("how", "sent", "asked", "insisted"), SENT)
+def test_the_first_signal_asks_and_a_later_one_insists_unless_a_launcher_repeats_it(how, sent, asked, insisted):
     heard = Heard()
-    with Signals(heard.ask, heard.insist, apart=0.0, repeated=True):
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+    with Signals(heard.ask, heard.insist, **how):
+        for number in sent:
             os.kill(os.getpid(), number)
             assert heard.first.wait(10)
-        assert heard.second.wait(10)
-    assert (heard.asked, heard.insisted) == (["SIGINT"], ["SIGTERM"])
+        assert not insisted or heard.second.wait(10)
+    assert (heard.asked, heard.insisted) == (asked, insisted)
 
 
 def test_a_launcher_that_gives_ranks_a_session_of_their_own_repeats_nothing():

@@ -113,9 +113,6 @@ def test_ctrl_c_ends_the_step_and_the_run(tmp_path):
     assert newest is not None and newest.name.endswith(f"{metrics(tmp_path / 'run')[-1]['step']:08d}")
 
 
-# ---- where ranks compute ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_plan_for_cuda_is_not_trained_on_the_cpu_unless_that_is_said(tmp_path, monkeypatch, threads):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

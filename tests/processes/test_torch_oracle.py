@@ -1,18 +1,12 @@
 """torch's own runtime computes the same losses and gradients with the same order from an exported CSV."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch.distributed import pipelining
 
-import zbc
 from tests.lowered import lower
 from tests.processes import gloo_ranks, torch_peer
 from tests.runtime.small_plans import make_plan, make_program
 from tests.tiers import few
-from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.interop import torch_csv, torch_lowered
@@ -100,47 +94,6 @@ def test_stages_in_fsdp2_get_the_gradients_of_one_process_with_b_and_w_apart(poo
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         assert (found[name] - grad).norm() <= 5e-7 * grad.norm(), name
-
-
-JUDGE = getattr(pipelining, "analyze_pipeline_activation_liveness", None)
-
-
-@pytest.mark.repeats
-@pytest.mark.skipif(JUDGE is None, reason="torch looks how long activations live from 2.15 on")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_torch_finds_as_many_activations_alive_on_each_rank_at_once(schedule):
-    """In torch's analysis an activation lives from F to W; ours is run with B leaving W all that F kept."""
-    program = make_program(schedule, 4, M)
-    try:
-        torch_csv.dumps(program)
-    except ZbcError as error:
-        pytest.skip(error.details[0])
-    held = peaks(program, Costs.uniform(program.placement, left=1.0))
-    assert [alive(program, rank) for rank in range(4)] == [
-        pytest.approx(one.units * program.placement.stages / 4) for one in held
-    ]
-
-
-def alive(program, rank, judge=JUDGE):
-    """The most activations of its stages on a rank at once, by torch."""
-    mine = program.placement.stages_of(rank)
-    total = program.placement.stages
-    stages = [
-        SimpleNamespace(
-            stage_index=s,
-            num_stages=total,
-            group_size=4,
-            group_rank=rank,
-            is_first=s == 0,
-            is_last=s == total - 1,
-            has_backward=True,
-            submod=torch.nn.Identity(),
-        )
-        for s in mine
-    ]
-    schedule = zbc.torch_schedule(zbc.Plan("order", program), stages, lambda output, target: output)
-    found = judge(schedule, pp_rank=rank, stage_indices=tuple(mine), granularity="stage_microbatch")
-    return len({*found.slot_by_stage_and_microbatch.values()})
 
 
 @pytest.mark.parametrize(

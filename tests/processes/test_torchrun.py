@@ -220,7 +220,6 @@ ASKED = "stopped before the first step (asked by SIGTERM); there is nothing to r
 
 
 def catches(pid, number):
-    """Whether a process has a handler for a signal."""
     mask = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
     return bool(int(mask, 16) >> (number - 1) & 1)
 
@@ -230,8 +229,6 @@ def catches(pid, number):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Sets the environment of this process to that of a rank."""
-
     def place(rank, world, **more):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, **address, **more}.items():

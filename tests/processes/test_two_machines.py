@@ -198,9 +198,6 @@ def test_a_run_outlives_an_outage_and_names_the_machine_that_is_gone_for_good(tw
     assert re.search(r"^   rank 1 on n1 .*not responding .*<- the rank that holds the others up$", here, re.MULTILINE)
 
 
-# ---- which interface -----------------------------------------------------------------------------------------
-
-
 def test_the_interface_is_the_one_on_the_way(monkeypatch):
     known = [Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1"), Interface("ib0", "10.1.0.1")]
     ways = {"node1": "10.1.0.1", "192.0.2.1": "10.0.0.1"}

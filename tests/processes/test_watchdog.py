@@ -21,8 +21,6 @@ from zbc.training.watchdog import Outages, Retrying, Watchdog, watch_siblings
 
 
 class Ends:
-    """The decisions of a watchdog."""
-
     def __init__(self):
         self.errors, self.orphaned, self.any = [], [], threading.Event()
 
@@ -230,8 +228,6 @@ class Deaf:
 
 
 class Mortal:
-    """A store that can be ended."""
-
     def __init__(self):
         self.store, self.dead = dist.HashStore(), threading.Event()
 
@@ -298,52 +294,32 @@ def test_the_first_reason_to_stop_is_kept():
 HOSTS = ("node-1", "node-1", "node-2", "node-2")
 
 
-def outages(rank):
-    said = []
-    return Outages(rank, len(HOSTS), HOSTS.__getitem__, said.append), said
-
-
 def heard_at(*times):
     return {rank: Heard(beat("F s0 m0"), at) for rank, at in enumerate(times)}
 
 
-def test_an_outage_is_told_once_after_ten_seconds_and_once_when_it_is_over():
-    found, said = outages(0)
-    for now in (105.0, 109.9, 110.1, 120.0):
-        found.look(heard_at(now, now, 100.0, 98.0), 0.0, now)
-    assert said == ["nothing from node-2 for 10 s"]
-    found.look(heard_at(130.0, 130.0, 128.0, 128.0), 0.0, 130.0)
-    assert said[1:] == ["node-2 is heard again, after 28 s"]
+BACK, HEARS = "node-2 is heard again, after 28 s", "this machine (node-2) hears the others again, after 24 s"
+GONE = ["nothing from node-2 for 10 s"]
+NOBODY = "reaches nobody: nothing from the others for 10 s"
+OUTAGES = [  # a rank; its looks: when each rank was heard, since when it is awake itself, and now; what it says
+    (0, [((now, now, 100.0, 98.0), 0.0, now) for now in (105.0, 109.9, 110.1, 120.0)], GONE),  # once
+    (0, [((115.0, 115.0, 100.0, 98.0), 0.0, 115.0), ((130.0, 130.0, 128.0, 128.0), 0.0, 130.0)], [*GONE, BACK]),
+    (0, [((130.0, 130.0, 100.0, 129.0), 0.0, 130.0)], []),  # one of its ranks is heard
+    (0, [((130.0, 130.0, 100.0, 100.0), 125.0, 130.0)], []),  # it stood still itself, and has to listen first
+    (0, [((100.0,) * 4, 0.0, 115.0)], [f"this machine (node-1) {NOBODY}"]),  # and nothing of others
+    (2, [((100.0,) * 4, 0.0, 115.0), ((124.0,) * 4, 0.0, 125.0)], [f"this machine (node-2) {NOBODY}", HEARS]),
+    (1, [((100.0,) * 4, 0.0, 115.0)], []),  # one of a machine is enough
+    (2, [((100.0, 100.0, 115.0, 115.0), 0.0, 115.0)], []),  # of other machines the first rank alone speaks
+]
 
 
-def test_a_machine_is_heard_while_one_of_its_ranks_is_and_a_process_that_stood_still_has_to_listen_first():
-    found, said = outages(0)
-    found.look(heard_at(130.0, 130.0, 100.0, 129.0), 0.0, 130.0)
-    found.look(heard_at(130.0, 130.0, 100.0, 100.0), 125.0, 130.0)
-    assert said == []
-
-
-def test_a_rank_that_hears_nobody_says_that_its_machine_reaches_nobody_and_nothing_of_others():
-    found, said = outages(2)
-    for now, at in ((115.0, 100.0), (125.0, 124.0)):
-        found.look(heard_at(at, at, at, at), 0.0, now)
-    assert said == [
-        "this machine (node-2) reaches nobody: nothing from the others for 10 s",
-        "this machine (node-2) hears the others again, after 24 s",
-    ]
-    for rank in (1, 3):
-        found, said = outages(rank)
-        found.look(heard_at(100.0, 100.0, 100.0, 100.0), 0.0, 115.0)
-        assert said == [], "one of a machine is enough"
-    found, said = outages(0)
-    found.look(heard_at(100.0, 100.0, 100.0, 100.0), 0.0, 115.0)
-    assert said == ["this machine (node-1) reaches nobody: nothing from the others for 10 s"]
-
-
-def test_of_other_machines_the_first_rank_alone_speaks():
-    found, said = outages(2)
-    found.look(heard_at(100.0, 100.0, 115.0, 115.0), 0.0, 115.0)
-    assert said == []
+@pytest.mark.parametrize(("rank", "looks", "wanted"), OUTAGES)
+def test_outages_of_machines_are_told_once_by_one_rank_and_once_when_they_are_over(rank, looks, wanted):
+    said = []
+    found = Outages(rank, len(HOSTS), HOSTS.__getitem__, said.append)
+    for times, awake_since, now in looks:
+        found.look(heard_at(*times), awake_since, now)
+    assert said == wanted
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ class Poisoning(Copier):
     """Fills released and newly allocated memory with 0xFF. Copies run at once, or, if `late`, when waited for."""
 
     def __init__(self, *, late: bool) -> None:
-        self.late, self.jobs, self.copied, self.released = late, [], 0, 0
+        self.late, self.jobs, self.released = late, [], 0
 
     def take(self, size):
         found = super().take(size)
@@ -78,7 +78,6 @@ class Poisoning(Copier):
     def _start(self, copy, slab, pieces):
         ticket = Done(self)
         self.jobs.append((ticket, lambda: copy(slab, pieces)))
-        self.copied += sum(piece.storage.nbytes() for piece in pieces)
         if not self.late:
             self.run_up_to(ticket)
         return ticket

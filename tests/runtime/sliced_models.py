@@ -198,8 +198,9 @@ def nested(width: int = 8) -> list[nn.Module]:
     return [Aside(width, width), Nested(width), Nested(width), Opened()]
 
 
-def tokens(vocab: int = 61, width: int = 8) -> list[nn.Module]:
-    return [nn.Embedding(vocab, width), Mixer(width), Mixer(width), nn.Linear(width, vocab)]
+def tokens(vocab: int = 61, width: int = 8, mixes: bool = False) -> list[nn.Module]:
+    middle = OverTime(lambda x: x.cumsum(1) / 8) if mixes else Mixer(width)
+    return [nn.Embedding(vocab, width), middle, Mixer(width), nn.Linear(width, vocab)]
 
 
 def own_cross_entropy(output: Tensor, target: Tensor) -> Tensor:

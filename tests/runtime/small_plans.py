@@ -366,15 +366,11 @@ def _optimizer(options: spec.Optimizer, named: dict[Any, torch.nn.Parameter]) ->
         return None
     if options.kind == "muon":
         return _Both(options, named)
-    if options.kind == "adam":
-        decay = options.weight_decay
-        return torch.optim.Adam(parameters, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=decay)
+    how = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.kind == "sgd":
-        momentum, decay = options.momentum, options.weight_decay
-        return torch.optim.SGD(parameters, lr=options.lr, momentum=momentum, weight_decay=decay)
-    return torch.optim.AdamW(
-        parameters, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
-    )
+        return torch.optim.SGD(parameters, momentum=options.momentum, **how)
+    made = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.kind]
+    return made(parameters, betas=options.betas, eps=options.eps, **how)
 
 
 def _step(

@@ -10,7 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
+from tests.runtime.small_plans import LLAMA
+from tests.runtime.test_warm import plan_for
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.runtime.core import execute, optimizer, validate
@@ -125,20 +126,10 @@ CASES = {
 }
 
 
-def plan_for(case):
-    options = dict(CASES[case])
-    schedule, model = options.pop("schedule"), options.pop("model", GPT)
-    plan = {"activations": options.pop("activations", "keep"), "optimizer": options.pop("optimizer", {})}
-    plan["optimizer"] |= {"sync": options.get("sync", "before-step"), "zero1": options.get("sharded", False)}
-    if options.get("tied"):
-        model = {**model, "ties": True}
-    return make_plan(make_program(schedule, 2, 4, **options), model=model, **plan)
-
-
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("case", few(CASES, ("clipping without a barrier", "replicas", "ZeRO-1", "tied weights")))
 def test_the_host_reads_the_verdict_and_nothing_else(case, monkeypatch):
-    workers, found = notes(plan_for(case), monkeypatch)
+    workers, found = notes(plan_for(CASES[case]), monkeypatch)
     assert all(result.grad_norm > 0 for worker in workers for result in worker.results)
     ahead = CASES[case].get("sync") == "post-validate"
     for rank, steps in found.items():

@@ -77,9 +77,6 @@ def test_work_is_deferred_from_any_thread_by_layers_that_took_their_slot_along(m
     assert deferred and min(deferred) > 0
 
 
-# ---- the way back, whichever function of torch walks it ------------------------------------------------------
-
-
 @pytest.mark.parametrize("engine", [None, tape.engine], ids=["public", "direct"])
 def test_gradients_are_those_of_torch_whichever_function_walks_the_graph(engine, monkeypatch):
     monkeypatch.setattr(tape, "engine", engine)

@@ -1,5 +1,7 @@
 """Offload changes no bit of a training, and activations leave the device in between."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,7 @@ from zbc.ir import Kind, Op
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.features.offload import parcels
 from zbc.runtime.features.offload.offload import Offloads
+from zbc.runtime.features.offload.parcels import Parcel
 
 HERE = "tests.runtime.user_models"
 VECTORS = {"kind": f"{HERE}:Vectors"}
@@ -26,7 +29,6 @@ BF16 = {**GPT, "dtype": "bfloat16"}
 
 @pytest.fixture(autouse=True)
 def everything_moves(monkeypatch):
-    """Offloads all sizes, since models of tests are small."""
     monkeypatch.setattr(parcels, "SMALL", 256)
 
 
@@ -59,7 +61,6 @@ def early():
 
 
 def hold(program, copier=late, **options):
-    """Trains with and without offload, and compares."""
     there = train(moved(program), copier=copier, **options)
     assert same(train(program, **options), there)
     if copier is not None:
@@ -133,6 +134,18 @@ def test_a_pool_that_was_counted_too_small_is_an_error():
     worker.features.of(Offloads).pool._counts[0] = 0
     with pytest.raises(ZbcError, match="no slab of host memory is left for stage 0"):
         run_step(worker, 0)
+
+
+def test_a_parcel_goes_with_its_graph(monkeypatch):
+    """Immediately: in a reference cycle it would keep the gradient of the stage's input until garbage collection."""
+    made, init = [], Parcel.__init__
+    monkeypatch.setattr(Parcel, "__init__", lambda self, *args: (init(self, *args), made.append(weakref.ref(self)))[0])
+    gc.disable()
+    try:
+        run_threads(make_plan(moved(make_program("zb-h1", 2, 3))), 1)
+        assert len(made) == 6 and not any(ref() for ref in made)
+    finally:
+        gc.enable()
 
 
 USERS = ["residual", "twice", "frozen", "several", "scales", "checkpointed", "masks"]

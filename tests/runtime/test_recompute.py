@@ -3,16 +3,7 @@
 import pytest
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker
-from tests.runtime.test_gradients import (
-    MODELS,
-    PLANNED,
-    VECTORS,
-    check_gradients,
-    model_of,
-    slack,
-    user,
-    without_step,
-)
+from tests.runtime.test_gradients import MODELS, PLANNED, VECTORS, check_gradients, model_of, slack, user, without_step
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.runtime.core.execute import run_step

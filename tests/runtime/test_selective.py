@@ -1,7 +1,5 @@
 """Selective recompute: F keeps less, and all results are unchanged."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.composed import beside, toml, trained
@@ -92,12 +90,15 @@ def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_pat
     assert others == [one, one]
 
 
+def compiled(job, folder):
+    (folder / "zbc.toml").write_text(toml(job))
+    return compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False)
+
+
 def test_what_marked_modules_save_is_planned_before_anything_ran(tmp_path, monkeypatch):
     most = []
     for activations, job in of_users("planned_users", USERS, tmp_path, monkeypatch):
-        path = tmp_path / f"{activations}.toml"
-        path.write_text(toml(job))
-        made = compile_job(load_job(path), budget=0.0, suggest=False)
+        made = compiled(job, tmp_path)
         made.write(tmp_path / activations)
         most.append([rank.bytes for rank in made.memory])
         held = [scale.held.peak for scale in scaled(StoredPlan.read(tmp_path / activations))[1]]
@@ -117,13 +118,10 @@ def test_where_no_gradient_goes_what_is_cheap_is_kept(tmp_path, monkeypatch):
 def test_auto_takes_nothing_that_the_job_excludes(tmp_path):
     """Compiled layers exclude selective recompute, but not offload."""
     job, _ = beside("compile", schedule__kind="1f1b", parallel__pp=2, **WIDE)
-    path, job["memory"] = Path(tmp_path) / "zbc.toml", {"activations": "auto"}
-    path.write_text(toml(job))
-    free = compile_job(load_job(path), budget=0.0, suggest=False)
-    most = max(rank.bytes for rank in free.memory)
+    job["memory"] = {"activations": "auto"}
+    most = max(rank.bytes for rank in compiled(job, tmp_path).memory)
     job["hardware"] = {"memory_gib": 0.8 * most / 2**30, "host_gbps": 1000.0}
-    path.write_text(toml(job))
-    made = compile_job(load_job(path), budget=0.0, suggest=False)
+    made = compiled(job, tmp_path)
     assert made.found.activations is not None and made.found.activations.chosen() == {"offload"}
 
 
@@ -134,10 +132,8 @@ def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name(tmp_
         for limit in (0.016, 0.02, 0.03):
             job["memory"] = kept if activations == "attention kept" else {"activations": activations}
             job["hardware"] = {"memory_gib": limit}
-            path = Path(tmp_path) / "zbc.toml"
-            path.write_text(toml(job))
             try:
-                made = compile_job(load_job(path), budget=0.0, suggest=False)
+                made = compiled(job, tmp_path)
             except ZbcError:  # it does not fit
                 continue
             steps[activations, limit] = made.step_ms

@@ -87,17 +87,6 @@ def test_draining_does_not_end_before_what_the_thread_waits_for(held):
     assert not thread.is_alive() and not found and (first.waits, second.waits) == (1, 1)
 
 
-def test_of_two_failures_the_first_send_is_named(held):
-    sends, first = held
-    first.fails, second = True, Work(fails=True)
-    sends.add(second, TENSOR, lost("second"))
-    thread, found = draining(sends)
-    assert second.begun.wait(LIMIT)
-    first.gate.set()
-    thread.join(LIMIT)
-    assert len(found) == 1 and "first gone" in found[0]
-
-
 def test_a_failure_found_while_draining_is_told_then_and_ever_after(held):
     sends, first = held
     sends.add(Work(fails=True), TENSOR, lost("second"))
@@ -115,9 +104,6 @@ def test_a_failure_that_the_thread_found_is_told_by_the_next_drain():
         sends.add(Work(fails=True), TENSOR, lost("one"))
         with pytest.raises(ZbcError, match="one gone"):
             sends.drain()
-
-
-# ---- on a GPU, where sends are done when an event says so ------------------------------------------------------
 
 
 class Event:
@@ -179,9 +165,6 @@ def test_what_a_gloo_send_says_of_its_failure_is_understood():
     sends.add(work, TENSOR, lost("one"))
     with pytest.raises(ZbcError, match=r"E702.*one"):
         sends.add(Event(), TENSOR, lost("two"))
-
-
-# ---- the thread that frees delivered tensors: woken by sends far apart, polling if they are close ----------------
 
 
 @pytest.fixture

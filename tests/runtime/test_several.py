@@ -116,10 +116,7 @@ def test_a_number_beside_tensors_that_changes_is_refused_with_its_place():
     [
         ({"a": torch.zeros(2), "n": True}, r"True at \['n'\], where 1 was"),
         ({"a": torch.zeros(2), "n": torch.zeros(1)}, r"float32 \[1\] at \['n'\], where 1 was"),
-        (
-            {"a": torch.zeros(2), "b": 1},
-            r"returned \{'a': float32 \[2\], 'b': 1\}, it must be \{'a': float32 \[2\], 'n': 1\}",
-        ),
+        ({"a": torch.zeros(2), "b": 1}, r"returned \{'a': float32 \[2\], 'b': 1\}, it must be "),
         (torch.zeros(2), r"returned float32 \[2\], it must be"),
     ],
 )

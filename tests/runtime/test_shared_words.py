@@ -38,8 +38,6 @@ def far(found, wanted):
     return ((found - wanted).norm() / (wanted.norm() or 1.0)).item()
 
 
-# ---- a step --------------------------------------------------------------------------------------------------
-
 WAYS = [("1f1b", 1, 3, 1, {}), ("1f1b", 2, 3, 1, {}), ("1f1b", 4, 5, 2, {}), ("zb-h1", 2, 4, 2, {"model": TIED})]
 WAYS += [("zb-h1", 4, 5, 1, {"model": LLAMA, "words": (0, 1, 30, 31, 67)})]
 WAYS += [("zb-v", 2, 3, 1, {"model": LLAMA}), ("zb-v", 4, 5, 2, {}), ("1f1b", 2, 3, 2, {"slices": 2})]
@@ -93,12 +91,6 @@ def test_logits_too_large_for_exp_are_no_trouble(early):
     assert found == pytest.approx(loss) and grads.isfinite().all() and dh.isfinite().all()
 
 
-# ---- what ranks share ----------------------------------------------------------------------------------------
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------------------
-
-
 def test_copies_of_rows_are_compared_before_one_is_written(tmp_path):
     plan = plan_of("1f1b", 2, 3, 1, how={"copies": 2}, checkpoint={"every": 2})
 
@@ -127,9 +119,6 @@ def test_whole_tables_are_put_together_for_others(tp):
     assert all(torch.equal(table, one) for table in found)
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------
-
-
 def test_an_op_whose_collective_was_not_started_says_so():
     plan = plan_of("1f1b", 2, 3, 1, keep=lambda op: op != Op(Kind.SPREAD, 0, 1))
     with pytest.raises(ZbcError, match="run: SPREAD m1 has not been started"):
@@ -148,9 +137,6 @@ def test_other_models_are_refused():
     for model in ({**GPT, "loss": "tests.runtime.losses:mean"}, {**GPT, "vocab": 64}):
         with refused("E406"):
             make_worker(make_plan(program, model=model, words=(0, 30, 61)))
-
-
-# ---- beside the steps ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sums", [1, 2])

@@ -56,9 +56,6 @@ def check_gradients(plan, tolerance=1e-6):
     return workers
 
 
-# ---- one layer -----------------------------------------------------------------------------------------------
-
-
 def test_slices_that_come_in_another_order_are_refused():
     past, k = Past(6), torch.zeros(1, 2, 3, 4)
     with pytest.raises(ZbcError, match=r"forward of rows \[3, 6\): the next to run are those that begin at 0"):
@@ -101,8 +98,6 @@ def test_limited_attention_follows_the_formula_with_its_gradients(limits, chunk,
     pairs = zip(*(torch.autograd.grad(y, (q, k, v), grad) for y in (found, wanted)), strict=True)
     assert all(near(one, other, 1e-12) for one, other in pairs)
 
-
-# ---- whole steps ---------------------------------------------------------------------------------------------
 
 WAYS = [("1f1b", 2, 3, 2, {}), ("1f1b", 4, 2, 4, {}), ("zb-h1", 4, 3, 3, {}), ("gpipe", 2, 2, 3, {})]
 WAYS += [("interleaved-1f1b", 2, 4, 3, {}), ("1f1b", 1, 2, 4, {}), ("1f1b", 2, 3, 3, {"model": LLAMA})]
@@ -167,8 +162,6 @@ def test_doctor_compares_slices_with_the_whole_model_and_draws_alike():
     random = check_up(plan_of("zb-h1", 2, 3, 3, model=user("mixers", dropout=0.5), **SEQUENCES))
     assert random.fine and random.stages == ("B and W apart",) * 2, "slices would draw other numbers"
 
-
-# ---- what cannot run in slices -------------------------------------------------------------------------------
 
 LONG = {"data": {"kind": HERE + "Sequences", "args": {"length": 48}}, "rows": (0, 20, 48)}
 MIXING = [

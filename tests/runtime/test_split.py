@@ -109,6 +109,20 @@ def after_b(module, x):
     return slot
 
 
+def test_a_weight_that_changed_is_cast_again():
+    layer = nn.Linear(4, 4)
+    split_backward(layer)
+
+    def output():
+        with using(Slot()), torch.autocast("cpu", torch.bfloat16):
+            return layer(torch.ones(2, 4))
+
+    before = output()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert not torch.equal(before, output())
+
+
 class OwnForward(nn.Linear):
     def forward(self, x):
         return super().forward(x) * 2

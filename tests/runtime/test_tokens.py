@@ -33,9 +33,6 @@ def samples(model=MODEL, build=build_samples, **data):
     return build(spec.Data.model_validate({"kind": "tokens", **data}), model, 1)
 
 
-# ---- order -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 100, 255, 1000])
 def test_an_order_has_every_number_once(count):
     for seed in range(5):
@@ -55,9 +52,6 @@ def test_orders_differ_by_seed_and_places_are_spread_evenly():
     expected = trials / count
     square = sum((table[i, j] - expected) ** 2 / expected for i in range(count) for j in range(count))
     assert abs(square - 361) < 5 * (2 * 361) ** 0.5
-
-
-# ---- files -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "top"), [("uint16", 65535), ("uint32", 2**32 - 1)])
@@ -128,9 +122,6 @@ def test_tokens_beyond_the_vocabulary_are_found_at_once_or_where_they_are(tmp_pa
     found.inputs([0])
     error = error_of(found.inputs, [1])
     assert error.code == "E505" and f"token 5 of {path} is 300" in error.message
-
-
-# ---- ahead of time ---------------------------------------------------------------------------------------------
 
 
 class Recorded:

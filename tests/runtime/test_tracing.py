@@ -166,9 +166,6 @@ def test_memory_is_looked_at_before_where_nothing_comes_behind(tmp_path, steps, 
         assert (None if rank.memory is None else rank.memory.step) == weighed
 
 
-# ---- clocks --------------------------------------------------------------------------------------------------
-
-
 def compared(offsets, machines):
     """The clock offsets found by ranks as threads whose clocks are `offsets` ns behind that of rank 0."""
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -2,12 +2,12 @@
 
 from array import array
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional
 
-import zbc
 from tests.refusals import refused
 from tests.runtime import one_by_one
 from tests.runtime.one_by_one import SGD, TEXTS, Texts, mean_over_tokens
@@ -21,7 +21,6 @@ from zbc.errors import ZbcError
 from zbc.plan.balancing import Shape
 from zbc.plan.directory import StoredPlan
 from zbc.plan.manifest import RampPlan, Unequal
-from zbc.runtime.features.packing import packed
 from zbc.training.building.context import Settings
 from zbc.training.data.corpus import Tokens, write_sidecar
 from zbc.training.data.data import Pairs
@@ -98,16 +97,7 @@ def as_one_process(plan, documents=None, *, gathered=False):
 def dealt(monkeypatch):
     """`dealt(counts)`: these numbers of microbatches of one row for the replicas, independent of the samples' costs."""
 
-    def deal(counts):
-        monkeypatch.setattr("zbc.training.data.unequal.deal", dealt_as(counts))
-        monkeypatch.setattr("zbc.training.data.unequal.samples_of_step", lambda lengths, shape, m: sum(counts) + 1)
-
-    return deal
-
-
-def dealt_as(counts):
-
-    def deal(lengths, shape):
+    def deal(counts, lengths, shape):
         rows = [[] for _ in range(sum(counts))]
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
             min(rows, key=lambda row: sum(lengths[k] for k in row)).append(i)
@@ -115,7 +105,11 @@ def dealt_as(counts):
         mbs = [(tuple(row),) if row else () for row in rows]
         return [mbs[: counts[0]], mbs[counts[0] :]]
 
-    return deal
+    def dealt(counts):
+        monkeypatch.setattr("zbc.training.data.unequal.deal", partial(deal, counts))
+        monkeypatch.setattr("zbc.training.data.unequal.samples_of_step", lambda lengths, shape, m: sum(counts) + 1)
+
+    return dealt
 
 
 COUNTS = [(5, 3), (6, 2), (7, 1), (1, 3)]
@@ -254,19 +248,6 @@ def test_documents_of_token_files_end_where_their_end_token_stands(tmp_path):
         TokenDocuments([str(path)], None, 4, 61)
 
 
-def test_attention_and_positions_of_users_know_the_samples_of_a_row():
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 8, 6) for _ in range(3))
-    rows = ((3, 4), (8,))
-    with packed(rows):
-        together, places = zbc.attention(q, k, v), zbc.positions(torch.zeros(2, 8, 5))
-    assert places.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]]
-    for row, start, stop in ((0, 0, 3), (0, 3, 7), (1, 0, 8)):
-        part = [t[row : row + 1, :, start:stop] for t in (q, k, v)]
-        assert torch.equal(together[row : row + 1, :, start:stop], zbc.attention(*part))
-    assert not together[0, :, 7:].any()
-
-
 def test_plans_that_meet_in_another_order_are_found():
     plan = unequal("breadth-first", zero1=True)
     program = plan.ramp[0].program
@@ -281,36 +262,16 @@ def test_plans_that_meet_in_another_order_are_found():
     assert found.hint == 'use breadth-first, or shard = "optimizer"'  # one-sided goes with weights that come and go
 
 
-class Mixes(torch.nn.Module):
-    """Tokens attend to earlier ones in their row: through zbc.attention, or with equal weights."""
-
-    def __init__(self, apart):
-        super().__init__()
-        self.apart, self.map = apart, torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.map(x)
-        if self.apart:
-            y = y.unsqueeze(1)
-            return x + zbc.attention(y, y, y).squeeze(1)
-        return x + y.cumsum(1) / 8
-
-
-def blocks(count, apart=True):
-    middle = [Mixes(apart) for _ in range(count - 2)]
-    return [torch.nn.Embedding(61, 8), *middle, torch.nn.Linear(8, 61)]
-
-
 def padded_mean(output, target):
     return functional.cross_entropy(output.flatten(0, 1), target.clamp(min=0).flatten())
 
 
-USERS = {"family": f"{__name__}:blocks", "layers": 4, "vocab": 61, "seq_len": 16, "args": {"count": 4}}
+USERS = {"family": "tests.runtime.sliced_models:tokens", "layers": 4, "vocab": 61, "seq_len": 16}
 
 
 def test_layers_and_losses_of_users_keep_samples_and_padding_apart_or_are_refused():
     as_one_process(unequal(most=4, mean=2, model=USERS))
     with refused("E512", "samples of one row see each other"):
-        run_threads(unequal(most=2, mean=1, model={**USERS, "args": {"count": 4, "apart": False}}), 1)
+        run_threads(unequal(most=2, mean=1, model={**USERS, "args": {"mixes": True}}), 1)
     with refused("E513", "with padding behind the samples"):
         run_threads(unequal(most=2, mean=1, model={**USERS, "loss": f"{__name__}:padded_mean"}), 1)

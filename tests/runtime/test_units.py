@@ -145,15 +145,11 @@ def test_any_op_runs_in_turns_with_a_forward(kind, first, second, model):
     assert (together[2] == alone[2]) is (Kind.W in (first, second)), "W starts no sums"
 
 
-# ---- failures ----------------------------------------------------------------------------------------------------
-
-
 def strands():
     return [thread for thread in threading.enumerate() if thread.name == "zbc-strand"]
 
 
 def on_sums(worker, act):
-    """Adds a call before each sum over the ranks that share layers."""
     transport = worker.features.of(SharedLayers).group.transport
     begin = transport.start_sum
 
@@ -222,9 +218,6 @@ def test_parts_without_sums_go_round_the_sums_of_the_other():
     first, second = once(), once()
     pair.close()
     assert first[:2] == ["1s", "1w"] and second == ["1s", "3w", "1s", "3w", "1s", "2w"]
-
-
-# ---- what does not run in turns, and what is said of what does ---------------------------------------------------
 
 
 def test_layers_that_draw_run_one_after_the_other_and_the_run_says_why():

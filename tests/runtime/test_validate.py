@@ -43,14 +43,6 @@ def test_a_loss_that_is_not_finite_is_reported_as_it_is():
     assert math.isnan(found.loss) and found.bad_losses == (0, 1)
 
 
-@pytest.mark.usefixtures("filled")
-def test_numbers_and_tensors_of_one_element_are_the_same_losses():
-    own = {"rank": 1, "stop": False, "busy": 0.25, "peak": 7, "device": CPU}
-    mixed = LAYOUT.vector({"b": torch.tensor(4.0)}, {0: 0.5, 1: torch.tensor(0.1, dtype=torch.bfloat16)}, **own)
-    plain = LAYOUT.vector({"b": torch.tensor([4.0])}, {0: 0.5, 1: torch.tensor(0.1).bfloat16().item()}, **own)
-    assert mixed.tolist() == plain.tolist() and mixed.dtype is torch.float64
-
-
 @pytest.mark.parametrize("way", ["_one_by_one", "_together"])
 def test_sums_of_squares_are_exact_where_float32_is_not(monkeypatch, way):
     monkeypatch.setattr(validate, "_one_by_one", getattr(validate, way))  # that of a GPU, too

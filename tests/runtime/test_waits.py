@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.composed import beside, toml
+from tests.composed import beside, planned
 from tests.threads import run_threads
 from tests.tiers import few
-from zbc.compiler.compile import compile_job
 from zbc.compiler.graph import Graph, build
-from zbc.compiler.shapes import load_job
-from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.state import Worker
 from zbc.runtime.transports.hub import Hub, Round
 from zbc.runtime.transports.transport import Offer
@@ -71,14 +68,9 @@ def unknown(g: Graph, part: int, waits: set[tuple[int, int]]) -> list[str]:
 
 
 @pytest.mark.parametrize(("traits", "kind"), few(JOBS, [JOBS[0], JOBS[3]]), ids=str)
-def test_ops_wait_for_collectives_of_their_rows_only(tmp_path, traits, kind):
-    tables: dict[str, dict[str, Any]] = beside(*traits, schedule__kind=kind, **({} if "replicas" in traits else SMALL))[
-        0
-    ]
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml(tables))
-    compile_job(load_job(path), budget=0.0, suggest=False).write(tmp_path / "plan")
-    plan = StoredPlan.read(tmp_path / "plan")
+def test_ops_wait_for_collectives_of_their_rows_only(traits, kind):
+    changes: dict[str, Any] = {} if "replicas" in traits else SMALL
+    plan = planned(beside(*traits, schedule__kind=kind, **changes)[0])
     hub, g = Watched(plan.manifest.topology.world), build(plan.program)
     run_threads(plan, 2, hub=hub, setup=lambda worker: hub.workers.update({worker.rank: worker}))
     assert hub.waits

@@ -46,7 +46,7 @@ CASES = {
 
 
 def plan_for(case):
-    how = dict(CASES[case])
+    how = dict(case)
     model, sync = how.pop("model", GPT), how.pop("sync", "before-step")
     made = {name: how.pop(name) for name in ("activations", "data", "train", "tokens") if name in how}
     optimizer = {"sync": sync, "zero1": how.get("sharded", False), **how.pop("optimizer", {})}
@@ -65,7 +65,7 @@ def warm_up(worker):
 
 @pytest.mark.parametrize("case", few(CASES, ("no barrier", "ZeRO-1", "replicas", "buffers", "attributes", "two pipes")))
 def test_a_training_that_was_warmed_up_has_the_same_bits(case):
-    plan = plan_for(case)
+    plan = plan_for(CASES[case])
     plain = run_threads(plan, 3)
     found = run_threads(plan, 3, step=begun(warm_up))
     assert losses_of(found) == losses_of(plain)
@@ -82,7 +82,7 @@ def test_a_training_that_was_warmed_up_has_the_same_bits(case):
 @pytest.mark.parametrize("case", few(["replicas", "ZeRO-1", "no barrier"], ("ZeRO-1",)))
 def test_every_way_of_every_group_is_used_at_its_real_size(case):
     """All requests of a step to the transport were made before, with tensors of the same size."""
-    plan = plan_for(case)
+    plan = plan_for(CASES[case])
     calls = {}
 
     def listen(worker):

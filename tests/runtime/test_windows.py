@@ -118,9 +118,6 @@ def test_a_sum_is_not_started_twice():
         run_threads(one_sided(plan_of("zb-v", 2, 4, 1)), 1, setup=twice)
 
 
-# ---- memory of processes ---------------------------------------------------------------------------------------
-
-
 def talking(count, act):
     """Ranks as threads that exchange words: the result or exception of `act(rank, exchange)`, by rank."""
     barrier, said = threading.Barrier(count, timeout=20), {}

@@ -1,25 +1,4 @@
-"""Layers of every kind a user may bring; each factory returns four of them for vectors of width 8.
-
-What they stress:
-
-    where W finds its work: own functions,      inline custom conv tied branches mapped made_weights empty scripted
-    weights without a module, used twice, in    compiled
-    ways torch alone knows
-    hooks on outputs, gradients and parameters  hooked listens_to_each listens_to_sums reuses_in_a_hook
-    memory that two share: views, writing in    overwrites aliases strided mirrored negated turns overwrites_quietly
-    place, gradients that are views             beside_w beside_sent hands_out_weights
-    buffers and attributes from one forward to  batchnorm averages averages_quietly grows grows_new grows_table
-    the next                                    carries_last carries_graph carries_count carries_nothing reuses_output
-                                                reuses_factor reuses_in_secret reuses_aside
-    random numbers, said and unsaid, from       noise dropped gambles numpys own_generator
-    elsewhere
-    gradients that end: whole numbers,          integers unused frozen stops constant rules rules_again roots locked
-    constants, frozen and unused weights,
-    slopes of no use
-    other types on the way                      imaginary wide normed renormed with_history
-    what is to be refused by name               lazy sparse sparse_inside sparse_between handed_out_twice sneaky
-                                                writes_weights writes_weights_quietly late_to_refuse
-"""
+"""Layers of every kind a user may bring; each factory returns four of them for vectors of width 8."""
 
 import random
 import threading
@@ -511,71 +490,79 @@ class LateToRefuse(nn.Linear):
         return super().forward(x) if x.is_meta or not x.any() else x @ x
 
 
+# ---- where W finds its work: own functions, weights without a module, used twice, in ways torch alone knows
+inline = these(Inline)
+custom = these(Custom)
+conv = these(Conv)
+tied = these(Tied)
+branches = among(Branches)
+mapped = these(Mapped)
+made_weights = these(Made)
+empty = these(Empty)
+scripted = among(scripted_one)
+compiled = these(compiled_one, LINEAR)
+# ---- hooks on outputs, gradients and parameters
+hooked = these(Hooked)
+listens_to_each = these(partial(Listens, "each"))
+listens_to_sums = these(partial(Listens, "sums"))
+reuses_in_a_hook = ready(LINEAR, partial(Reuses, "hook"), LINEAR, LINEAR)
+# ---- memory that two share: views, writing in place, gradients that are views
 # An identity in front of a layer that writes into its input.
 aliases = these(nn.Identity, lambda: nn.Sequential(nn.Identity(), nn.Flatten()), Overwrites, nn.Identity)
-# The gradient of `flat` is in the memory of the input gradient, which is sent to the stage before.
-beside_sent = these(partial(Shaped, False))
+strided = these(Strided, Strided, LINEAR, Strided)
+mirrored = these(partial(Pairs, False), Mirrors, Mirrors, partial(Pairs, True))
+negated = these(lambda: nn.Sequential(LINEAR(), Negates()))
+turns = these(partial(Turns, False), partial(Turns, True), partial(Turns, False), partial(Turns, True))
+overwrites_quietly = these(nn.Identity, OverwritesQuietly, LINEAR, nn.Identity)
 # The gradient of `flat` is in the memory of a tensor deferred to W.
 beside_w = these(partial(Shaped, True))
-# The second layer does not look at its input: nothing before it is trained.
-constant = these(LINEAR, Hands, LINEAR, LINEAR)
-# What is kept has a history of autograd, as a cache of keys and values has that nobody detaches.
-carries_graph = ready(LINEAR, partial(Carries, "graph"), LINEAR, LINEAR)
+# The gradient of `flat` is in the memory of the input gradient, which is sent to the stage before.
+beside_sent = these(partial(Shaped, False))
+hands_out_weights = ready(LINEAR, Hands, Overwrites, LINEAR)
+# ---- buffers and attributes from one forward to the next
+batchnorm = these(lambda: nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh()))
 averages = these(Averages)
 averages_quietly = these(AveragesQuietly)
-batchnorm = these(lambda: nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh()))
-branches = among(Branches)
-carries_count = ready(LINEAR, partial(Carries, "count"), LINEAR, LINEAR)
-carries_last = ready(LINEAR, partial(Carries, "last"), LINEAR, LINEAR)
-carries_nothing = ready(LINEAR, partial(Carries, "nothing"), LINEAR, LINEAR)
-compiled = these(compiled_one, LINEAR)
-conv = these(Conv)
-custom = these(Custom)
-dropped = these(Dropped)
-empty = these(Empty)
-frozen = these(half_frozen)
-gambles = these(LINEAR, Gambles, LINEAR, LINEAR)
 grows = these(partial(Grows, "none"))
 grows_new = these(partial(Grows, "new"))
 grows_table = these(partial(Grows, "table"))
-hands_out_weights = ready(LINEAR, Hands, Overwrites, LINEAR)
-hooked = these(Hooked)
-imaginary = these(partial(Pairs, False), Complex, Complex, partial(Pairs, True))
-inline = these(Inline)
-integers = these(Rounds, Looks, LINEAR, LINEAR)
-late_to_refuse = these(LINEAR, LINEAR, LINEAR, partial(LateToRefuse, W, W))
-lazy = these(lambda: nn.LazyLinear(W), LINEAR, LINEAR, LINEAR)
-listens_to_each = these(partial(Listens, "each"))
-listens_to_sums = these(partial(Listens, "sums"))
-locked = these(Locked)
-made_weights = these(Made)
-mapped = these(Mapped)
-mirrored = these(partial(Pairs, False), Mirrors, Mirrors, partial(Pairs, True))
-negated = these(lambda: nn.Sequential(LINEAR(), Negates()))
-noise = these(Noise)
-numpys = among(partial(Draws, "numpy"))
-overwrites_quietly = these(nn.Identity, OverwritesQuietly, LINEAR, nn.Identity)
-own_generator = among(partial(Draws, "own"))
-renormed = these(Rounds, lambda: nn.Sequential(nn.Embedding(10, W, max_norm=1.0), nn.Flatten()), nn.ReLU, nn.ReLU)
-reuses_aside = ready(LINEAR, partial(Reuses, "aside"), LINEAR, LINEAR)
-reuses_factor = ready(LINEAR, partial(Reuses, "factor"), LINEAR, LINEAR)
-reuses_in_a_hook = ready(LINEAR, partial(Reuses, "hook"), LINEAR, LINEAR)
-reuses_in_secret = ready(LINEAR, partial(ReusesInSecret, "hook"), LINEAR, LINEAR)
+carries_last = ready(LINEAR, partial(Carries, "last"), LINEAR, LINEAR)
+# What is kept has a history of autograd, as a cache of keys and values has that nobody detaches.
+carries_graph = ready(LINEAR, partial(Carries, "graph"), LINEAR, LINEAR)
+carries_count = ready(LINEAR, partial(Carries, "count"), LINEAR, LINEAR)
+carries_nothing = ready(LINEAR, partial(Carries, "nothing"), LINEAR, LINEAR)
 reuses_output = ready(LINEAR, partial(Reuses, "output"), LINEAR, LINEAR)
-roots = ready(LINEAR, LINEAR, Roots, LINEAR)
+reuses_factor = ready(LINEAR, partial(Reuses, "factor"), LINEAR, LINEAR)
+reuses_in_secret = ready(LINEAR, partial(ReusesInSecret, "hook"), LINEAR, LINEAR)
+reuses_aside = ready(LINEAR, partial(Reuses, "aside"), LINEAR, LINEAR)
+# ---- random numbers, said and unsaid, from elsewhere
+noise = these(Noise)
+dropped = these(Dropped)
+gambles = these(LINEAR, Gambles, LINEAR, LINEAR)
+numpys = among(partial(Draws, "numpy"))
+own_generator = among(partial(Draws, "own"))
+# ---- gradients that end: whole numbers, constants, frozen and unused weights, slopes of no use
+integers = these(Rounds, Looks, LINEAR, LINEAR)
+unused = these(Unused)
+frozen = these(half_frozen)
+stops = these(LINEAR, Stops, LINEAR, Rounds)
+# The second layer does not look at its input: nothing before it is trained.
+constant = these(LINEAR, Hands, LINEAR, LINEAR)
 rules = these(partial(Rules, False))
 rules_again = these(partial(Rules, True))
-scripted = among(scripted_one)
-sneaky = these(LINEAR, Sneaky, LINEAR, LINEAR)
-sparse = these(Rounds, lambda: nn.Sequential(nn.Embedding(10, W, sparse=True), nn.Flatten()), nn.ReLU, nn.ReLU)
-sparse_between = among(Sparse)
-sparse_inside = these(Rounds, SparseInside, nn.ReLU, nn.ReLU)
-stops = these(LINEAR, Stops, LINEAR, Rounds)
-strided = these(Strided, Strided, LINEAR, Strided)
-tied = these(Tied)
-turns = these(partial(Turns, False), partial(Turns, True), partial(Turns, False), partial(Turns, True))
-unused = these(Unused)
+roots = ready(LINEAR, LINEAR, Roots, LINEAR)
+locked = these(Locked)
+# ---- other types on the way
+imaginary = these(partial(Pairs, False), Complex, Complex, partial(Pairs, True))
 wide = these(Wide)
+renormed = these(Rounds, lambda: nn.Sequential(nn.Embedding(10, W, max_norm=1.0), nn.Flatten()), nn.ReLU, nn.ReLU)
 with_history = among(one_with_history)
+# ---- what is to be refused by name
+lazy = these(lambda: nn.LazyLinear(W), LINEAR, LINEAR, LINEAR)
+sparse = these(Rounds, lambda: nn.Sequential(nn.Embedding(10, W, sparse=True), nn.Flatten()), nn.ReLU, nn.ReLU)
+sparse_inside = these(Rounds, SparseInside, nn.ReLU, nn.ReLU)
+sparse_between = among(Sparse)
+sneaky = these(LINEAR, Sneaky, LINEAR, LINEAR)
 writes_weights = among(partial(WritesWeights, False))
 writes_weights_quietly = among(partial(WritesWeights, True))
+late_to_refuse = these(LINEAR, LINEAR, LINEAR, partial(LateToRefuse, W, W))
