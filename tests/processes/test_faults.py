@@ -211,7 +211,7 @@ def test_gradients_that_are_not_finite_end_the_run_as_the_job_says(tmp_path, out
 def test_the_step_that_ends_a_run_is_written_down_however_late_rank_0_is(tmp_path, out, saves):
     """Also if the checkpoint of that step fails."""
     changes, folder = troubled("nan", good=8), tmp_path / "checkpoints"
-    changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:late_layers"}
+    changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:slow_layers"}
     folder.mkdir()
     (folder / "step-00000002").write_text("in the way")
     tables = {"train": {"steps": 9, "skip_limit": 1}, "checkpoint": {"every": 2 * saves, "dir": str(folder)}}

@@ -73,7 +73,7 @@ def test_what_a_killed_run_recorded_can_be_read(tmp_path):
 def test_a_rank_that_fails_has_written_down_all_it_recorded(tmp_path):
     """Its disk takes a tenth of a second per line, so that most lines are not written yet when a layer raises."""
     changes = troubled("raise", good=4 * 20)
-    changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:slowly_traced_layers"}
+    changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:slow_layers"}
     with pytest.raises(ZbcError, match="out of luck"):
         run_here(write_plan(tmp_path, **changes), 4, tmp_path / "run", steps=30, trace=frozenset(range(1, 30)))
     lines = [json.loads(line) for line in (tmp_path / "run" / "trace" / "rank-0002.jsonl").read_text().splitlines()]

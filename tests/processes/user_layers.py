@@ -5,14 +5,14 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.core.progress import StepResult
-from zbc.trace.recording import Timing, Writer
+from zbc.trace.recording import Writer
 from zbc.training.checkpoint import saving
 from zbc.training.metrics.metrics import RunRecord
 
@@ -55,32 +55,16 @@ def layers(how: str = "", good: int = 0) -> list[nn.Module]:
     return [nn.Linear(8, 8), nn.Linear(8, 8), Trouble(how, good), nn.Linear(8, 8)]
 
 
-def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
-    """The same, in a run whose rank 0 takes a second to log a skipped step, and whose disks take half a second."""
-    record, write = RunRecord.record, saving.write_parts
+def slow_layers(how: str = "", good: int = 0) -> list[nn.Module]:
+    """The same, in a run whose rank 0 takes a second to log a skipped step, and whose disks take half a second for a
+    file and a tenth for a line of a trace."""
 
-    def late(self: RunRecord, result: StepResult) -> str | None:
-        time.sleep(float(result.skipped))
-        return record(self, result)
+    def late(seconds: Callable[..., float], then: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (time.sleep(seconds(*given)), then(*given))[1]
 
-    def slowly(*args: Any) -> Any:
-        time.sleep(0.5)
-        return write(*args)
-
-    RunRecord.record = late  # type: ignore[method-assign]
-    saving.write_parts = slowly
-    return layers(how, good)
-
-
-def slowly_traced_layers(how: str = "", good: int = 0) -> list[nn.Module]:
-    """The same, in a run in which a line of a trace takes a tenth of a second to write."""
-    step = Writer.step
-
-    def slowly(self: Writer, timing: Timing) -> None:
-        time.sleep(0.1)
-        step(self, timing)
-
-    Writer.step = slowly  # type: ignore[method-assign]
+    RunRecord.record = late(lambda _, result: float(result.skipped), RunRecord.record)  # type: ignore[method-assign]
+    saving.write_parts = late(lambda *_: 0.5, saving.write_parts)
+    Writer.step = late(lambda *_: 0.1, Writer.step)  # type: ignore[method-assign]
     return layers(how, good)
 
 

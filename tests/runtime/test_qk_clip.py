@@ -134,7 +134,7 @@ def test_scores_are_computed_once_for_each_microbatch(memory, tmp_path, monkeypa
     assert len(calls) == 2 * 4 * 2  # steps, microbatches, blocks
 
 
-@pytest.mark.parametrize("way", few(WAYS, ("one", "one gpt", "zb-v", "slices of cp", "shards of parts")))
+@pytest.mark.parametrize("way", few(WAYS, ("one", "one gpt", "windows", "zb-v", "slices of cp", "shards of parts")))
 def test_weights_are_those_of_scores_by_hand(way, tmp_path):
     kind, pp, more, how = WAYS[way]
     found = run_threads(planned(tmp_path / "plan", kind, pp=pp, more=more, **how), STEPS)

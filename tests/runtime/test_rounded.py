@@ -12,6 +12,7 @@ from tests.threads import losses_of, norms_of, run_threads, side_by_side
 from tests.tiers import few
 from zbc.compiler.check.memory import ways
 from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import stepping
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core import rounded
@@ -163,3 +164,17 @@ def test_what_would_not_fit_is_told_of_them_where_they_are_the_largest_part(chan
         way for way in ways(compiled.job, compiled.memory[1]) if way.startswith(("optimizer.", "model.parameters"))
     ]
     assert found == named
+
+
+def test_the_time_of_a_step_follows():
+    """Copies to float32 and back move more bytes than the smaller numbers save."""
+    ways = {"plain": {}, "state": {"optimizer": {"state": "bfloat16"}}}
+    ways |= {"masters": {"model": LOW}, "none": {"model": {**LOW, "master": False}}}
+    jobs = {name: job(**changes) for name, changes in ways.items()}
+    bytes_of = {name: stepping.moved(one.optimizer, one.model) for name, one in jobs.items()}
+    # STEP and TENTATIVE: gradient, weight and two moments read and written, copies, and weights that are published
+    plain = 4 + 2 * 12
+    assert bytes_of["plain"] == (plain, plain + 8 + 2 * 12)
+    assert bytes_of["state"] == (plain + 2 * 12, plain + 2 * 12 + 8 + 2 * 8)
+    assert bytes_of["masters"] == (plain + 6, plain + 6 + 2 * 12)
+    assert bytes_of["none"] == (plain + 12, plain + 12 + 4 + 2 * 10)

@@ -1,5 +1,6 @@
 """With a shared vocabulary training equals that of one process, and shared values are equal on all ranks."""
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -89,6 +90,21 @@ def test_logits_too_large_for_exp_are_no_trouble(early):
     loss = functional.cross_entropy(hidden @ table.t(), targets).item()
     found, grads, dh = together(3, hidden, table, targets, early=early)
     assert found == pytest.approx(loss) and grads.isfinite().all() and dh.isfinite().all()
+
+
+def test_logits_are_gone_after_t(monkeypatch):
+    """Logits of more than two microbatches are never there at once."""
+    made, alive, tell = [], [], Output.tell
+
+    def counted(self, *args, **how):
+        told = tell(self, *args, **how)
+        made.append(weakref.ref(told.soft.untyped_storage()))
+        alive.append(sum(ref() is not None for ref in made))
+        return told
+
+    monkeypatch.setattr(Output, "tell", counted)
+    run_threads(plan_of("1f1b", 1, 5, 1), 1)
+    assert len(made) == 5 and max(alive) <= 2 and all(ref() is None for ref in made)
 
 
 def test_copies_of_rows_are_compared_before_one_is_written(tmp_path):

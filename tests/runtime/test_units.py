@@ -193,6 +193,29 @@ def test_the_thread_of_who_has_the_turn_is_known(tmp_path):
     assert all(worker.progress.thread is None for worker in workers)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_work_that_waits_for_its_turn_is_left_when_the_other_fails(failing):
+    pair, left = Pair(CPU), []
+
+    def work(side):
+        try:
+            for number in range(3):
+                if side == failing and number == 2:
+                    raise KeyError(side)
+                pair.turn()
+        except BaseException as error:
+            left.append((side, type(error).__name__))
+            raise
+
+    with pytest.raises(KeyError):
+        pair.run(lambda: work(0), lambda: work(1))
+    assert sorted(left) == sorted([(failing, "KeyError"), (1 - failing, "Left")])
+    (thread,) = strands()
+    pair.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_parts_without_sums_go_round_the_sums_of_the_other():
     """8 parts and 3 sums: the second time, when the number of sums is known, each hides its share."""
     pair = Pair(CPU)
