@@ -126,9 +126,3 @@ def test_gradients_and_losses_that_are_no_numbers_are_told_apart(zbc, job):
         "check", "--gradients", job(**{**chosen, "model": {**chosen["model"], "loss": "tests.runtime.losses:unknown"}})
     )
     assert (ran.code, ran.out) == (7, "") and "error[E704] model: the loss is nan" in ran.err
-
-
-def test_a_setting_on_the_command_line(zbc, job):
-    job(data={"kind": "synthetic"})
-    out = zbc("check", "--gradients", "zbc.toml", "--set", 'schedule.kind="zb-v"').out
-    assert "zb-v, 8 stages" in out

@@ -79,12 +79,6 @@ def test_plan_writes_a_directory_and_says_what_it_is(zbc, job):
         assert f"{predicted[rate]:.1%} of it" in full
 
 
-@pytest.mark.parametrize("verbose", [[], ["-v"]])
-def test_the_summary_fits_eighty_columns(verbose, zbc, job):
-    lines = zbc("plan", job(kind="zb-v"), *verbose).out.split("\n")
-    assert max(len(line.rstrip()) for line in lines) <= 80
-
-
 def test_memory_by_category_is_that_of_the_report(zbc, job):
     out = zbc("plan", job(kind="zb-v", hardware={"device": "cuda"}), "-v").out
     (entry,) = zbc("compare", "zbc.toml", "--schedule", "zb-v", "--json").json()["schedules"]
@@ -111,14 +105,6 @@ def test_a_long_plan_shows_the_ends_of_its_tables_unless_all_is_asked_for(zbc, j
     assert rows == [60, 40, 20], "every rank and every stage has its row"
 
 
-def test_plan_in_quiet_says_nothing_and_in_json_one_document(zbc, job):
-    assert zbc("plan", job(), "-q").out == ""
-    document = zbc("plan", "zbc.toml", "--json", "--output", "other").json()
-    is_report(document)
-    assert document["plan"] == "other"
-    assert document["plan_id"] == StoredPlan.read(Path("other")).manifest.id
-
-
 def test_ranges_join_runs_of_numbers_and_of_layers():
     for numbers, text in (([], ""), ([3], "3"), ([0, 7], "0 7"), ([1, 2], "1 2"), ([4, 0, 1, 2], "0-2 4")):
         assert ranges(numbers) == text
@@ -135,18 +121,6 @@ def test_commands_to_go_on_with_fit_the_device_and_quote_names_of_folders(zbc, j
     assert "torchrun --standalone --nproc-per-node 4 -m zbc run plan" in out
     (folder / "zbc.toml").unlink()
     assert zbc("init", "-q").out == "" and (folder / "zbc.toml").is_file()
-
-
-def test_set_and_schedule_win_over_the_file(zbc, job):
-    zbc("plan", job(), "--schedule", "Schedule1F1B", "--set", "schedule.microbatches=5", "-q")
-    manifest = StoredPlan.read(Path("plan")).manifest
-    assert (manifest.schedule, manifest.microbatches) == ("1f1b", 5)
-
-
-def test_a_plugin_is_found_in_the_current_directory(zbc, folder):
-    with_plugin(folder, "my_order")
-    assert zbc("plan", "zbc.toml", "-q").code == 0
-    assert StoredPlan.read(Path("plan")).manifest.schedule == "my_order:make"
 
 
 PASSES = {  # what a pass returns: what is said of it
@@ -272,7 +246,9 @@ def test_both_limits_are_told(zbc, job):
 
 
 def test_check_reports_the_same_of_a_job_and_of_its_plan(zbc, job):
-    written = zbc("plan", job(kind="zb-v"), "--json").json()
+    assert zbc("plan", job(kind="zb-v"), "-q").out == ""
+    written = zbc("plan", "zbc.toml", "--json").json()
+    assert (written["plan"], written["plan_id"]) == ("plan", StoredPlan.read(Path("plan")).manifest.id)
     of_plan, of_job = zbc("check", "plan", "--json").json(), zbc("check", "zbc.toml", "--json").json()
     for document in (of_plan, of_job):
         is_report(document)
@@ -397,7 +373,9 @@ def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
     assert "GiB" not in zbc("compare", "zbc.toml", "--schedule", "1f1b").out.splitlines()[0]
     out = zbc("plan", "zbc.toml").out
     assert "bytes are not known before the model is built" in out
-    assert "assumed equal" in out
+    for words in ("assumed equal for all layers", "`zbc profile JOB.toml` measures them", "E502"):
+        assert words in out
+    assert "could not be run without numbers" in out and "`zbc check JOB.toml --gradients`" in out
     assert "MiB" not in out and "memory_gib" not in out
     assert "whether they fit hardware.memory_gib" in zbc("plan", "zbc.toml", "--set", "hardware.memory_gib=1").out
 
@@ -547,14 +525,6 @@ def test_the_list_of_schedules_fits_eighty_columns_and_has_more_where_there_is_r
         assert ("No room for" in lines[-1]) is (width < 160)
     assert len(heads[80]) < len(heads[95]) < len(heads[160])
     assert "best of all schedules" in zbc("explain", "auto").out
-
-
-def test_json_output_is_one_document_and_nothing_else(zbc, job):
-    job()
-    for command in (["plan", "zbc.toml"], ["check", "zbc.toml"], ["compare", "zbc.toml", *HAND]):
-        ran = zbc(*command, "--json")
-        json.loads(ran.out)
-        assert ran.err == ""
 
 
 @pytest.mark.parametrize(

@@ -121,12 +121,6 @@ def test_values_that_were_swept_in_quotes_are_shown_without_them(zbc, job):
         assert "1x" in out and "3x" in out and '"1x' not in out and "'3x" not in out
 
 
-def test_nothing_is_said_of_crossings_where_only_choices_are_swept(zbc, job):
-    sweep = ("--sweep", "schedule.microbatches=4,16")
-    assert zbc("compare", job(**UNIT), *PAIR, *sweep, "--json").json()["crossings"] == []
-    assert "grows" not in zbc("compare", "zbc.toml", *PAIR, *sweep).out
-
-
 def test_a_sweep_without_effect_says_so(zbc, job):
     sweep = ("--schedule", "1f1b,zb-h1", "--sweep", "hardware.link_gbps=1,100")
     given = zbc("compare", job(**UNIT), *sweep).out

@@ -120,11 +120,6 @@ def test_a_run_from_a_folder_that_was_removed_says_so(zbc, plan):
     assert found.code == 6 and "the current folder was removed" in found.err
 
 
-def test_unknown_tables_are_told_in_a_moment(zbc):
-    Path("job.toml").write_text(toml_text() + "".join(f"\n[t{number}]\n" for number in range(20_000)))
-    assert zbc("check", "job.toml").code == 3
-
-
 def test_a_job_named_as_a_file_is_written_there(zbc):
     assert zbc("init", "tiny.toml").code == 0 and Path("tiny.toml").is_file()
     assert zbc("init", "folder").code == 0 and Path("folder/zbc.toml").is_file()

@@ -126,13 +126,6 @@ def test_torchtitan_gets_settings_or_since_0_3_a_module_beside_the_csv(zbc, job)
     assert "def planned" in Path("titan.py").read_text() and zbc("check", "titan.csv").code == 0
 
 
-def test_a_refused_export_writes_nothing(zbc, job):
-    job(kind="zb-v")
-    ran = zbc("export", "zbc.toml", "--format", "megatron", "-o", "x.args")
-    assert (ran.code, "error[E413]" in ran.err) == (4, True)
-    assert not Path("x.args").exists()
-
-
 def test_a_csv_is_drawn(zbc, csv):
     assert "0 |F0F1" in zbc("visualize", csv(GOOD), "--by", "slot").out
     assert "error[E201]" in zbc("visualize", csv(STUCK, "stuck.csv")).err

@@ -11,12 +11,6 @@ from zbc.compiler.search import engine
 from zbc.host import until
 
 
-def test_a_swept_value_of_the_wrong_type_is_one_error(zbc, job):
-    ran = zbc("compare", job(), "--schedule", "1f1b,zb-h1,gpipe", "--sweep", "schedule.microbatches=4,x")
-    assert (ran.code, ran.out) == (3, "") and ran.err.count("E103") == 1
-    assert "--sweep schedule.microbatches=x" in ran.err
-
-
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
 def test_the_ways_out_of_a_plan_that_does_not_fit_are_ways_out(kind, zbc, job):
     """Recompute is offered if and only if it saves enough memory."""
@@ -98,8 +92,3 @@ def test_a_first_search_says_that_it_compiles(zbc, job, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "none"))
     assert engine.compiles_first() is engine.available()
-
-
-def test_layers_that_nobody_has_seen_are_said_to_be_tried_by_doctor(zbc, job):
-    out = zbc("plan", job(model={"family": "somewhere:layers"}, data={"kind": "somewhere:data"})).out
-    assert "could not be run without numbers" in out and "`zbc check JOB.toml --gradients`" in out and "E502" in out
