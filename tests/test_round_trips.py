@@ -18,7 +18,6 @@ from zbc.interop import as_json
 from zbc.ir import Op, Placement
 from zbc.job import links
 from zbc.job.spec import SECTIONS
-from zbc.plan import directory as plans
 
 few = settings(max_examples=15, deadline=None, derandomize=True)
 names = st.sampled_from(FIXED)
@@ -29,26 +28,6 @@ def drawn(data):
     name = data.draw(names)
     chunks = data.draw(st.sampled_from(chunk_counts(name)))
     return lower(make(name, 2 * data.draw(st.integers(1, 2)), data.draw(st.integers(1, 7)), chunks))
-
-
-@few
-@given(data=st.data())
-def test_programs_survive_plan_files(data):
-    program = drawn(data)
-    stages = program.placement.stages
-    manifest, files = plans.assemble(
-        program,
-        layers=[[f"layers.{s}"] for s in range(stages)],
-        microbatch_size=data.draw(st.integers(1, 4)),
-        predicted={"makespan_ms": data.draw(st.floats(0, 1e6))},
-        planning={},
-        training={},
-    )
-    with tempfile.TemporaryDirectory() as name:
-        plans.write(Path(name) / "plan", manifest, files)
-        read = plans.StoredPlan.read(Path(name) / "plan")
-    assert read.program == program
-    assert read.manifest.model_copy(update={"sha256": ""}) == manifest.model_copy(update={"sha256": ""})
 
 
 @few

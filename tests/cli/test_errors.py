@@ -412,13 +412,15 @@ def test_strict_fails_where_sends_that_block_would_hang(zbc, job):
     assert zbc("check", job(kind="1f1b"), "--strict").code == 0
 
 
-@pytest.mark.parametrize("obstacle", ["file", "folder"])
+@pytest.mark.parametrize("obstacle", ["file", "folder", "folder with a plan.json"])
 def test_what_is_in_the_way_of_a_plan_is_left_alone(obstacle, zbc, job, folder):
     if obstacle == "file":
         (folder / "plan").write_text("my notes")
     else:
         (folder / "plan").mkdir()
         (folder / "plan" / "thesis.tex").write_text("my thesis")
+        if "plan.json" in obstacle:
+            (folder / "plan" / "plan.json").write_text("{}")
     job()
     before = tree()
     fails(zbc("plan", "zbc.toml"), 4, "E407", hint="-o", text="not a plan directory")

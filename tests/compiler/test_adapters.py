@@ -68,19 +68,6 @@ def test_layers_before_the_first_adapter_have_no_backward():
     assert table[21].w > 0
 
 
-def test_an_order_of_frozen_weights_is_made_for_them():
-    """W is nearly 0, so zero-bubble schedules have nothing to fill bubbles with."""
-    zb, plain = (
-        compile_job(llama_8b(adapter={"rank": 16}, kind=kind), budget=0.0, suggest=False) for kind in ("zb-h1", "1f1b")
-    )
-    gain = plain.report.makespan_ms / zb.report.makespan_ms
-    whole = [
-        compile_job(llama_8b(kind=kind, hardware={**GPU, "memory_gib": 200}), budget=0.0, suggest=False)
-        for kind in ("zb-h1", "1f1b")
-    ]
-    assert gain < whole[1].report.makespan_ms / whole[0].report.makespan_ms
-
-
 def test_mfu_counts_no_weight_gradients(tmp_path):
     many = {"hardware": {**GPU, "gpu": "h100"}, "adapter": {"rank": 16}}
     made = compile_job(llama_8b(**many), budget=0.0, suggest=False)
@@ -205,12 +192,6 @@ def test_tied_embeddings_that_are_frozen_are_held_once_and_summed_by_nobody(tmp_
     assert not any(op.kind is Kind.REDUCE for _, _, op in compiled.program)
     for predicted, measured in both(tmp_path, **how):
         assert predicted.weights == pytest.approx(measured.weights, rel=0.01)
-
-
-def test_a_plan_without_adapters_says_nothing_of_them(tmp_path):
-    made = compile_job(job(), budget=0.0, suggest=False)
-    assert "adapter" not in made.report.as_json()
-    assert not made.assemble()[0].adapted
 
 
 def test_what_a_profile_saw_frozen_has_no_gradients_sums_or_state():

@@ -64,13 +64,6 @@ def test_activation_units_are_shares_of_one_rank_whatever_unit_was_given():
     assert given.units("left") == pytest.approx((0.25,) * 8)
 
 
-def test_what_an_op_holds_sums_to_nothing_over_a_microbatch():
-    given = Costs.uniform(LINEAR, left=0.4)
-    split = [Op(kind, 1, 0) for kind in (Kind.F, Kind.B, Kind.W)]
-    assert [given.held(op) for op in split] == [1.0, pytest.approx(-0.6), -0.4]
-    assert given.held(Op(Kind.F, 1, 0)) + given.held(Op(Kind.BW, 1, 0)) == 0.0
-
-
 def test_estimates_follow_from_flops_when_arithmetic_is_the_limit(no_launches):
     """24 h^2 + 4 h c per token forward, 24 h^2 + 10 h c backward, 24 h^2 for the weights; head 2 h V each."""
     big = job(
@@ -88,20 +81,6 @@ def test_estimates_follow_from_flops_when_arithmetic_is_the_limit(no_launches):
     assert head.f == pytest.approx(2 * h * 50000 * tokens / per_ms, rel=1e-4)
     assert block.params == 12 * h * h + 13 * h
     assert [layer.name for layer in table] == ["embed", *(f"layers.{i}" for i in range(8)), "head"]
-
-
-def test_a_model_of_the_papers_size_has_its_parameters():
-    """1.5B of arXiv 2401.10241 (22 layers + embedding and head, h = 2304)."""
-    table = estimate.layers(job(layers=22, model={"hidden": 2304, "heads": 24, "vocab": 50257, "seq_len": 1024}))
-    assert sum(layer.params for layer in table) == pytest.approx(1.64e9, rel=0.01)
-
-
-def test_transfers_are_latency_plus_bytes_over_the_link():
-    hardware = {"link_gbps": 8.0, "link_us": 100.0}
-    estimated = costs(job(hardware=hardware, costs=FREE))
-    size = 2 * 16 * 32 * 4
-    assert comm(estimated) == pytest.approx((0.1 + size / 1e6,) * 3)
-    assert comm(costs(job(hardware=hardware, costs={**FREE, "comm": 0.25}))) == (0.25,) * 3
 
 
 NODES = {"device": "cuda", "link_gbps": 800.0, "link_us": 0.0, "inter_node_gbps": 80.0}
@@ -256,14 +235,6 @@ def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says(no_launches
         assert 1e6 * head.w == pytest.approx(product + (12 + cast) * h * vocab)
 
 
-def test_layers_of_a_factory_are_assumed_equal_and_say_so():
-    plain = job(model={"family": "my.net:layers"}, data={"kind": "my.net:data"})
-    assumed = costs(plain)
-    assert assumed.source == "assumed equal"
-    assert assumed.bytes is None
-    assert assumed.column("f") == (2.0,) * 4
-
-
 def test_a_stage_that_recomputes_takes_its_forward_once_more_in_b_and_keeps_inputs_only():
     plain, every = (costs(job(costs=FREE, memory={"activations": how})) for how in ("keep", "recompute"))
     # But for the look-up of a microbatch's tokens and of its targets: three kernels that move few bytes.
@@ -385,13 +356,6 @@ def test_ranks_that_share_tokens_take_their_part_and_gather_keys_and_values(no_l
     assert slow.of("w") == half.of("w")
 
 
-def test_stages_recompute_one_by_one():
-    plain, some = costs(job()), costs(job(memory={"activations": {"1": "recompute", "2": "keep"}}))
-    for s in range(4):
-        assert (some.of("b", s) == plain.of("b", s)) == (s != 1)
-        assert (some.units("kept")[s] == plain.units("kept")[s]) == (s != 1)
-
-
 def test_given_times_and_activations_follow_the_same_rule():
     given = {"costs": {"f": 3.0, "b": 2.0, "w": 1.0, "act_b": 10.0}}
     kept, again = costs(job(**given)), costs(job(**given, memory={"activations": "recompute"}))
@@ -404,12 +368,6 @@ def test_given_times_and_activations_follow_the_same_rule():
     factory = {"model": {"family": "a:b", "layers": 8}, "data": {"kind": "c:d"}}
     unknown = costs(job(**factory, **given, memory={"activations": "recompute"}))
     assert unknown.units("kept") == (1.0,) * 4 and unknown.column("b") == (5.0,) * 4
-
-
-def test_a_stage_that_does_not_exist_cannot_recompute():
-    with refused("E110", match="names stage 4, there are 4") as caught:
-        costs(job(memory={"activations": {"4": "recompute"}}))
-    assert caught.value.where is not None
 
 
 # ---- copies, and weights that two stages share -----------------------------------------------------------------
@@ -456,22 +414,6 @@ def test_an_entry_of_a_column_may_say_what_each_slice_costs():
     assert whole.column("b") == (5.0, 11.0) and whole.of("b", 0, 1) == 3.0 and not any(whole.column("w"))
     fused = sliced.with_ms(bw=((1.75, 3.0), 4.5)).least()
     assert [fused.of("w", stage, part) for stage in (0, 1) for part in (0, 1)] == [0.25, 0.5, 0.5, 0.5]
-
-
-def test_a_column_that_is_not_there_costs_nothing():
-    free = Costs.uniform(V)
-    for kind in (Kind.REDUCE, Kind.GATHER, Kind.STEP, Kind.COMMIT, Kind.TENTATIVE, Kind.VALIDATE, Kind.NORM):
-        assert free.duration(Op(kind, 0)) == 0.0, kind
-    assert free.of("hop") == 0.0 and free.column("step") == (0.0,) * 8 and free.total("tentative", (0, 7)) == 0.0
-    assert free.with_ms(f=()).duration(Op(Kind.F, 3, 0)) == 0.0
-    dear = free.with_ms(step=tuple(map(float, range(8))), agree=(3.0,), **{"reduce t": (4.0,)})
-    assert dear.total("step", (0, 7)) == 7.0 and dear.duration(Op(Kind.COMMIT, 5)) == 5.0
-    assert (dear.duration(Op(Kind.VALIDATE, 0)), dear.duration(Op(Kind.REDUCE, TIED))) == (3.0, 4.0)
-
-
-def test_a_transfer_takes_as_long_in_either_direction_and_no_time_within_a_rank():
-    found = Costs.uniform(V, comm=0.5)
-    assert found.link(0, 2, 3) == found.link(0, 3, 2) == 0.5 and found.link(0, 3, 4) == found.link(0, 4, 3) == 0.0
 
 
 def test_what_a_plan_of_slices_costs_is_not_guessed():

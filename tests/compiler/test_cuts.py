@@ -20,7 +20,6 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
 from zbc.compiler.partition.balance import Loads
 from zbc.compiler.planner.case import Case
-from zbc.compiler.recall import costs_of
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 
@@ -262,22 +261,6 @@ def test_auto_makes_room_for_a_heavy_head(p, m, layers, head, gain):
         except ZbcError:
             continue
         assert other is None or step <= other * (1 + 1e-9), name
-
-
-def test_a_walk_beats_the_even_cut_of_searched_schedules():
-    """The first stage of a V is better short: it delays all others."""
-    steps = [planned(with_head(26, 7.15, kind="zb-v", m=16), budget)[0] for budget in (0.0, None)]
-    assert steps[1] < steps[0] * (1 - 1e-3)
-
-
-def test_a_plan_is_predicted_again_with_the_cut_and_the_recompute_it_holds():
-    free = compile_job(with_head(14, 5.0, kind="1f1b"))
-    room = {"memory_gib": 0.8 * max(rank.bytes for rank in free.memory) / 2**30}
-    compiled = compile_job(with_head(14, 5.0, kind="1f1b", memory={"activations": "auto"}, hardware=room))
-    manifest, _ = compiled.assemble()
-    assert compiled.found.recompute or compiled.found.activations
-    assert costs_of(manifest) == compiled.costs
-    assert manifest.layers == [list(names) for names in compiled.layers]
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,10 @@ from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
-from zbc.compiler.cost.footprint import Footprint
-from zbc.compiler.cost.turns import needs
 from zbc.compiler.partition.initial import initial
 from zbc.compiler.planner.case import Case
 from zbc.compiler.recorded.derive import derive_from, solve
-from zbc.compiler.recorded.replan import refuse_misfit, replan, with_profile
+from zbc.compiler.recorded.replan import refuse_misfit, with_profile
 from zbc.compiler.recorded.times import Times
 from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.bounds import bounds
@@ -165,16 +163,6 @@ def test_what_ran_in_one_piece_on_one_stage_only_says_nothing_of_the_size_of_oth
         assert 2 * found[f"stage-{stage}"].b.ms == pytest.approx(0.6 * ms[stage], rel=1e-3)
 
 
-def test_planning_anew_says_what_the_command_plans():
-    compiled = compile_job(job(kind="zb-h1", **MINE))
-    manifest = compiled.assemble()[0]
-    slow = compiled.costs.with_ms(f=(2.0, 2.0, 8.0, 2.0), b=(2.0, 2.0, 8.0, 2.0), w=(2.0, 2.0, 8.0, 2.0))
-    profile = derive_from(manifest, recorded(replace(compiled, costs=slow)), rounds=3, device="cpu").profile
-    again = replan(manifest, compiled.program, profile)
-    assert again.changed and again.gain > 0.1
-    assert again.planned_ms == compile_job(with_profile(manifest, profile)).settled_ms
-
-
 def test_a_base_of_something_else_is_refused():
     manifest = compile_job(job()).assemble()[0]
     refuse_misfit(manifest, profile_of(job()), "p.json")
@@ -209,15 +197,6 @@ def comm(found):
     return tuple(found.links[0].values())
 
 
-def test_times_are_those_of_the_layers_of_each_stage():
-    found = costs(**EVEN)
-    assert found.column("f") == (2.5, 2.0, 2.0, 2.5)
-    assert found.column("b") == (4.5, 4.0, 4.0, 4.5)
-    assert found.column("w") == (6.5, 6.0, 6.0, 6.5)
-    assert found.source == "profiled"
-    assert found.duration(Op(Kind.BW, 1, 0)) == 10.0
-
-
 def test_ranks_that_share_layers_add_their_sums_to_what_was_measured_of_parts():
     """Two per block in F and in B, one after the look-up and one before the head, and a few numbers of the loss; a BW
     hides its own: 1 + 1 ms."""
@@ -241,13 +220,6 @@ def test_a_fused_backward_takes_what_was_measured_and_bounds_know_it():
     for name in ("1f1b", "gpipe", "zb-h1"):
         program = find(name).make(Request(p=4, m=64, v=1))
         assert bounds(LINEAR, found, 64).makespan <= simulate(program, found).makespan + 1e-9
-
-
-def test_the_gradient_between_two_layers_counts_where_they_keep_nothing():
-    bare = Footprint(result=1000, entry=1000, more_b=500, more_bw=700)
-    found = needs([bare, bare], again=0)
-    assert (found["b"], found["bw"]) == (1500, 1700)
-    assert needs([bare], again=0)["bw"] == 700
 
 
 def test_what_was_measured_of_recompute_links_and_hosts_counts():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.compiler.grid import make
 from tests.lowered import lower
-from zbc.compiler.report.difference import difference, kept
+from zbc.compiler.report.difference import difference
 from zbc.ir import Kind, Op
 
 OPS = [Op(Kind.F, 0, mb) for mb in range(8)]
@@ -23,17 +23,6 @@ def longest(left, right):
             if min(places) >= 0 and all(a < b for a, b in pairwise(places)):
                 return size
     return 0
-
-
-@few
-@given(sides)
-def test_what_is_kept_is_a_longest_run_in_both_orders(drawn):
-    left, right = drawn[0][: drawn[2]], drawn[1][: drawn[3]]
-    run = kept(left, right)
-    for side in (left, right):
-        places = [side.index(op) for op in run]
-        assert places == sorted(places)
-    assert len(run) == longest(left, right)
 
 
 @few

@@ -65,24 +65,6 @@ def test_a_sum_starts_right_behind_the_last_gradient_of_its_stage_unless_another
             assert not between or sums[k - 1] > last, "or it stands behind the sum before it"
 
 
-@pytest.mark.parametrize(("name", "v"), [*PAPERS, *SPLIT, ("dualpipe", 1)])
-def test_eager_sums_are_never_later_than_sums_at_the_end(name, v):
-    for p, m in ((2, 4), (4, 6), (6, 13)):
-        for each in (0.1, 1.0, 5.0):
-            program, costs, before = lowered(name, v, p, m, each)
-            eager, late = simulate(program, costs).makespan, simulate(with_late_sums(program), costs).makespan
-            assert before <= eager <= late + 1e-9
-
-
-@pytest.mark.parametrize(("name", "v"), PAPERS)
-def test_one_sum_for_both_pipes_and_all_copies_of_the_pipeline(name, v):
-    program, costs, _ = lowered(name, v, 4, 8, 1.0, dp=3)
-    for rank, ops in enumerate(program.ranks):
-        found = sorted(op.stage for op in ops if op.kind is Kind.REDUCE)
-        assert found == list(program.placement.stages_of(rank))
-    assert len(simulate(program, costs).sums) == program.placement.stages
-
-
 @pytest.mark.parametrize(("name", "v"), SPLIT)
 def test_a_searched_order_leaves_its_sums_time(name, v):
     """The search times candidates with their sums."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compiler import cycles
-from tests.compiler.cycles import Work, wrong_cycle
+from tests.compiler.cycles import wrong_cycle
 from tests.jobs import job
 from tests.lowered import lower
 from tests.refusals import refused
@@ -18,7 +17,6 @@ from zbc.compiler.check.versions import _stops
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
-from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.sim.simulate import simulate
@@ -26,7 +24,7 @@ from zbc.compiler.steps import in_a_row, period_of
 from zbc.compiler.whatif.noise import Noise, spread
 from zbc.compiler.whatif.others import BASELINE, quick
 from zbc.errors import ZbcError
-from zbc.ir import NEXT, Kind, Op, repeated
+from zbc.ir import NEXT, Kind, Op
 
 CASES = json.loads((Path(__file__).parents[1] / "reference" / "flushless.json").read_text())["rows"]
 SHAPES = [("1f1b", 1, 3, 1), ("1f1b", 2, 2, 1), ("1f1b", 4, 3, 1), ("1f1b", 4, 8, 1), ("interleaved-1f1b", 2, 4, 2)]
@@ -79,17 +77,6 @@ def makespan(program, costs):
     return simulate(lower(program), costs).makespan
 
 
-def test_the_ops_of_two_ranks():
-    first, last = (", ".join(map(str, ops)) for ops in body().ranks)
-    assert first == (
-        "RECV_B s0 m0, F s0 m1, SEND_F s0 m1, BW s0 m0, "
-        "RECV_B s0 m1, F s0 m0 next, SEND_F s0 m0 next, BW s0 m1, STEP s0"
-    )
-    assert last == (
-        "F s1 m0, RECV_F s1 m1, BW s1 m0, SEND_B s1 m0, F s1 m1, RECV_F s1 m0 next, BW s1 m1, SEND_B s1 m1, STEP s1"
-    )
-
-
 @pytest.mark.parametrize(("schedule", "p", "m", "v"), few(SHAPES, SHAPES[:5]))
 @pytest.mark.parametrize("dp", [1, 2])
 def test_any_number_of_steps_runs(schedule, p, m, v, dp):
@@ -103,27 +90,6 @@ def test_any_number_of_steps_runs(schedule, p, m, v, dp):
     assert period_of(program, costs) == pytest.approx(3 * m)
     lengths = [in_a_row(program, costs, steps).makespan for steps in (1, 2, 3, 7)]
     assert [b - a for a, b in pairwise(lengths)] == pytest.approx([3 * m] * 2 + [12 * m])
-
-
-def test_a_cycle_holds_as_much_and_steps_and_sums_take_their_time():
-    costs = Costs.uniform(body(p=4, m=8).placement)
-    plain = lower(SCHEDULES["1f1b"].make(Request(4, 8)))
-    assert [one.units for one in peaks(body(p=4, m=8), costs)] == [one.units for one in peaks(plain, costs)]
-    costs = Costs.uniform(body().placement).with_ms(step=(0.5, 0.5))
-    assert period_of(body(costs=costs), costs) == 6.5
-    # The sum of a stage takes time in each step, since STEP waits for it.
-    costs = Costs.uniform(body().placement).with_ms(reduce=(0.25, 0.25))
-    program = body(dp=2, costs=costs)
-    assert [str(op) for op in program.ranks[0]][-2:] == ["REDUCE s0", "STEP s0"]
-    assert period_of(program, costs) == 6.25
-
-
-def test_steps_in_a_row_are_one_program():
-    three = repeated(body(), 3)
-    assert three.microbatches == 6
-    assert [op.mb for op in three.ranks[0] if op.kind is Kind.F] == list(range(6))
-    assert sum(op.kind is Kind.STEP for op in three.ranks[0]) == 3
-    assert not any(op.mb >= NEXT for ops in three.ranks for op in ops)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, card in SCHEDULES.items() if not card.steady))
@@ -188,13 +154,6 @@ def test_messages_in_another_order_and_a_cycle_that_stops_after_its_first_steps_
 
 
 GIVEN = {"f": 1.0, "b": 1.0, "w": 1.0}
-OTHERS = [
-    {"parallel": {"shard": "weights", "dp": 2}},
-    {"parallel": {"vocabulary": "shared"}},
-    {"model": {"ties": True}},
-    {"memory": {"activations": "offload"}},
-    {"freeze": {"most": 0.5}},
-]
 
 
 def two(**changes):
@@ -206,11 +165,6 @@ def codes(**changes):
     with pytest.raises(ZbcError) as found:
         two(**changes)
     return {one.code for one in found.value.errors}
-
-
-@pytest.mark.parametrize("changes", OTHERS, ids=str)
-def test_what_excludes_it_is_refused(changes):
-    assert "E110" in codes(**changes)
 
 
 @pytest.mark.parametrize(
@@ -256,23 +210,6 @@ def test_too_few_microbatches_are_named_with_their_place_also_in_a_ramp():
 @pytest.mark.parametrize("seeds", few([range(start, start + 20) for start in range(0, 100, 20)], 1), ids=str)
 def test_periods_and_peaks_are_those_of_the_unrolled_steps(seeds):
     assert [found for found in map(wrong_cycle, seeds) if found is not None] == []
-
-
-@pytest.mark.parametrize(("m", "comm", "steps"), [(3, 0.3, [10.2, 10.2, 10.2, 10.8]), (3, 0.1, [9.4, 9.4, 9.4, 9.6])])
-def test_the_period_is_the_mean_of_steps_that_come_again(m, comm, steps):
-    made = compile_job(two(m=m, costs={**GIVEN, "comm": comm}))
-    ops, work = [[*map(str, ops)] for ops in made.program.ranks], Work([1.0] * 4, [2.0] * 4, [0.0] * 4, comm)
-    ends = cycles.ends(ops, m, range(4), work, 30)
-    assert sorted(b - a for a, b in pairwise(ends[0][20:25])) == pytest.approx(steps)
-    assert made.settled_ms == pytest.approx(sum(steps) / 4)
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 3)])
-def test_with_p_minus_1_microbatches_a_rank_holds_more_than_with_a_flush(p, m):
-    made = compile_job(two(pp=p, m=m))
-    assert [rank.units for rank in made.memory] == list(range(p, 0, -1))
-    with refused("E302"):
-        compile_job(two(pp=p, m=m, schedule={"memory_limit": f"{m / p}x"}))
 
 
 @pytest.mark.parametrize("sync", ["two-versions", "asynchronous"])

@@ -93,11 +93,6 @@ def test_what_a_frozen_op_takes():
     assert cheaper.duration(Op(Kind.BW, 0, 0, share=50)) == pytest.approx(3.0)
 
 
-def test_the_same_job_makes_the_same_plan():
-    plans = [compile_job(job(freeze={"most": 0.5})).assemble() for _ in range(3)]
-    assert len({manifest.id for manifest, _ in plans}) == 1
-
-
 def test_a_plan_is_read_as_it_was_written(tmp_path):
     compiled = compile_job(job(freeze={"most": [0.4, 3]}, costs={"f": 1.0, "b": 1.0, "w": 1.0}))
     compiled.write(tmp_path / "plan")
@@ -109,18 +104,12 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     assert plan.manifest.predicted["freezing"]["frozen"] == pytest.approx(frozen(plan.program), abs=1e-9)
 
 
-def test_a_plan_without_it_does_not_speak_of_it():
-    manifest, _ = compile_job(job()).assemble()
-    assert "freezing" not in manifest.predicted
-    assert FROZEN not in manifest.capabilities
-
-
 @pytest.mark.parametrize("schedule", few(sorted(SCHEDULES), ("1f1b", "zb-v", "gpipe")))
 def test_no_step_is_below_its_bound(schedule):
     try:
         report = compile_job(job(kind=schedule, freeze={"most": 0.7}, costs={"f": 1.0, "b": 1.2, "w": 0.8})).report
     except ZbcError as error:  # of two pipes, or of stages with several ranks
-        assert error.code in ("E110", "E110")
+        assert error.code == "E110"
         return
     assert report.lower_bound_makespan_ms <= report.makespan_ms + 1e-9
     assert report.lower_bound_span_ms <= report.span_ms + 1e-9
@@ -128,40 +117,16 @@ def test_no_step_is_below_its_bound(schedule):
     assert max(report.freezing.by_stage) <= 0.7 + 0.005
 
 
-REFUSED = [
-    ({"model": {"ties": True}}, "ties"),
-    ({"model": {"compile": True}}, "compile"),
-    ({"schedule": {"slices": 2}}, "slices"),
-    ({"optimizer": {"sync": "post-validate"}}, "post-validate"),
-    ({"memory": {"activations": "offload"}}, "offload"),
-    ({"kind": "chimera"}, "several copies of a stage"),
-    ({"kind": "dualpipe-v", "schedule": {"overlap": True}}, "overlap"),
-    ({"kind": "dualpipe-v", "costs": {"f": 1.0, "b": 1.0, "w": 1.0, "overlap": 0.5}}, "groups of ops"),
-]
-
-
-@pytest.mark.parametrize(("changes", "word"), REFUSED, ids=[word for _, word in REFUSED])
-def test_what_it_does_not_go_with_is_said(changes, word):
-    with refused("E110", match=word) as caught:
-        compile_job(job(freeze={"most": 0.5}, **changes))
+def test_what_freezing_lacks_or_does_not_go_with_is_said(monkeypatch):
+    groups = {"kind": "dualpipe-v", "costs": {"f": 1.0, "b": 1.0, "w": 1.0, "overlap": 0.5}}
+    with refused("E110", match="groups of ops") as caught:
+        compile_job(job(freeze={"most": 0.5}, **groups))
     assert caught.value.hint
-
-
-def test_what_freezing_lacks_is_said(monkeypatch):
     with pytest.raises(ZbcError, match=r"freeze\.most\.0"):
         job(freeze={"after": 3})
     monkeypatch.setitem(sys.modules, "ortools.linear_solver", None)
     with refused("E602", match="ortools", hint="zbc[solve]"):
         compile_job(job(freeze={"most": 0.5}))
-
-
-def test_shared_words_and_ramps_go_with_freezing():
-    ops = [op for _, _, op in compile_job(job(freeze={"most": 0.5}, parallel={"vocabulary": "shared"})).program]
-    assert {Kind.S, Kind.T} <= {op.kind for op in ops} and any(op.share < WHOLE for op in ops)
-    compiled = compile_job(
-        job(m=8, schedule={"ramp": [{"microbatches": 4, "steps": 2}]}, freeze={"most": 0.5}, train={"steps": 9})
-    )
-    assert all(start.compiled.program.freezes for start in compiled.ramp) and compiled.program.freezes
 
 
 @pytest.mark.parametrize("after", [0, 6])
@@ -184,11 +149,3 @@ def test_a_recording_tells_what_whole_ops_take(tmp_path, after):
     whole = compiled.report.freezing.unfrozen_ms
     meant = simulate(trace.plan.program, costs).makespan
     assert meant == pytest.approx(2 * (compiled.report.makespan_ms if after < 4 else whole))
-
-
-def test_shares_print_and_read_back():
-    for text in ("W s1 m3 75%", "BW s0 m12 0%", "W s1 m3 up 5%"):
-        assert str(Op.parse(text)) == text
-    for text in ("F s1 m3 75%", "W s1 m3 075%", "W s1 m3 100%", "W s1 m3 05%", "B s0 m0 50%", "W s0 m0 -5%"):
-        with pytest.raises(ZbcError, match="not an op"):
-            Op.parse(text)

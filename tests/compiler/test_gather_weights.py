@@ -23,7 +23,6 @@ from zbc.compiler.schedules.request import Request
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
-from zbc.plan.directory import read_manifest
 
 ROWS = json.loads((Path(__file__).parents[1] / "reference" / "gathers.json").read_text())["rows"]
 ONE_PIPE = sorted(
@@ -74,12 +73,6 @@ def test_where_the_optimizer_alone_is_shared_out_a_step_takes_as_long_as_with_ro
         assert context.timeline.makespan == pytest.approx(whole if makespan is None else makespan, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["chimera", "dualpipe", "bitpipe"])
-def test_ranks_of_two_pipes_gather_in_one_order(name):
-    for p, m in ((2, 4), (4, 8)):
-        check_all(renewed(name, p, m, SCHEDULES[name].default_chunks, 0.3).program)
-
-
 def late(ops):
     ops.insert(4, ops.pop(0))
 
@@ -93,33 +86,6 @@ def test_weights_that_are_not_renewed_before_their_use_are_found(change, code):
     change(ops)
     with pytest.raises(ZbcError, match=code):
         check_all(program.with_ranks([ops, program.ranks[1]], by="broken"))
-
-
-@pytest.mark.parametrize("v", [1, 2, 3, 5])
-def test_breadth_first_gathers_twice_the_stages_less_those_that_stay(v):
-    for p, m, resident in itertools.product((1, 2, 4), (2, 7), range(1, v + 1)):
-        context = gathered("breadth-first", p, m, v, resident)
-        check_all(context.program)
-        assert counts(context.program) == counts(context.program, Kind.FREE) == [2 * v - resident] * p
-
-
-def test_weights_are_gathered_right_behind_what_makes_room():
-    program = gathered("breadth-first", 1, 1, 3, 1).program
-    assert [str(op) for op in program.ranks[0]] == (
-        ["GATHER s0", "F s0 m0", "FREE s0", "GATHER s1", "F s1 m0", "FREE s1", "GATHER s2", "F s2 m0", "BW s2 m0"]
-        + ["FREE s2", "GATHER s1 #1", "REDUCE s2", "BW s1 m0", "FREE s1 #1", "GATHER s0 #1", "REDUCE s1", "BW s0 m0"]
-        + ["FREE s0 #1", "REDUCE s0", "VALIDATE", "STEP s0", "STEP s1", "STEP s2"]
-    )
-
-
-def test_a_count_prints_and_reads_back():
-    for kind in (Kind.GATHER, Kind.FREE):
-        for count in (0, 1, 12):
-            assert Op.parse(str(Op(kind, 3, count))) == Op(kind, 3, count)
-    assert str(Op(Kind.GATHER, 3)) == "GATHER s3" and str(Op(Kind.FREE, 3, 2)) == "FREE s3 #2"
-    for text in ("GATHER s3 #0", "REDUCE s3 #1", "F s3 m0 #1", "GATHER s3 #01"):
-        with pytest.raises(ZbcError, match="E404"):
-            Op.parse(text)
 
 
 def in_turn(stages, sequence):
@@ -274,10 +240,3 @@ def test_windows_take_the_place_of_messages():
         assert other.window == pytest.approx(one.summed + one.gathered / 3), "messages of a rank and of its replicas"
     for one, other in zip(met.memory, taken.memory, strict=True):
         assert other.weights > one.weights and other.together <= one.together
-
-
-def test_a_manifest_says_so(tmp_path):
-    compile_job(asked()).write(tmp_path / "taken")
-    compile_job(asked(exchange="collective")).write(tmp_path / "met")
-    assert read_manifest(tmp_path / "taken").one_sided and not read_manifest(tmp_path / "met").one_sided
-    assert '"one_sided"' not in (tmp_path / "met" / "plan.json").read_text()

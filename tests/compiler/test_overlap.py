@@ -10,7 +10,7 @@ from bench.fuzz import BARS, SUMS, exposed
 from tests.check import operational
 from tests.check.braids import with_sums
 from tests.check.each import check_complete, check_deadlock
-from tests.compiler.grid import make, timed, units
+from tests.compiler.grid import timed, units
 from tests.compiler.test_paper_tables import rows
 from tests.compiler.test_passes import listing as lines
 from tests.jobs import job
@@ -29,7 +29,7 @@ from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.shared import shared, sums_of
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Placement
+from zbc.ir import Kind, Placement
 
 BOTH = [("dualpipe", 1), ("dualpipe-v", 2)]
 
@@ -53,15 +53,6 @@ def test_pairs_as_groups_are_the_published_orders(name, v):
             assert timeline.span == pytest.approx(float(row["span"])), row
         held = [rank.units for rank in peaks(program, costs)]
         assert held == pytest.approx([float(x) for x in row["peak_act_per_rank"].split()])
-
-
-@pytest.mark.parametrize("p", [2, 4, 8, 16])
-def test_the_published_bubble_holds_for_any_times_of_f_b_and_w_that_are_equal(p):
-    for t in (0.5, 1.0, 3.0):
-        program = pairs("dualpipe", p, 2 * p, 1)
-        timeline = simulate(program, Costs.uniform(program.placement, t, t, t))
-        bubble = (p / 2 - 1) * (3 * t + 2 * t - 3 * t)
-        assert timeline.makespan == pytest.approx(3 * t * 2 * p + bubble)
 
 
 def group():
@@ -168,13 +159,6 @@ def test_each_op_of_a_group_computes_while_sums_of_the_other_are_on_their_way(pa
     timeline = simulate(program, with_sums(Costs.uniform(program.placement, 2.0, 1.0, 1.5), a))
     mark = next(i for i, op in enumerate(timeline.graph.ops) if op.kind is Kind.OVERLAP)
     assert timeline.end[mark + 2] - timeline.start[mark + 1] == pytest.approx(length)
-
-
-def test_a_mark_reads_back_and_a_peer_or_stage_on_it_does_not():
-    assert Op.parse("OVERLAP") == Op(Kind.OVERLAP, 0)
-    for text in ("OVERLAP s0", "OVERLAP m1", "OVERLAP up", "OVERLAP >r1"):
-        with pytest.raises(ZbcError):
-            Op.parse(text)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
@@ -288,10 +272,3 @@ def test_a_job_is_told_what_its_groups_hide_and_pays_for_what_they_do_not():
     assert found.as_json()["tp_sums"]["hidden"] == pytest.approx(found.tp_sums.hidden) and found.tp_sums.hidden > 0.8
     assert report("zb-v").tp_sums.exposed_ms > 4 * found.tp_sums.exposed_ms
     assert "tp_sums" not in compile_job(job(kind="zb-v", m=12)).report.as_json()
-
-
-def test_groups_survive_in_the_order_of_the_formula():
-    """p = 2, rank 1: no lone F of the leg that goes down, two of both legs, one group of F and F."""
-    ops = [str(op) for op in make("braid-v", 2, 6).ranks[1]]
-    assert ops[:7] == ["F s1 m0", "F s2 m0", "F s1 m1", "F s2 m1", "OVERLAP", "F s1 m2", "F s1 m3"]
-    assert Op.parse(ops[4]).kind is Kind.OVERLAP

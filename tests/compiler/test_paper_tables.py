@@ -8,6 +8,7 @@ import pytest
 
 from bench.published import cases
 from tests.compiler.grid import make, timed, units
+from tests.jobs import job
 from tests.lowered import lower
 from tests.refusals import refused
 from tests.tiers import few
@@ -15,7 +16,6 @@ from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.simulate import simulate
 
 FOLDER = Path(__file__).parent.parent / "reference"
@@ -98,24 +98,9 @@ def test_generalized_interleaved_orders_run_for_any_group_and_microbatches(p):
 
 
 @pytest.mark.parametrize("group", (3, 9))
-def test_groups_that_are_too_small_or_too_large_are_refused(group, tmp_path):
-    job = tmp_path / "job.toml"
-    job.write_text(f"""
-[model]
-layers = 16
-hidden = 64
-heads = 4
-vocab = 512
-seq_len = 64
-[parallel]
-pp = 8
-[schedule]
-kind = "gis"
-microbatches = 20
-group = {group}
-""")
+def test_groups_that_are_too_small_or_too_large_are_refused(group):
     with refused("E110", match="gis on 8 ranks takes 4 to 8"):
-        load_job(job)
+        job(kind="gis", pp=8, layers=16, schedule={"group": group})
 
 
 @pytest.fixture(scope="module")

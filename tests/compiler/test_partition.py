@@ -119,12 +119,6 @@ def test_blocks_are_dealt_by_what_stages_have_to_do(changes, blocks):
     assert parts[0][0] == "embed" and parts[-1][-1] == "head"
 
 
-def test_a_rank_with_the_head_gets_fewer_blocks_over_both_its_stages():
-    parts = names(job(**with_head(14, 2.0)), 8, Placement.vshape(4))
-    blocks = [sum(name.startswith("layers.") for name in part) for part in parts]
-    assert [blocks[r] + blocks[7 - r] + 2 * (r == 0) for r in range(4)] == [4, 4, 4, 4]
-
-
 @pytest.mark.parametrize(
     ("layers", "given", "code", "text"),
     [

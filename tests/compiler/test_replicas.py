@@ -134,11 +134,3 @@ def test_what_does_not_go_together(changes, text):
     with pytest.raises(ZbcError, match=text) as caught:
         asked(**changes)
     assert [error.code for error in caught.value.errors] == ["E110"] and caught.value.hint
-
-
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("how", ["plain", "dp", "zero1"])
-def test_everything_else_goes_with_replicas(replicas, how):
-    parallel = {"pp": sum(replicas), "replicas": list(replicas), "dp": 2 if how == "dp" else 1}
-    found = compile_job(asked(parallel=parallel, optimizer={"zero1": how == "zero1"}))
-    assert found.program.topology.world == sum(replicas) * parallel["dp"]

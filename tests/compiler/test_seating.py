@@ -271,10 +271,6 @@ def test_every_rank_has_one_place(parts, along, copies, across):
         assert topology.ranks([pp]) == tuple(rank for rank, place in enumerate(found) if place.pp == pp)
 
 
-def test_without_nodes_one_copy_follows_the_other():
-    assert [Topology(3, 2).of(rank)[:2] for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-
-
 @pytest.mark.parametrize("placement", [LINEAR, LOOPED, V, Placement.bidirectional((0, 1, 2, 3))])
 def test_heavy_tensors_keep_pipelines_together_and_heavy_gradients_copies(placement):
     stages = placement.stages
@@ -326,14 +322,6 @@ def test_a_plan_says_where_its_ranks_are():
         "rank 3 [dp 1, pp 1]",
     ]
     assert many.assemble()[0].topology.name(1) == "rank 1 [dp 0, pp 1]"
-
-
-def test_slow_links_between_nodes_are_paid_by_what_crosses_them():
-    slow = {"hardware": {"ranks_per_node": 2, "inter_node_gbps": 0.001}, "costs": FREE}
-    near = compiled(m=4, **slow, node=(2, 1))
-    far = compiled(m=4, **slow, node=(1, 2))
-    assert near.costs.link(0, 0, 1) < 5.0 <= far.costs.link(0, 0, 1)
-    assert far.costs.of("reduce") < 5.0 <= near.costs.of("reduce")
 
 
 def test_a_ramp_keeps_its_ranks_where_they_are():

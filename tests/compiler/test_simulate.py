@@ -11,11 +11,9 @@ from tests.jobs import job
 from tests.lowered import lower
 from tests.refusals import refused
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.ledger import over_time
 from zbc.compiler.memory.per_rank import peaks, resident
-from zbc.compiler.partition.initial import initial
 from zbc.compiler.report.report import ABSENT
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
@@ -55,17 +53,6 @@ def test_every_op_starts_as_soon_as_it_can_and_no_sooner(name, data):
             assert span.start == pytest.approx(max([free, *arrivals]))
             assert span.end - span.start == pytest.approx(length[op.kind] * share)
             free = span.end
-
-
-@every
-def test_idle_by_cause_and_busy_time_add_up_to_the_makespan(name):
-    timeline = timed(make(name, 4, 6), 1.0, 2.0, 0.5, 0.3)
-    for rank in range(4):
-        idle = timeline.idle(rank)
-        assert sum(idle) + timeline.busy(rank) == pytest.approx(timeline.makespan)
-        assert min(idle) >= -1e-9
-    assert timeline.idle(0).warm_up == 0.0
-    assert timeline.idle(3).warm_up > 0.0
 
 
 def test_both_bubble_rates_say_what_they_are_a_share_of():
@@ -191,23 +178,3 @@ def test_a_step_waits_for_the_weights_of_one_stage_and_others_come_meanwhile(nam
     gathers = [one for one in timeline.sums if one.op.kind is Kind.GATHER]
     assert min(one.start for one in gathers) == 0.0 and len(gathers) == timeline.graph.program.placement.stages
     assert timeline.makespan == pytest.approx(plain.makespan + 0.5)
-
-
-def test_sums_over_copies_cost_what_a_ring_moves():
-    """Latency and 2(n-1)/n of the bytes of float32 gradients at the speed of the link."""
-    hardware = {"link_gbps": 8.0, "link_us": 500.0}
-    three = {"pp": 2, "dp": 3}
-    ring = cost_of(parallel=three, hardware=hardware)
-    params = [ring.bytes[s].gradients for s in range(2)]
-    assert ring.column("reduce") == pytest.approx([0.5 + 4 / 3 * size / 1e6 for size in params])
-    assert cost_of(parallel={"pp": 2}, hardware=hardware).column("reduce") == (0.0, 0.0)
-    given = cost_of(parallel=three, costs={"f": 1.0, "b": 1.0, "w": 1.0, "reduce": 7.0})
-    assert given.column("reduce") == (7.0, 7.0)
-
-
-def cost_of(**changes):
-    text = job(**{**changes, "parallel": {"pp": 2}})
-    text = replace(text, parallel=text.parallel.model_copy(update=changes["parallel"]))
-    placement = Placement.linear(2)
-    table = estimate.layers(text)
-    return pricing.build(text, placement, initial(text, placement, table), table)

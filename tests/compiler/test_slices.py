@@ -6,16 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from tests.jobs import FREE, job, toml_text, write_job
+from tests.jobs import FREE, job, write_job
 from tests.profiles import profile_of
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
-from zbc.compiler.memory.ledger import ledger, over_time
-from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.memory.ledger import ledger
 from zbc.compiler.schedules.lagged import one_f_one_b
-from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.compare import Asked
@@ -62,13 +60,6 @@ def test_slices_stand_in_the_manifest_and_cost_the_same_when_it_is_read_again(tm
     assert len(manifest.predicted["slices"]) == 4
 
 
-def test_a_plan_of_whole_microbatches_says_nothing_of_slices(tmp_path):
-    planned(**LONG).write(tmp_path / "plan")
-    manifest = json.loads((tmp_path / "plan" / MANIFEST).read_text())
-    assert "cuts" not in manifest and "slices" not in manifest["capabilities"] and manifest["slices"] == 1
-    assert "slices" not in manifest["predicted"] and "kv_bytes" not in manifest["predicted"]["per_rank"][0]
-
-
 def test_cuts_that_do_not_ascend_are_damage(tmp_path):
     manifest, _ = planned(**sliced()).assemble()
     for cuts in ([0, 5, 5, 6, 2048], [0, 2048], [1, 2, 3, 4, 2048]):
@@ -81,6 +72,7 @@ def test_cuts_that_do_not_ascend_are_damage(tmp_path):
 
 
 SHORT, GPU = {"seq_len": 16}, {"hardware": {"device": "cuda"}, "model": {"seq_len": 1024}}
+OWN = {"model": {"family": "tests.jobs:layers", "seq_len": None}, "data": {"kind": "tests.jobs:data"}}  # no sequences
 UNCUT = [  # changes, code, words of the message and of the hint
     (sliced(17, model=SHORT), "E103", "schedule.slices = 17", "16 or fewer"),
     (sliced(3, model=SHORT, schedule={"cuts": [10, 6]}), "E103", "2 lengths, schedule.slices is 3", ""),
@@ -90,8 +82,7 @@ UNCUT = [  # changes, code, words of the message and of the hint
     (sliced(9, **GPU), "E103", "", ""),
     ({"schedule": {"cuts": "even"}}, "E110", "", ""),
     (sliced("auto", schedule={"cuts": [1024, 1024]}), "E110", "", ""),
-    *((sliced(2, kind=kind), "E110", "meet in the middle", 'kind = "zb-v"') for kind in ("chimera-zb", "dualpipe")),
-    *((sliced(2, kind=kind, schedule={"chunks": 2}), "E110", "meet", "zb-v") for kind in ("hanayo", "bitpipe")),
+    ({**OWN, "schedule": {"slices": 2}}, "E110", "model.seq_len", ""),
 ]
 
 
@@ -107,16 +98,6 @@ def test_cuts_that_are_hinted_at_and_those_of_a_gpu_are_right():
         near = json.loads(error.hint.partition("= ")[2].partition(", or")[0])
         assert cuts_of(job(**sliced(3, model=SHORT, schedule={"cuts": near})))[-1] == 16
     assert all(place % 128 == 0 for place in cuts_of(job(**sliced(3, **GPU))))
-
-
-def test_slices_of_what_is_no_sequence(tmp_path):
-    path = tmp_path / "zbc.toml"
-    text = toml_text(model={"family": "tests.jobs:layers"}, schedule={"slices": 2}, data={"kind": "tests.jobs:data"})
-    path.write_text("\n".join(line for line in text.splitlines() if not line.startswith("seq_len")))
-    with pytest.raises(ZbcError) as caught:
-        load_job(path)
-    assert [error.code for error in caught.value.errors] == ["E110"]
-    assert "model.seq_len" in caught.value.errors[0].message
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
@@ -171,15 +152,6 @@ def test_keys_and_values_stay_from_the_first_forward_to_the_last_backward():
                 assert change == 0
             assert there == pytest.approx(kv[rank] * sum(open_.values()))
         assert there == pytest.approx(0.0)
-
-
-def test_nothing_is_held_after_a_step_and_the_curve_has_the_peak():
-    compiled = planned(**sliced(kind="zb-v"))
-    for rank, memory in enumerate(peaks(compiled.program, compiled.costs, compiled.timeline)):
-        *_, last = points = [point.units for point in over_time(compiled.timeline, rank, compiled.costs)]
-        assert last == pytest.approx(0.0, abs=1e-9)
-        assert max(points) == pytest.approx(memory.units)
-        assert 0 < memory.kv < memory.activations
 
 
 def test_recompute_keeps_keys_and_values_beside_the_inputs_of_layers():

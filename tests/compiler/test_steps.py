@@ -12,7 +12,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate, steady_state
 from zbc.compiler.steps import consecutive, settled, with_barrier, without_barrier
-from zbc.ir import Kind, Placement
+from zbc.ir import Kind
 
 UNIT = 1.0
 
@@ -106,8 +106,3 @@ def test_gathers_and_sums_take_their_time_with_and_without_the_barrier():
     program = replace(make("1f1b", 2, 4), dp=2)
     costs = costs_of(program).with_ms(reduce=(5.0, 5.0))
     assert either_way(program, costs)[1] == pytest.approx(simulate(program, costs).makespan + 5.0)
-
-
-def test_linear_placements_have_one_step_per_stage():
-    assert costs_of(make("1f1b", 4, 4), step=3.0).column("step") == (3.0,) * 4
-    assert Costs.uniform(Placement.linear(2)).total("tentative", (0, 1)) == 0.0

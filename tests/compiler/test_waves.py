@@ -12,7 +12,6 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
-from zbc.ir import Placement
 
 every = pytest.mark.parametrize("name", WAVES)
 
@@ -136,12 +135,6 @@ def test_even_numbers_of_ranks_and_stages_are_asked_for():
     with refused("E110", hint="set schedule.chunks = 4"):
         find("hanayo").stages_per_rank(3)
     assert find("hanayo").stages_per_rank(6) == 6
-
-
-def test_a_mirrored_placement_holds_every_stage_twice():
-    placement = Placement.bidirectional(Placement.vshape(4).pipes[0])
-    assert placement.stages_of(1) == (1, 2, 5, 6)
-    assert placement.holders(1) == (1, 2)
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), [("bitpipe-zb", 3, 5, 2), ("bitpipe-zb", 2, 5, 2)])
