@@ -7,7 +7,7 @@ import pytest
 
 from tests.jobs import write_job
 from zbc.compiler.whatif.compare import Asked, ComparedPlan, combinations, compare
-from zbc.compiler.whatif.crossings import crossings
+from zbc.compiler.whatif.crossings import changed, crossings
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
 

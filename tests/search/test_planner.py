@@ -1,8 +1,5 @@
 """The planner: its candidates, and that no plain schedule on the same layers is faster than its answer."""
 
-import itertools
-from random import Random
-
 import pytest
 
 from tests.jobs import job
@@ -11,10 +8,10 @@ from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.order import glance, order
-from zbc.compiler.partition.setup import Choice, Setup
+from zbc.compiler.partition.setup import Setup
 from zbc.compiler.planner import planner
 from zbc.compiler.planner.best import Best
-from zbc.compiler.planner.case import NEAR, Case
+from zbc.compiler.planner.case import Case
 from zbc.compiler.schedules import SCHEDULES, find
 from zbc.errors import ZbcError
 
@@ -62,44 +59,6 @@ def test_no_order_is_shorter_than_the_bound_of_its_choice_known_before_its_costs
         for near in [choice, *made.neighbours(choice)[:2]]:
             step = made.setup(near).make(0.0).step_ms(made.job)
             assert 0.6 * step < made.least(near) <= step
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_few_choices_are_all_those_that_may_be_shorter(seed):
-    rng = Random(seed)
-    layers, p = rng.randint(5, 7), rng.choice((2, 3))
-    costs = {key: [round(rng.uniform(0.5, 2), 2) for _ in range(layers)] for key in ("f", "b", "w")}
-    one = case(pp=p, m=4, layers=layers, costs={"per": "layer", **costs})
-    points = [(0, *inner, layers + 2) for inner in itertools.combinations(range(1, layers + 2), p - 1)]
-    loads = one.loads(frozenset())
-    bound = sorted(loads.busiest(each) for each in points)[len(points) // 2]
-    found = one.below(bound * 4, 1000)
-    assert {choice.points for choice in found} == {each for each in points if loads.busiest(each) < bound}
-    assert one.below(float("inf"), len(points) - 1) is None
-    assert len(one.below(float("inf"), len(points))) == len(points)
-
-
-def test_neighbours_move_one_layer_or_recompute_the_lightest_first_and_are_few():
-    one = case(pp=3, m=4, layers=9, memory={"activations": "auto"}, hardware={"memory_gib": 1.0})
-    found = one.neighbours(one.start)
-    assert one.start not in found and len(set(found)) == len(found)
-    busiest = [one.loads(other.recompute).busiest(other.points) for other in found]
-    assert busiest == pytest.approx(sorted(busiest))
-    assert {len(other.recompute) for other in found} == {0, 1}
-    one = case(pp=150, m=1, layers=298)
-    heavy = Choice((0, 4, 5, *range(6, 301, 2)))
-    found = one.neighbours(heavy)
-    assert 0 < len(found) <= NEAR * NEAR
-    assert one.loads(frozenset()).busiest(found[0].points) < one.loads(frozenset()).busiest(heavy.points)
-
-
-def test_a_variant_is_looked_at_once_and_one_that_a_bound_rules_out_never(monkeypatch):
-    made = job(pp=4, m=8, layers=12)
-    best = Best(made, estimate.layers(made))
-    one = Case(made, best.table, find("1f1b"), None)
-    assert best.look(one, one.start) == best.look(one, one.start) and best.looks == 1
-    heavy = Choice((0, 11, 12, 13, 14))
-    assert best.look(one, heavy) == (float("inf"), float("inf")) and best.looks == 1
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved-1f1b", "zb-auto"])
