@@ -207,11 +207,3 @@ def test_values_on_edges_are_named_by_edges_and_a_message_carries_one():
             assert (VALUES[ref.what].scope == "edge") is (ref.at in (At.SOURCES, At.SINKS)), kind
         if row.lane is Lane.LINK:
             assert row.scope is Scope.UNIT and len(row.reads) + len(row.writes) == 1
-
-
-def test_pictures_have_letters_of_one_meaning_and_columns_of_costs():
-    letters = [letter for row in ROWS.values() if row.look for letter in {row.look.letter, row.look.other}]
-    assert len(letters) == len(set(letters))
-    for kind, row in ROWS.items():
-        if row.look is not None:
-            assert row.cost, kind

@@ -12,7 +12,7 @@ from tests.refusals import refused
 from zbc.cli import main
 from zbc.errors import ZbcError
 from zbc.training.data import tokenize
-from zbc.training.data.corpus import describe, sidecar
+from zbc.training.data.corpus import describe
 from zbc.training.data.tokenize import Bytes, Json
 
 
@@ -76,16 +76,6 @@ def test_a_tokenizer_of_its_own(texts, tmp_path, word_tokenizer):
     assert numbers(out)[-4:] == [3, 0, 0, 1] and numbers(out)[:3] == [0, 2, 0] and numbers(out).count(1) == 16
     other = tokenize.tokenize([str(texts / "a.txt")], tmp_path / "two.bin", Json(word_tokenizer, "end"))
     assert other.end == 70000 and numbers(tmp_path / "two.bin")[-1] == 70000
-
-
-def test_small_pieces_of_bytes_give_the_same_tokens(texts, tmp_path, monkeypatch):
-    tokenize.tokenize([str(texts)], tmp_path / "one.bin", Bytes())
-    for piece in (3, 7, 100):
-        monkeypatch.setattr(tokenize, "PIECE", piece)
-        out = tmp_path / f"{piece}.bin"
-        tokenize.tokenize([str(texts)], out, Bytes())
-        assert out.read_bytes() == (tmp_path / "one.bin").read_bytes()
-        assert sidecar(out).read_bytes() == sidecar(tmp_path / "one.bin").read_bytes()
 
 
 class Stopped(Exception):

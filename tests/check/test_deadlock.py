@@ -1,7 +1,5 @@
 """Ranks that wait for each other forever: E201."""
 
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -19,24 +17,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 
 CROSSED = """
-    rank 0
-      F s0 m0
-      SEND_F s0 m0 >r1
-      F s0 m1
-      SEND_F s0 m1 >r1
-      RECV_B s0 m0 <r1
-      BW s0 m0
-      RECV_B s0 m1 <r1
-      BW s0 m1
-    rank 1
-      RECV_F s1 m0 <r0
-      F s1 m0
-      BW s1 m0
-      SEND_B s1 m0 >r0
-      RECV_F s1 m1 <r0
-      F s1 m1
-      BW s1 m1
-      SEND_B s1 m1 >r0
+    rank 0: F s0 m0, SEND_F s0 m0 >r1, F s0 m1, SEND_F s0 m1 >r1, RECV_B s0 m0 <r1, BW s0 m0, RECV_B s0 m1 <r1, BW s0 m1
+    rank 1: RECV_F s1 m0 <r0, F s1 m0, BW s1 m0, SEND_B s1 m0 >r0, RECV_F s1 m1 <r0, F s1 m1, BW s1 m1, SEND_B s1 m1 >r0
 """
 
 
@@ -174,15 +156,3 @@ def test_every_schedule_is_proven_before_and_after_lowering(name):
             program = schedule.make(Request(p, m, v))
             check_all(program)
             check_all(lower(program))
-
-
-def test_programs_that_pass_do_not_import_networkx_or_torch():
-    code = (
-        "import sys\n"
-        "from zbc.compiler.check import check_all\n"
-        "from zbc.ir import Kind, Op, Placement, Program\n"
-        "check_all(Program(Placement.linear(1), 1, ((Op(Kind.F, 0), Op(Kind.BW, 0)),)))\n"
-        "print(sorted({'networkx', 'torch'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -10,24 +10,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Placement
 
 PIPELINE = """
-    rank 0
-      F s0 m0
-      SEND_F s0 m0 >r1
-      RECV_B s0 m0 <r1
-      F s0 m1
-      SEND_F s0 m1 >r1
-      RECV_B s0 m1 <r1
-      BW s0 m0
-      BW s0 m1
-    rank 1
-      RECV_F s1 m0 <r0
-      RECV_F s1 m1 <r0
-      F s1 m0
-      BW s1 m0
-      SEND_B s1 m0 >r0
-      F s1 m1
-      BW s1 m1
-      SEND_B s1 m1 >r0
+    rank 0: F s0 m0, SEND_F s0 m0 >r1, RECV_B s0 m0 <r1, F s0 m1, SEND_F s0 m1 >r1, RECV_B s0 m1 <r1, BW s0 m0, BW s0 m1
+    rank 1: RECV_F s1 m0 <r0, RECV_F s1 m1 <r0, F s1 m0, BW s1 m0, SEND_B s1 m0 >r0, F s1 m1, BW s1 m1, SEND_B s1 m1 >r0
 """
 
 
@@ -49,8 +33,8 @@ def test_a_program_that_steps_needs_its_transfers():
     assert errors[1].message == "program: SEND_B s1 m0 >r0 and RECV_B s0 m0 <r1 are missing"
 
 
-WITHOUT = PIPELINE.replace("SEND_F s0 m1 >r1\n", "\n")
-DISORDER = PIPELINE.replace("RECV_F s1 m0 <r0\n      RECV_F s1 m1 <r0", "RECV_F s1 m1 <r0\n      RECV_F s1 m0 <r0")
+WITHOUT = PIPELINE.replace(" SEND_F s0 m1 >r1,", "")
+DISORDER = PIPELINE.replace("RECV_F s1 m0 <r0, RECV_F s1 m1 <r0", "RECV_F s1 m1 <r0, RECV_F s1 m0 <r0")
 LATER = """
     rank 0
       F s0 m0, SEND_F s0 m0, F s0 m1, SEND_F s0 m1, F s0 m2, SEND_F s0 m2
@@ -62,8 +46,8 @@ LATER = """
 MIXED = "E204 channel r0 -> r1 message {}: rank 0 sends SEND_F s0 m{} >r1, rank 1 receives RECV_F s1 m{} <r0"
 FAULTS = [  # a listing, and what the only error tells
     (WITHOUT, "E203 RECV_F s1 m1 <r0 has no SEND_F s0 m1 >r1", "rank 1 step 1"),
-    (PIPELINE.replace("RECV_B s0 m0 <r1\n", "\n"), "E203 SEND_B s1 m0 >r0 has no RECV_B s0 m0 <r1", "rank 1 step 4"),
-    (WITHOUT.replace("RECV_F s1 m1 <r0\n", "\n"), "E203 SEND_F s0 m1 >r1 and RECV_F s1 m1 <r0 are missing"),
+    (PIPELINE.replace(" RECV_B s0 m0 <r1,", ""), "E203 SEND_B s1 m0 >r0 has no RECV_B s0 m0 <r1", "rank 1 step 4"),
+    (WITHOUT.replace(" RECV_F s1 m1 <r0,", ""), "E203 SEND_F s0 m1 >r1 and RECV_F s1 m1 <r0 are missing"),
     (WITHOUT + "      SEND_F s0 m1 >r1\n", "E203 SEND_F s0 m1 >r1 is on rank 1, its stage is on rank 0"),
     (PIPELINE + "      SEND_B s1 m0 >r0\n", "E203 SEND_B s1 m0 >r0 runs a second time", "rank 1 step 8"),
     (DISORDER, MIXED.format(0, 0, 1), "rank 0 step 1: SEND_F s0 m0 >r1", "rank 1 step 0: RECV_F s1 m1 <r0"),
@@ -96,7 +80,7 @@ def test_stages_of_one_rank_need_and_allow_no_transfer():
 
 
 def test_channels_are_not_numbered_by_guess_when_messages_are_missing():
-    text = PIPELINE.replace("SEND_F s0 m0 >r1\n", "\n").replace("RECV_F s1 m0 <r0\n", "\n")
+    text = PIPELINE.replace(" SEND_F s0 m0 >r1,", "").replace(" RECV_F s1 m0 <r0,", "")
     assert {error.code for error in errors_of(text)} == {"E203"}
-    unpaired = DISORDER.replace("rank 1\n", "  F s0 m2, SEND_F s0 m2 >r1\n    rank 1\n")
+    unpaired = DISORDER.replace("rank 1:", "  F s0 m2, SEND_F s0 m2 >r1\n    rank 1:")
     assert [[error.code for error in errors_of(one)] for one in (DISORDER, unpaired)] == [["E204"], ["E203"]]

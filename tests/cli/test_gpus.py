@@ -67,7 +67,9 @@ def test_explain_lists_gpus_with_their_sources(zbc):
     assert rows["mi300x"]["memory_gib"] == 192 and rows["mi300x"]["planned"]["hardware.tflops"] == round(0.7 * 1307, 1)
 
 
-@pytest.mark.parametrize(("device", "hint"), [("tpu", 'write device = "cuda" or "cpu"'), ("rocm", '"cuda"?')])
+@pytest.mark.parametrize(
+    ("device", "hint"), [("tpu", 'write device = "cuda" or "cpu"'), ("gpu", '"cuda"?'), ("rocm", '"cuda"?')]
+)
 def test_another_device_is_not_taken_for_a_cpu(device, hint):
     with refused("E103", "hardware.device", hint=hint):
         job(hardware={"device": device})

@@ -8,15 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbc.plan import balancing
-from zbc.plan.balancing import (
-    Shape,
-    balanced,
-    deal,
-    dealt_evenly,
-    first_fit,
-    longest_first,
-    samples_of_step,
-)
+from zbc.plan.balancing import Shape, balanced, deal, dealt_evenly, first_fit, longest_first, samples_of_step
 
 
 def fullest(costs, parts):

@@ -290,9 +290,3 @@ def _deadlocks(program):
     except ZbcError:
         return True
     return False
-
-
-def test_the_same_file_gets_the_same_suggestion():
-    program, wrong = next(cases(1, 9, NAMED))
-    costs = Costs.uniform(program.placement)
-    assert repair(wrong, costs) == repair(wrong, costs)

@@ -118,12 +118,6 @@ def planned(given: Instance, objective: str, visits: int) -> Program:
     if schedule.placement(p, v) != given.placement:
         raise ValueError(f"no searched schedule for {given.placement}")
     request = Request(
-        p,
-        given.m,
-        v,
-        costs=given.costs,
-        memory_limit=given.limits,
-        objective=objective,
-        budget=visits / COMPILED_RATE,
+        p, given.m, v, costs=given.costs, memory_limit=given.limits, objective=objective, budget=visits / COMPILED_RATE
     )
     return schedule.make(request)

@@ -1,9 +1,21 @@
 """Programs for pictures in tests."""
 
 from tests.compiler.grid import make
+from tests.listing import listing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.simulate import simulate
+from zbc.ir import Placement
 from zbc.viz.strip import Drawn, once, repeated
+
+UP_AND_DOWN = """
+    rank 0: F s0 m0, F s1 m1 up, BW s1 m1 up, BW s0 m0
+    rank 1: F s0 m1 up, F s1 m0, BW s1 m0, BW s0 m1 up
+"""
+
+
+def both_ways(name=""):
+    """One step of two pipes, one in each direction."""
+    return whole(listing(UP_AND_DOWN, Placement.bidirectional((0, 1)), microbatches=2), name=name)
 
 
 def whole(program, costs=None, name=""):

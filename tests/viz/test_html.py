@@ -7,16 +7,15 @@ import pytest
 
 from tests.compiler.grid import make
 from tests.jobs import job
-from tests.listing import listing
 from tests.lowered import lower
 from tests.viz import browser
-from tests.viz.drawing import drawn, whole
+from tests.viz.drawing import both_ways, drawn, whole
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.why import chain
-from zbc.ir import Kind, Placement
+from zbc.ir import Kind
 from zbc.viz import html
 from zbc.viz.strip import Drawn, signs
 
@@ -255,14 +254,8 @@ def test_the_memory_below_ends_at_nothing_and_peaks_where_the_plan_does(opened):
 
 @needs_browser
 def test_pages_of_two_plans_and_of_two_pipes_draw_without_errors(page, tmp_path):
-    text = """
-        rank 0: F s0 m0, F s1 m1 up, BW s1 m1 up, BW s0 m0
-        rank 1: F s0 m1 up, F s1 m0, BW s1 m0, BW s0 m1 up
-    """
-    program = listing(text, Placement.bidirectional((0, 1)), microbatches=2)
-    both = whole(program, name="both ways")
     path = tmp_path / "two.html"
-    path.write_text(html.draw([drawn("1f1b", steps=3), both]), encoding="utf-8")
+    path.write_text(html.draw([drawn("1f1b", steps=3), both_ways("both ways")]), encoding="utf-8")
     page.errors.clear()
     page.open(path)
     x, y = page.place("F", 1, 1)

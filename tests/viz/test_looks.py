@@ -10,8 +10,8 @@ from tests.check.braids import with_sums
 from tests.compiler.grid import FIXED, make
 from tests.listing import listing
 from tests.lowered import lower
+from tests.viz.drawing import both_ways, whole
 from tests.viz.drawing import drawn as schedule
-from tests.viz.drawing import whole
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.sim.shared import shared
@@ -22,10 +22,6 @@ from zbc.viz.look import HIDDEN, LOOKS, MEETING, RESERVED, label, letter
 from zbc.viz.strip import repeated
 from zbc.viz.terminal import View, draw
 
-UP_AND_DOWN = """
-    rank 0: F s0 m0, F s1 m1 up, BW s1 m1 up, BW s0 m0
-    rank 1: F s0 m1 up, F s1 m0, BW s1 m0, BW s0 m1 up
-"""
 SLICED = "rank 0: F s0 m0, F s0 m0.1, BW s0 m0.1, BW s0 m0"
 
 
@@ -71,8 +67,7 @@ def test_ink_is_readable_on_every_fill():
 
 
 def test_pipes_slices_and_sums_have_letters_of_their_own():
-    program = listing(UP_AND_DOWN, Placement.bidirectional((0, 1)), microbatches=2)
-    text = draw([whole(program)], View(width=80, by="slot")).plain
+    text = draw([both_ways()], View(width=80, by="slot")).plain
     assert rows(text) == ["F0P1Q1D0", "P1F0D0Q1"]
     assert "F/P forward" in text
     assert "second letters: the pipe that runs upwards" in text
@@ -182,10 +177,3 @@ def test_a_trace_has_a_track_for_each_rank():
     assert "sums and swaps inside of ops" in named
     found = [event for event in events if event["name"].startswith("sums of")]
     assert {event["cat"] for event in found} == {"hidden", "waited for"}
-
-
-def test_pictures_without_groups_or_sums_are_as_they_were():
-    for one in (drawn("zb-v"), drawn(a=0.0)):
-        assert one.braided == ("f_sums" in one.costs.ms and one.program.grouped)
-    plain = drawn("zb-v")
-    assert "sums of" not in svg.draw([plain], svg.SvgView()) and "share layers" not in terminal.draw([plain]).plain

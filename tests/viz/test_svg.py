@@ -10,7 +10,7 @@ import pytest
 import zbc
 from tests.compiler.grid import FIXED
 from tests.listing import listing
-from tests.viz.drawing import drawn, whole
+from tests.viz.drawing import both_ways, drawn, whole
 from zbc.ir import Placement
 from zbc.viz.look import LOOKS
 from zbc.viz.svg import LEFT, MARGIN, RIGHT, SvgView, draw, measured
@@ -111,12 +111,7 @@ def test_title_idle_time_axis_and_legend_are_there():
 
 
 def test_a_second_pipe_is_hatched():
-    text = """
-        rank 0: F s0 m0, F s1 m1 up, BW s1 m1 up, BW s0 m0
-        rank 1: F s0 m1 up, F s1 m0, BW s1 m0, BW s0 m1 up
-    """
-    program = listing(text, Placement.bidirectional((0, 1)), microbatches=2)
-    picture = draw([whole(program)])
+    picture = draw([both_ways()])
     assert picture.count('fill="url(#up)"') == 4 + 1  # the legend has one too
     assert "pipe that runs upwards" in picture
     assert ">P1<" in picture

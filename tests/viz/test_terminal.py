@@ -59,17 +59,6 @@ def test_slots_of_unit_ops_are_the_figure_of_the_paper():
     }
 
 
-def test_the_pipe_that_runs_up_has_letters_of_its_own():
-    """Also if a cell has room for the letter only."""
-    for width in (60, 120):
-        found = rows(picture("chimera", 4, 4, View(width=width)).plain)
-        kinds = ["".join(c for c in found[rank] if c.isalpha()) for rank in (0, 3)]
-        assert kinds[0] == "FFPQPQDD"
-        assert kinds[1] == "PPFDFDQQ"
-    assert "the pipe that runs upwards" in picture("chimera", 4, 4, View()).plain
-    assert "upwards" not in picture("hanayo", 4, 4, View()).plain
-
-
 def test_zoom_shows_the_window_and_labels_it():
     whole = rows(picture("1f1b", 4, 8, View(width=120)).plain)
     text = picture("1f1b", 4, 8, View(width=120, zoom=(10.0, 21.0), ranks=(3, 0))).plain
