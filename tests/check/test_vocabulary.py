@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from tests.refusals import error_of
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
@@ -37,29 +35,6 @@ def test_the_last_backward_waits_for_all_ranks():
     assert found[1, "BW s1 m0"] == (2.375, 4.375) and found[0, "T m0"] == (2.375, 2.875)
     found = {(span.rank, str(span.op)): (span.start, span.end) for span in times(TWO, 2)}
     assert found[1, "T m0"] == (2.375, 2.875) and found[1, "BW s1 m0"][0] == 2.875
-
-
-WRONG = {
-    "swapped": (0, "S m0, MEET m0", "MEET m0, S m0", "MEET m0 comes before S m0, which it needs"),
-    "no meeting": (0, "MEET m0, ", "", "rank 0 never runs MEET m0"),
-    "a hasty backward": (1, "MEET m0, BW s1 m0", "BW s1 m0, MEET m0", "BW s1 m0 comes before MEET m0"),
-    "a hasty forward": (0, "GIVE m0, F s0 m0", "F s0 m0, GIVE m0", "F s0 m0 comes before GIVE m0"),
-    "twice": (1, "E m0", "E m0, E m0", "E m0 runs a second time"),
-    "no share": (1, "T m0, ", "", "rank 1 never runs T m0"),
-    "spread too early": (1, "F s1 m0, SPREAD m0", "SPREAD m0, F s1 m0", "SPREAD m0 comes before F s1 m0"),
-    "taken too early": (0, "BW s0 m0, TAKE m0", "TAKE m0, BW s0 m0", "TAKE m0 comes before BW s0 m0"),
-    "a sum too many": (0, "TAKE m0", "SUM m0, TAKE m0", "SUM m0 has nothing to work on"),
-    "out of range": (0, "E m0", "E m0, E m1", "outside the program"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_faults_are_named(case):
-    rank, old, new, text = WRONG[case]
-    ranks = [*ONE]
-    ranks[rank] = f"{ranks[rank]}".replace(f", {old}", f", {new}") if old != ONE[rank][: len(old)] else ranks[rank]
-    assert ranks != [*ONE]
-    assert text in str(error_of(check_all, program(ranks)))
 
 
 def test_without_a_shared_vocabulary_its_ops_have_nothing_to_work_on():

@@ -16,7 +16,7 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.shapes import load_job
 from zbc.compiler.whatif import advise as core
 from zbc.compiler.whatif.compare import Asked, combinations, compare
-from zbc.job import toml, world
+from zbc.job import toml
 
 LLAMA = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
 LLAMA |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096}
@@ -174,24 +174,6 @@ def test_exchanges_of_layers_that_are_alike_are_timed_once(model, monkeypatch):
     found = core._shapes(document_of(model(LARGE), gpu="h100", gpus=4096, batch="4096"))
     own = next(own for shape, own in found if shape.why is None and shape.tp == 8)
     assert core._bound(own) > 0 and 0 < len(timed) < 20  # for 80 layers with several each
-
-
-@pytest.mark.parametrize(
-    ("kept", "again", "beat", "guess"),
-    [(80, 20, 9, 100), (120, 40, 9, None), (120, 40, 101, 115), (200, 80, 101, 130), (200, 90, 101, None)],
-)
-def test_what_memory_forces_to_be_recomputed_counts_by_its_share(model, monkeypatch, kept, again, beat, guess):
-    """With room for 80 bytes: 100 ms with all kept, 130 with all recomputed."""
-    shape, least, seen = world.Shape(1, 1, 1), [], []
-
-    def weighed(document, shape, enough):
-        seen.append(document.values["memory"]["activations"])
-        recomputes = document.values["memory"]["activations"] == "recompute"
-        return world.Weighed(shape, "1f1b", 0.0, 130.0 if recomputes else 100.0, again if recomputes else kept)
-
-    monkeypatch.setattr(core, "_weighed", weighed)
-    assert core._guess(toml.Document("x", {}), shape, core.State(1, 1.0, 80.0, 1), least, beat)[0] == guess
-    assert ("selective" in seen) == (guess not in (100, None)), "where all can be kept nothing else is tried"
 
 
 def test_batches_are_sequences_or_tokens():

@@ -10,7 +10,6 @@ import pytest
 
 from tests.jobs import job
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import nodes
 from zbc.compiler.cost.choices import Choices
 from zbc.compiler.cost.machine import Link, Machine
 from zbc.topology import Topology
@@ -30,11 +29,6 @@ def test_nodes_that_a_token_chooses_are_counted_over_all_its_choices(choices, co
         for chosen in itertools.combinations(inside, choices.top_k):
             found += [len({e // share for e in chosen} - {own}) for own in range(count)]
     assert choices.away(count) == pytest.approx(sum(found) / len(found), rel=1e-12)
-
-
-def test_all_choices_of_one_group_on_a_node_cross_once():
-    assert Choices(256, 8, 8, 1).away(8) == pytest.approx(7 / 8)
-    assert Choices(256, 8, 8, 4).away(8) < Choices(256, 8).away(8) < 8 * 7 / 8
 
 
 RUN = Topology(1, 8, ep=8)
@@ -60,12 +54,6 @@ def test_a_group_inside_a_node_and_one_rank_per_node_exchange_in_one_step():
     assert unlike.swaps_ms(8000.0, Choices(8, 2)) == (0.5 + 60.0, math.inf)
 
 
-def test_steps_of_a_rank():
-    assert replace(RUN, near=4).steps(5) == ((1, 5), (4, 5, 6, 7))
-    assert RUN.steps(5) == replace(RUN, near=3).steps(5) == replace(RUN, near=1).steps(5) == (tuple(range(8)),)
-    assert replace(RUN, near=4, ep=4).steps(5) == ((4, 5, 6, 7),)
-
-
 MODEL = {"family": "llama", "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 256}
 MODEL |= {"experts": 8, "top_k": 4, "ffn_hidden": 32}
 NODES = {"ranks_per_node": 2, "link_gbps": 800.0, "link_us": 1.0, "device": "cuda"}
@@ -84,9 +72,3 @@ def test_a_plan_takes_two_steps_where_they_are_faster(far, near, groups):
     there = 0.002 + (1 / 2 + once * 800 / far) * ms if near else 0.001 + ms / 2
     counts = 0.002 if near else 0.001
     assert made.costs.of("f_sums", 0) == pytest.approx(2 * (2 * there + counts), rel=1e-3)  # of few bytes
-
-
-def test_ranks_are_seated_by_the_rows_that_cross():
-    assert nodes._away(RUN, 0, 4, None) == 4  # half of the rows of eight ranks
-    assert nodes._away(RUN, 0, 4, Choices(8, 2)) == pytest.approx(8 * (1 - 6 / 28) / 2)
-    assert nodes._away(RUN, 0, 3, Choices(8, 2)) == pytest.approx(8 - 22 / 8)  # 3, 3 and 2 ranks

@@ -77,16 +77,6 @@ def test_seats_and_ranks_are_each_others_inverse():
     assert turned.name(2) == "rank 2 [dp 0, pp 1]"
 
 
-def test_ranks_that_share_layers_are_neighbours():
-    shared = Topology(4, 2, node=(2, 2), inner=(1, 3))
-    assert [shared.rank(*shared.of(rank)) for rank in range(shared.world)] == list(range(24))
-    assert {shared.beside("tp", rank) for rank in (9, 10, 11)} == {(9, 10, 11)}
-    assert {shared.of(rank)[:2] for rank in (9, 10, 11)} == {(1, 1)}
-    assert shared.ranks([1], (0, 2)) == (5, 11) and shared.name(10) == "rank 10 [dp 1, pp 1, tp 1]"
-    two = Topology(2, inner=(1, 2))
-    assert two.axes == " (2 pp x 2 tp)" and two.name(3) == "rank 3 [pp 1, tp 1]"
-
-
 def test_ranks_that_share_tokens_are_around_those_that_share_layers():
     both = Topology(2, 2, inner=(2, 2))
     assert [both.rank(*both.of(rank)) for rank in range(both.world)] == list(range(16))
