@@ -1,8 +1,9 @@
 """Random orders with overlap groups: braid-v at random costs, and other schedules with marks at possible places."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from tests.check.pairs import Made
 from tests.lowered import lower
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -21,20 +22,7 @@ def with_sums(costs: Costs, a: float) -> Costs:
     return costs.with_ms(f=f, b=b, bw=bw, f_sums=each, b_sums=each, bw_waits=waits)
 
 
-@dataclass(frozen=True)
-class Braid:
-    """A request and its complete program."""
-
-    name: str
-    request: Request
-    program: Program
-
-    def __str__(self) -> str:
-        r = self.request
-        return f"{self.name} p={r.p} m={r.m} v={r.v} dp={self.program.dp}"
-
-
-def draw(seed: int, *, ranks: int, microbatches: int) -> Braid:
+def draw(seed: int, *, ranks: int, microbatches: int) -> Made:
     """Order number `seed`; with random marks it may deadlock."""
     rng = random.Random(seed)
     name = "braid-v" if rng.random() < 0.5 else rng.choice(MARKED)
@@ -48,9 +36,9 @@ def draw(seed: int, *, ranks: int, microbatches: int) -> Braid:
         program = program.with_ranks([marked(ops, rng, rng.choice((0.1, 0.5))) for ops in program.ranks], by="marked")
     program = replace(program, dp=rng.choice((1, 1, 1, 2)))
     try:
-        return Braid(name, request, lower(program))
+        return Made(name, request, lower(program))
     except ZbcError:  # an order that never finishes has no times to place transfers by
-        return Braid(name, request, program)
+        return Made(name, request, program)
 
 
 def marked(ops: tuple[Op, ...], rng: random.Random, share: float) -> list[Op]:

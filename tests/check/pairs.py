@@ -14,7 +14,7 @@ NAMES = ("chimera", "bitpipe", "dualpipe", "dualpipe-v", "hanayo", "chimera-zb",
 
 
 @dataclass(frozen=True)
-class Pair:
+class Made:
     """A request and its complete program."""
 
     name: str
@@ -22,12 +22,12 @@ class Pair:
     program: Program
 
     def __str__(self) -> str:
-        r = self.request
-        more = f" v={r.v} group={r.group} early={r.early} overlap={r.overlap} dp={self.program.dp}"
-        return f"{self.name} p={r.p} m={r.m}{more}"
+        r, one = self.request, self.program
+        more = f"group={r.group} early={r.early} overlap={r.overlap} dp={one.dp} sums={one.vocabulary}"
+        return f"{self.name} p={r.p} m={r.m} k={r.slices} v={r.v} {more}"
 
 
-def draw(seed: int, *, ranks: int, microbatches: int) -> Pair:
+def draw(seed: int, *, ranks: int, microbatches: int) -> Made:
     """Pair number `seed`: the options of the schedule are drawn too."""
     rng = random.Random(seed)
     name = rng.choice(NAMES if rng.random() < 0.5 else NAMES[:5])  # those that are searched take longer to make
@@ -43,7 +43,7 @@ def draw(seed: int, *, ranks: int, microbatches: int) -> Pair:
         early=rng.choice((None, 0, 1, 2)) if units else None,
         overlap="overlap" in card.options and rng.random() < 0.5,
     )
-    return Pair(name, request, lower(replace(card.make(request), dp=rng.choice((1, 1, 1, 2)))))
+    return Made(name, request, lower(replace(card.make(request), dp=rng.choice((1, 1, 1, 2)))))
 
 
 def damaged(program: Program, rng: random.Random) -> Program:

@@ -1,8 +1,9 @@
 """Random schedules of slices of microbatches, with slices of random lengths."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from tests.check.pairs import Made
 from tests.lowered import lower
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -14,20 +15,7 @@ SEARCHED = tuple(name for name in NAMES if SCHEDULES[name].searched)
 UNITS = 200  # slices times stages of a search, which takes longer to make
 
 
-@dataclass(frozen=True)
-class Sliced:
-    """A request and its complete program."""
-
-    name: str
-    request: Request
-    program: Program
-
-    def __str__(self) -> str:
-        r = self.request
-        return f"{self.name} p={r.p} m={r.m} k={r.slices} v={r.v} group={r.group} dp={self.program.dp}"
-
-
-def draw(seed: int, *, ranks: int, microbatches: int, slices: int) -> Sliced:
+def draw(seed: int, *, ranks: int, microbatches: int, slices: int) -> Made:
     """Schedule number `seed`."""
     rng = random.Random(seed)
     name = rng.choice(SEARCHED if rng.random() < 0.25 else BY_HAND)
@@ -46,7 +34,7 @@ def draw(seed: int, *, ranks: int, microbatches: int, slices: int) -> Sliced:
     if card.groups is not None and group is not None:
         group = rng.choice(card.groups(p))
     request = Request(p, m, v, group=group, costs=costs, slices=k)
-    return Sliced(name, request, lower(replace(card.make(request), dp=rng.choice((1, 1, 1, 2)))))
+    return Made(name, request, lower(replace(card.make(request), dp=rng.choice((1, 1, 1, 2)))))
 
 
 def swapped(program: Program, rng: random.Random) -> Program:

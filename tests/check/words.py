@@ -1,9 +1,10 @@
 """Random schedules with a shared vocabulary, of whole microbatches or slices, whole and damaged."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tests.check import slices
+from tests.check.pairs import Made
 from tests.lowered import lower
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.weave import Weave
@@ -12,21 +13,7 @@ from zbc.compiler.sim.context import Context
 from zbc.ir import Op, Program
 
 
-@dataclass(frozen=True)
-class Woven:
-    """A request and its complete program."""
-
-    name: str
-    request: Request
-    program: Program
-    late: int
-
-    def __str__(self) -> str:
-        r, one = self.request, self.program
-        return f"{self.name} p={r.p} m={r.m} k={r.slices} v={r.v} sums={one.vocabulary} late={self.late} dp={one.dp}"
-
-
-def draw(seed: int, *, ranks: int, microbatches: int, sliced: int) -> Woven:
+def draw(seed: int, *, ranks: int, microbatches: int, sliced: int) -> Made:
     """Schedule number `seed`: costs, transfers and times of collectives are random, too."""
     rng = random.Random(seed)
     name = rng.choice(slices.SEARCHED if rng.random() < 0.2 else slices.BY_HAND)
@@ -50,7 +37,7 @@ def draw(seed: int, *, ranks: int, microbatches: int, sliced: int) -> Woven:
     request = Request(p, m, v, costs=costs, slices=k)
     made, late = replace(card.make(request), dp=rng.choice((1, 1, 1, 2))), rng.choice((1, 1, 2, 4))
     woven = Weave(rng.choice((1, 2)), late).run(made, Context(made, priced))
-    return Woven(name, request, lower(woven, costs=priced), late)
+    return Made(name, request, lower(woven, costs=priced))
 
 
 def crossed(program: Program, rng: random.Random) -> Program:

@@ -229,14 +229,3 @@ def test_replicas_on_several_nodes_are_refused(dp, more):
     with pytest.raises(ZbcError, match=r"E110.*the replicas of rank 0 are on 2 nodes|E110.*are on 4 nodes") as caught:
         compile_job(asked(dp=dp, **more))
     assert 'use "collective"' in caught.value.hint
-
-
-def test_windows_take_the_place_of_messages():
-    """Each window has a row of its weights, and a slot of each replica for their gradients."""
-    met, taken = (compile_job(asked(exchange=how)) for how in ("collective", "one-sided"))
-    assert met.program.ranks == taken.program.ranks
-    for one, other in zip(met.costs.bytes, taken.costs.bytes, strict=True):
-        assert one.window == other.summed == other.gathered == other.pending == 0
-        assert other.window == pytest.approx(one.summed + one.gathered / 3), "messages of a rank and of its replicas"
-    for one, other in zip(met.memory, taken.memory, strict=True):
-        assert other.weights > one.weights and other.together <= one.together

@@ -12,13 +12,11 @@ from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
-from zbc.compiler.memory.ledger import ledger
 from zbc.compiler.schedules.lagged import one_f_one_b
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.compare import Asked
 from zbc.errors import ZbcError
-from zbc.ir import Kind
 from zbc.job.cuts import SliceTimes, cuts_of
 from zbc.job.profile import SliceTime
 from zbc.plan.directory import MANIFEST, StoredPlan
@@ -116,42 +114,6 @@ def test_shares_of_given_times_add_up_to_the_whole(cuts):
         assert rows == sorted(rows, reverse=True)
     if cuts == "even":
         assert list(costs.ms["f"][0]) == sorted(costs.ms["f"][0])
-
-
-def test_estimated_slices_keep_what_the_whole_keeps():
-    """Except keys and values, which all slices of a microbatch share."""
-    whole, cut = planned(**LONG).costs, planned(**sliced()).costs
-    for s in range(4):
-        kept, kv = cut.bytes_of("kept")[s], cut.bytes_of("kv")[s]
-        assert kept + kv == pytest.approx(whole.bytes_of("kept")[s], rel=0.01)
-        assert cut.bytes_of("left")[s] == pytest.approx(whole.bytes_of("left")[s], rel=0.01)
-        assert cut.units("kept")[s] + cut.units("kv")[s] == pytest.approx(whole.units("kept")[s], rel=0.01)
-    assert cut.bytes_of("kv")[1] == 2 * 2 * 64 * 4 * 2 * 2048  # K and V, 2 layers, width 64, float32, 2 sequences
-    assert cut.column("f")[1] == pytest.approx(whole.column("f")[1], rel=0.05)
-
-
-def test_keys_and_values_stay_from_the_first_forward_to_the_last_backward():
-    compiled = planned(**sliced(kind="zb-h1"))
-    kv = compiled.costs.bytes_of("kv")
-    for rank, entries in enumerate(ledger(compiled.timeline, compiled.costs)):
-        ops, there, open_ = compiled.timeline.graph.ops, 0.0, {}
-        for entry in entries:
-            op = ops[entry.op]
-            change = sum(delta.bytes for delta in (*entry.begin, *entry.end) if delta.category == "kv")
-            there += change
-            if op.kind is Kind.F and op.slice == 0:
-                assert change == pytest.approx(kv[rank])
-                open_[op.mb] = 1
-            elif op.kind in (Kind.B, Kind.BW) and op.slice == 3:
-                assert change == pytest.approx(kv[rank])  # the gradients
-                open_[op.mb] = 2
-            elif op.kind in (Kind.B, Kind.BW) and op.slice == 0:
-                assert change == pytest.approx(-2 * kv[rank])
-                del open_[op.mb]
-            else:
-                assert change == 0
-            assert there == pytest.approx(kv[rank] * sum(open_.values()))
-        assert there == pytest.approx(0.0)
 
 
 def test_recompute_keeps_keys_and_values_beside_the_inputs_of_layers():
