@@ -406,14 +406,19 @@ def test_a_plan_is_drawn_from_its_directory_as_from_its_job(name, zbc, job):
         {"costs": {"per": "layer", "f": [0, 1, 2, 3, 4, 5, 6, 7, 8, 2.0], "b": 2, "w": 1}},
         {"model": {"family": "somewhere:layers"}, "data": {"kind": "somewhere:data"}},
         {"optimizer": {"kind": "sgd", "momentum": 0.9}, "hardware": {"device": "cuda", "tflops": 3}},
+        {"memory": {"activations": "recompute"}},
+        {"schedule": {"slices": 4}},
+        {"schedule": {"tokens": [16, 8, 4, 16, 8, 4, 16, 2]}},
+        {"freeze": {"most": [0.4, 3]}, "costs": {"f": 1.0, "b": 1.0, "w": 1.0}},
     ],
-    ids=["estimated", "given per rank", "given per layer", "a factory", "other hardware"],
+    ids=str,
 )
 def test_a_plan_directory_holds_all_that_its_prediction_needs(changes, zbc, job):
     assert zbc("plan", job(kind="zb-v", **changes), "-q").code == 0
     plan = StoredPlan.read(Path("plan"))
     timeline = simulate(plan.program, costs_of(plan.manifest))
     predicted = plan.manifest.predicted
+    assert load_job(Path("plan")).freeze == load_job(Path("zbc.toml")).freeze
     assert timeline.makespan == pytest.approx(predicted["makespan_ms"], abs=1e-8)
     assert timeline.span == pytest.approx(predicted["span_ms"], abs=1e-8)
     assert timeline.bubble_rate_span == pytest.approx(predicted["bubble_rate_span"], abs=1e-8)
@@ -447,16 +452,13 @@ def test_a_picture_can_be_written_to_a_file(zbc, job):
 # ---- the others ----------------------------------------------------------------------------------------------
 
 
-def test_schedules_lists_all_within_a_terminal_and_each_has_a_card_with_a_picture(zbc):
-    out = zbc("explain", "schedules").out
+def test_each_schedule_has_a_card_with_a_picture(zbc):
     for name, card in SCHEDULES.items():
-        assert name in out
         shown = zbc("explain", "schedules", card.aliases[0] if card.aliases else name.upper()).out
         assert " ".join(shown.split()).startswith(f"{name}: {card.summary}")
         for text in (card.source, card.makespan, card.span, card.memory, f"{name}: 4 ranks"):
             assert text in " ".join(shown.split())
         assert max(len(line) for line in shown.split("\n")) <= 100
-    assert max(len(line.rstrip()) for line in out.split("\n")) <= 110
 
 
 @pytest.mark.parametrize("template", few(Template, (Template.TINY,)))

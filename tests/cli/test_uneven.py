@@ -72,15 +72,6 @@ def test_an_uneven_schedule_trains_and_a_report_reads_its_trace(name, zbc, plann
     assert zbc("visualize", "run").code == 0
 
 
-def test_formats_without_a_place_for_it_say_so(zbc, planned):
-    planned("fork")
-    assert "one pipe" in zbc("export", "plan", "--format", "torch-csv").err
-    planned("fold")
-    for target in ("megatron", "torchtitan"):
-        ran = zbc("export", "plan", "--format", target)
-        assert ran.code != 0 and "deals stages round and round" in ran.err
-
-
 def test_an_order_with_such_a_placement_comes_back_from_a_csv(zbc, planned, folder):
     planned("fold")
     assert zbc("export", "plan", "--format", "torch-csv", "-o", "order.csv").code == 0

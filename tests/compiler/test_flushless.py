@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compiler.cycles import wrong_cycle
+from tests.compiler import cycles
+from tests.compiler.cycles import Work, wrong_cycle
 from tests.jobs import job
 from tests.lowered import lower
 from tests.refusals import refused
@@ -210,6 +211,15 @@ def test_too_few_microbatches_are_named_with_their_place_also_in_a_ramp():
 @pytest.mark.parametrize("seeds", few([range(start, start + 20) for start in range(0, 100, 20)], 1), ids=str)
 def test_periods_and_peaks_are_those_of_the_unrolled_steps(seeds):
     assert [found for found in map(wrong_cycle, seeds) if found is not None] == []
+
+
+@pytest.mark.parametrize(("m", "comm", "steps"), [(3, 0.3, [10.2, 10.2, 10.2, 10.8]), (3, 0.1, [9.4, 9.4, 9.4, 9.6])])
+def test_the_period_is_the_mean_of_steps_that_come_again(m, comm, steps):
+    made = compile_job(two(m=m, costs={**GIVEN, "comm": comm}))
+    ops, work = [[*map(str, ops)] for ops in made.program.ranks], Work([1.0] * 4, [2.0] * 4, [0.0] * 4, comm)
+    ends = cycles.ends(ops, m, range(4), work, 30)
+    assert sorted(b - a for a, b in pairwise(ends[0][20:25])) == pytest.approx(steps)
+    assert made.settled_ms == pytest.approx(sum(steps) / 4)
 
 
 @pytest.mark.parametrize("sync", ["two-versions", "asynchronous"])

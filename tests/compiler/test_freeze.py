@@ -12,18 +12,15 @@ from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage
+from zbc.compiler.passes.freeze import Freeze, alike, frozen_by_stage
 from zbc.compiler.passes.freeze_shares import frozen_shares
-from zbc.compiler.recall import costs_of
 from zbc.compiler.recorded.times import median_ms, times_of
 from zbc.compiler.recorded.view import typical
-from zbc.compiler.schedules import SCHEDULES, Request, find
-from zbc.compiler.shapes import load_job
+from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Kind, Op
-from zbc.plan.directory import FROZEN, StoredPlan
 
 # schedule, chunks, cap: ms of the step with F = B = W = 1 per rank (p = 4, m = 8), mean frozen share
 INSTANCES = [
@@ -91,30 +88,6 @@ def test_what_a_frozen_op_takes():
     assert costs.duration(Op(Kind.BW, 0, 0, share=0)) == pytest.approx(2.0)
     cheaper = costs.with_ms(bw=(4.0, 4.0))  # both in one walk: the W part of it is 2
     assert cheaper.duration(Op(Kind.BW, 0, 0, share=50)) == pytest.approx(3.0)
-
-
-def test_a_plan_is_read_as_it_was_written(tmp_path):
-    compiled = compile_job(job(freeze={"most": [0.4, 3]}, costs={"f": 1.0, "b": 1.0, "w": 1.0}))
-    compiled.write(tmp_path / "plan")
-    plan = StoredPlan.read(tmp_path / "plan")
-    assert plan.program == compiled.program and plan.program.freezes
-    assert FROZEN in plan.manifest.capabilities
-    assert simulate(plan.program, costs_of(plan.manifest)).makespan == pytest.approx(compiled.report.makespan_ms)
-    assert load_job(tmp_path / "plan").freeze == compiled.job.freeze
-    assert plan.manifest.predicted["freezing"]["frozen"] == pytest.approx(frozen(plan.program), abs=1e-9)
-
-
-@pytest.mark.parametrize("schedule", few(sorted(SCHEDULES), ("1f1b", "zb-v", "gpipe")))
-def test_no_step_is_below_its_bound(schedule):
-    try:
-        report = compile_job(job(kind=schedule, freeze={"most": 0.7}, costs={"f": 1.0, "b": 1.2, "w": 0.8})).report
-    except ZbcError as error:  # of two pipes, or of stages with several ranks
-        assert error.code == "E110"
-        return
-    assert report.lower_bound_makespan_ms <= report.makespan_ms + 1e-9
-    assert report.lower_bound_span_ms <= report.span_ms + 1e-9
-    assert report.freezing.unfrozen_ms >= report.makespan_ms - 1e-9
-    assert max(report.freezing.by_stage) <= 0.7 + 0.005
 
 
 def test_what_freezing_lacks_or_does_not_go_with_is_said(monkeypatch):

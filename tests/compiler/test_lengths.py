@@ -79,10 +79,7 @@ def test_tokens_stand_in_the_plan_as_it_numbers_them_and_cost_the_same_when_it_i
     manifest = compiled.write(tmp_path / "plan")
     assert manifest.planning["schedule"]["tokens"] == list(compiled.report.unequal.tokens)
     assert sorted(compiled.report.unequal.tokens) == sorted(TOKENS) and compiled.report.unequal.given == tuple(TOKENS)
-    plan = StoredPlan.read(tmp_path / "plan")
-    timeline = simulate(plan.program, costs := recall.costs_of(plan.manifest))
-    assert costs == compiled.costs
-    assert timeline.makespan == pytest.approx(manifest.predicted["makespan_ms"])
+    assert recall.costs_of(StoredPlan.read(tmp_path / "plan").manifest) == compiled.costs
     assert "unequal" not in manifest.predicted
     again = load_job(tmp_path / "plan")
     assert again.tokens == compiled.job.tokens
@@ -237,15 +234,6 @@ def test_ranks_hold_what_the_microbatches_in_flight_are():
             held += SHARES[op.mb] / 16 * (1 if op.kind is Kind.F else -(op.kind in (Kind.BW, Kind.W)))
             most = max(most, held)
         assert found.units == pytest.approx(most)
-
-
-@pytest.mark.parametrize("kind", few(["zb-auto", "v-auto", "looped-zb"], 1))
-def test_a_limit_is_kept_by_what_is_really_held(kind):
-    compiled = planned(schedule={"tokens": SHARES, "memory_limit": "0.5x"}, kind=kind, costs=GIVEN["costs"])
-    assert max(one.units for one in compiled.memory) <= 2 + 1e-6
-    equal = planned(schedule={"memory_limit": "0.5x"}, kind=kind, costs=GIVEN["costs"])
-    flights = [max(one.in_flight for one in plan.memory) for plan in (compiled, equal)]
-    assert flights[0] >= flights[1]
 
 
 @pytest.mark.parametrize("tokens", [SHARES, [16] * 4 + [2] * 4, [2] * 4 + [16] * 4])

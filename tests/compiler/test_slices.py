@@ -12,11 +12,12 @@ from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
+from zbc.compiler.memory.ledger import ledger
 from zbc.compiler.schedules.lagged import one_f_one_b
 from zbc.compiler.sim.bounds import bounds
-from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.compare import Asked
 from zbc.errors import ZbcError
+from zbc.ir import Kind
 from zbc.job.cuts import SliceTimes, cuts_of
 from zbc.job.profile import SliceTime
 from zbc.plan.directory import MANIFEST, StoredPlan
@@ -51,10 +52,7 @@ def test_slices_stand_in_the_manifest_and_cost_the_same_when_it_is_read_again(tm
     assert manifest.cuts == [0, *manifest.cuts[1:4], 2048] and sorted(set(manifest.cuts)) == manifest.cuts
     longest = max(b - a for a, b in pairwise(manifest.cuts))
     assert {tuple(boundary.shape) for boundary in manifest.boundaries} == {(2, longest, 64)}
-    plan = StoredPlan.read(tmp_path / "plan")
-    timeline = simulate(plan.program, costs := recall.costs_of(plan.manifest))
-    assert costs == compiled.costs
-    assert timeline.makespan == pytest.approx(manifest.predicted["makespan_ms"])
+    assert recall.costs_of(StoredPlan.read(tmp_path / "plan").manifest) == compiled.costs
     assert len(manifest.predicted["slices"]) == 4
 
 
@@ -116,6 +114,18 @@ def test_shares_of_given_times_add_up_to_the_whole(cuts):
         assert list(costs.ms["f"][0]) == sorted(costs.ms["f"][0])
 
 
+def test_keys_and_values_stay_from_the_first_forward_to_the_last_backward():
+    """And their gradients from the first backward on, of the last slice."""
+    compiled = planned(**sliced(kind="zb-h1"))
+    begins, ends = ((Kind.F, 0), (Kind.B, 3), (Kind.BW, 3)), ((Kind.B, 0), (Kind.BW, 0))
+    for kv, entries in zip(compiled.costs.bytes_of("kv"), ledger(compiled.timeline, compiled.costs), strict=True):
+        assert kv == 2 * 2 * 64 * 4 * 2 * 2048  # K and V, 2 layers, width 64, float32, 2 sequences
+        for entry in entries:
+            op = compiled.timeline.graph.ops[entry.op]
+            change = sum(one.bytes for one in (*entry.begin, *entry.end) if one.category == "kv")
+            assert change == pytest.approx(kv * (((op.kind, op.slice) in begins) - 2 * ((op.kind, op.slice) in ends)))
+
+
 def test_recompute_keeps_keys_and_values_beside_the_inputs_of_layers():
     again = planned(**sliced(memory={"activations": "recompute"}, costs=FREE)).costs
     plain = planned(**sliced(costs=FREE)).costs
@@ -123,14 +133,6 @@ def test_recompute_keeps_keys_and_values_beside_the_inputs_of_layers():
     assert again.bytes_of("kept")[1] < plain.bytes_of("kept")[1] / 3
     twice = plain.column("b")[1] + plain.column("f")[1]  # but keys and values are in their buffers by then
     assert 0.99 * twice < again.column("b")[1] <= twice
-
-
-@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "zb-auto", "zb-v", "v-auto", "looped-zb"], ("1f1b", "zb-v")))
-def test_no_order_is_below_the_bound(kind):
-    for cuts in ("balanced", "even"):
-        compiled = planned(**sliced(3, kind=kind, m=3, layers=16, schedule={"cuts": cuts}))
-        assert compiled.found.bounds.makespan <= compiled.timeline.makespan * (1 + 1e-9)
-        assert compiled.found.bounds.span <= compiled.timeline.span * (1 + 1e-9)
 
 
 def test_bounds_of_equal_slices_are_those_of_as_many_microbatches():

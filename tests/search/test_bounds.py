@@ -205,6 +205,7 @@ CLOSED = {  # the end of steps, and its times in addition to F, B and W
     "averaged": {"parallel": {"dp": 2, "average": {"share": 0.5}}},
     "averaged at once": {"parallel": {"dp": 2, "average": {"share": 1.0, "delay": 0}}},
     "summed": {"parallel": {"dp": 2}},
+    "sliced": {"parallel": {"dp": 2}, "schedule": {"slices": 3, "cuts": "even"}},
     "shared out": {"parallel": {"dp": 2, "shard": "all"}},
     "ahead": {"parallel": {"dp": 2, "shard": "optimizer"}, "optimizer": {"sync": "post-validate"}},
     "frozen": {"parallel": {"tp": 2}, "freeze": {"most": 0.5}, "memory": {"activations": "recompute"}},
