@@ -111,6 +111,22 @@ def test_slices_have_their_share_of_the_words():
     )
 
 
+def test_memory_is_that_of_shares_and_logits():
+    """Neither end holds a whole table, and a rank has the logits of one unit at a time."""
+    ends, shared = (
+        planned(parallel={"pp": 4, "vocabulary": w}, partition={"layers_per_stage": [2, 2, 2, 2]})
+        for w in ("ends", "shared")
+    )
+    table = 4096 * 64 * 4  # bytes of one table in float32
+    assert ends.memory[0].weights - shared.memory[0].weights == pytest.approx(table - 2 * table / 4, rel=0.01)
+    assert shared.memory[1].optimizer - ends.memory[1].optimizer == pytest.approx(2 * 2 * table / 4)
+    logits = 4 * 1024 * 2 * 64  # of a microbatch of 2 x 64 tokens, for 1024 words
+    assert shared.costs.share_of("logits") == logits + 25 * 2 * 64  # and five numbers, 25 bytes, for each token
+    least = shared.memory[1].gradients + logits
+    assert shared.memory[1].together > least
+    assert shared.memory[3].bytes < ends.memory[3].bytes
+
+
 def test_a_bound_counts_the_words_of_every_rank():
     found = planned(model={**LARGE, "vocab": 4 * 4096})
     plain = bounds(found.program.placement, found.costs.with_ms(s=(), t=(), i=(), e=()), 8)
