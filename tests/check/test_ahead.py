@@ -126,8 +126,6 @@ def test_a_program_survives_blocking_sends_exactly_if_it_runs_with_them():
     assert min(found[True], found[False]) >= 20, found
 
 
-# ---- one by one ----------------------------------------------------------------------------------------------
-
 FINE = """
     rank 0: NORM, VERDICT, F s0 m0, SEND_F s0 m0 >r1, REDO, RECV_B s0 m0 <r1, COMMIT s0, BW s0 m0, TENTATIVE s0
     rank 1: NORM, VERDICT, RECV_F s1 m0 <r0, F s1 m0, REDO, COMMIT s1, BW s1 m0, SEND_B s1 m0 >r0, TENTATIVE s1

@@ -128,9 +128,6 @@ def test_a_long_circle_is_shown_by_its_beginning_and_its_end():
     assert raised.value.details[10] == "... 4 more waits, each for the next ..."
 
 
-# ---- programs the other checks reject ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("op", ["F s9 m0", "SEND_F s1 m0", "RECV_F s0 m0", "F s0 m1 up", "REDUCE s7", "STEP s0"])
 def test_any_program_gets_an_answer(op):
     program = listing(CROSSED + f"      {op}\n", Placement.linear(2))
@@ -139,9 +136,6 @@ def test_any_program_gets_an_answer(op):
             check_deadlock(program, blocking_sends=blocking)
         except ZbcError as error:
             assert {problem.code for problem in error.errors} == {"E201"}
-
-
-# ---- what is right passes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,6 @@ def test_a_trace_of_unequal_counts_is_refused(balanced, zbc, folder):
     assert ran.code != 0 and "error[E110]" in ran.err
 
 
-# ---- samples dealt by schedule.tokens --------------------------------------------------------------------------------
-
 DEALT = {"data": {"kind": "synthetic", "balance": "tokens"}, "model": {"seq_len": 64, "hidden": 64}}
 DEALT |= {"train": {"steps": 9}}
 

@@ -48,9 +48,6 @@ def test_without_a_code_all_are_listed(zbc):
     assert "shared vocabulary" in " ".join(words.split())
 
 
-# ---- words of the field --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("said", "known"),
     [

@@ -197,9 +197,6 @@ def test_a_recorded_run_is_drawn_in_every_form(run, zbc, folder):
     assert missing.code == 4 and "E430" in missing.err and "recorded are 4, 5, 6" in missing.err
 
 
-# ---- planning anew -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changes", few([{}, {"costs": GIVEN}, {"kind": "zb-v"}, {"parallel": {"dp": 2}}, {"m": 5}], 2))
 def test_the_job_of_a_plan_makes_the_same_plan_again(job, zbc, folder, changes):
     job(**changes)

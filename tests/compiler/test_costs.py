@@ -191,9 +191,6 @@ def test_an_optimizer_step_takes_the_memory_traffic_of_every_built_in_family():
         assert estimated.column("step") == pytest.approx([28 * count / 1e6 for count in params])
 
 
-# ---- experts ---------------------------------------------------------------------------------------------------
-
-
 def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations(no_launches):
     """Mixtral 8x7B: 46.7 billion parameters, 12.9 billion active per token (arXiv 2401.04088)."""
     sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 32000}
@@ -370,9 +367,6 @@ def test_given_times_and_activations_follow_the_same_rule():
     assert unknown.units("kept") == (1.0,) * 4 and unknown.column("b") == (5.0,) * 4
 
 
-# ---- copies, and weights that two stages share -----------------------------------------------------------------
-
-
 def bytes_of(placement=None, **changes):
     return costs(job(**{"parallel": {"pp": 2}, **changes}), placement or Placement.linear(2))
 
@@ -399,9 +393,6 @@ def test_sums_of_zero1_take_as_long_as_if_each_copy_were_dealt_as_much_as_the_on
     assert parts.column("gather") == parts.column("reduce")
 
 
-# ---- columns -------------------------------------------------------------------------------------------------
-
-
 def test_an_entry_of_a_column_may_say_what_each_slice_costs():
     """Attention reads all tokens before: a later slice takes longer."""
     sliced = Costs.uniform(Placement.linear(2)).with_ms(f=((1.0, 2.0), 5.0), b=((1.5, 2.5), 4.0), w=(0.5, (1.0, 2.0)))
@@ -421,9 +412,6 @@ def test_what_a_plan_of_slices_costs_is_not_guessed():
     assert recall.costs_of(manifest).stages == 4
     with refused("E110", match="into 2 slices"):
         recall.costs_of(manifest.model_copy(update={"slices": 2}))
-
-
-# ---- a weight that two stages share --------------------------------------------------------------------------
 
 
 def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():

@@ -234,8 +234,6 @@ def test_receives_of_a_cycle_are_placed_by_order(p, m, sync):
     assert made.settled_ms == pytest.approx(eager), "no message waits for its buffer"
 
 
-# ---- choosing -------------------------------------------------------------------------------------------------------
-
 UNEVEN = {"per": "layer", "f": [1.0, 1.4, 0.8, 1.2, 0.9, 1.3, 1.0, 0.7], "b": 1.1, "w": 0.8, "comm": 0.2}
 
 

@@ -23,9 +23,6 @@ from zbc.job.rules import asked_again
 RUNS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (2, 3), (3, 2)]
 
 
-# ---- the order -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("replicas", [*RUNS, (1, 1, 1), (4,), (3, 2, 4), (1, 5), (5, 1, 2)])
 @pytest.mark.parametrize(("m", "slices"), [(5, 1), (8, 1), (13, 1), (8, 2), (5, 4)])
 def test_orders_are_proven(replicas, m, slices):
@@ -53,9 +50,6 @@ def test_replicas_of_a_stage_keep_up_with_others():
     costs = Costs.uniform(placement).with_ms(f=(2.0, 1.0), b=(2.0, 1.0), w=(2.0, 1.0), bw=(4.0, 2.0))
     program = replicated((2, 1), 12).make(Request(3, 12, costs=costs))
     assert Context(program, costs).timeline.makespan <= 12 * 3 + 2 + 4 + 4
-
-
-# ---- jobs ----------------------------------------------------------------------------------------------------------
 
 
 def asked(**changes):

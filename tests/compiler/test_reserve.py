@@ -1,14 +1,11 @@
 """The memory of a rank that is kept free for uses that no plan predicts."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-import zbc
 from tests.jobs import write_job
 from tests.refusals import refused
-from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.recall import job_of
 from zbc.compiler.shapes import load_job
@@ -53,11 +50,3 @@ def test_what_fits_all_memory_but_not_the_rest_is_refused_and_searches_keep_to_t
     assert max(rank.bytes for rank in found.memory) <= 0.9 * (1 - RESERVE) * most + 1
     assert found.report.limits.device_bytes == pytest.approx(0.9 * (1 - RESERVE) * most)
     assert job_of(found.write(tmp_path / "plan")).room == pytest.approx(found.job.room)
-
-
-@pytest.mark.parametrize("name", few(["llama-8b", "gpt-1.5b", "moe-16b", "moe-30b"], 1))
-def test_templates_for_gpus_fit_with_the_reserve(name):
-    template = Path(zbc.__file__).parent / "job" / "templates" / f"{name}.toml"
-    found = compile_job(load_job(template), budget=0.0)
-    assert found.job.reserve_gib == pytest.approx(RESERVE * 80)
-    assert max(rank.bytes for rank in found.memory) <= (1 - RESERVE) * 80 * GIB

@@ -5,9 +5,7 @@ import pytest
 from tests.check.each import check_complete
 from tests.compiler.grid import FIXED, MICROBATCHES, RANKS, WAVES, chunk_counts, make, timed, units
 from tests.tiers import few
-from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request, find
-from zbc.compiler.sim.bounds import bounds
 
 every = pytest.mark.parametrize("name", FIXED)
 with_p = pytest.mark.parametrize("p", few(RANKS, (1, 3, 4)))
@@ -100,14 +98,6 @@ def test_memory_per_rank_is_what_the_module_table_claims(p):
         assert units(make("zb-h1", p, m)) == [p] * p
         assert units(make("zb-h2", p, m)) == [2 * p - 1] * p
         assert units(make("zb-v", p, m)) == pytest.approx([p] * p)
-
-
-def test_the_bound_is_reached_where_the_paper_proves_it():
-    """ZB-H2 and ZB-V at T_F = T_B = T_W fill a rank's whole span."""
-    for name in ("zb-h2", "zb-v"):
-        program = make(name, 4, 16)
-        costs = Costs.uniform(program.placement)
-        assert bounds(program.placement, costs, 16).span == pytest.approx(timed(program).span)
 
 
 ALIASES = {

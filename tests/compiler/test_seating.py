@@ -89,8 +89,6 @@ def test_ranks_that_share_tokens_are_around_those_that_share_layers():
     }
 
 
-# ---- jobs with a table ------------------------------------------------------------------------------------------
-
 GBPS = [[0, 1, 9, 1], [0, 0, 1, 9], [0, 0, 0, 9], [0, 0, 0, 0]]
 
 
@@ -229,9 +227,6 @@ def test_ranks_of_two_machines_have_the_link_of_the_first_ones():
     own = [{(0, 1): inside, (0, 2): across}, {(0, 1): inside}, {(2, 3): inside, (0, 2): across}, {(2, 3): inside}]
     found = table_of(4, own, [*"aabb"], [0, 0, 2, 2])
     assert [found.gbps[1][other] for other in (0, 2, 3)] == [pytest.approx(speed) for speed in (9.0, 1.0, 1.0)]
-
-
-# ---- runs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [(1, 0), (1, 2, 0)])

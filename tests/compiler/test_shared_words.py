@@ -205,8 +205,6 @@ def test_a_recorded_run_tells_what_shares_took(tmp_path, sums):
     )
 
 
-# ---- "auto", and what is said of the words ----------------------------------------------------------------------
-
 HEAVY = {**LARGE, "vocab": 65536}
 AUTO = {"pp": 4, "vocabulary": "auto"}
 

@@ -55,14 +55,6 @@ def test_every_op_starts_as_soon_as_it_can_and_no_sooner(name, data):
             free = span.end
 
 
-def test_both_bubble_rates_say_what_they_are_a_share_of():
-    """ZB-H2 at p=8, m=24: span 72, makespan 79, work 72."""
-    timeline = timed(make("zb-h2", 8, 24))
-    assert (timeline.span, timeline.makespan) == (72.0, 79.0)
-    assert timeline.bubble_rate_span == 0.0
-    assert timeline.bubble_rate_makespan == pytest.approx(7 / 79)
-
-
 def test_fused_backwards_and_uneven_stages_take_their_time():
     placement = Placement.linear(2)
     program = make("gpipe", 2, 3)
@@ -134,9 +126,6 @@ def test_putting_off_weight_gradients_costs_what_they_hold():
     full = peaks(program, Costs.uniform(program.placement, left=1.0))
     assert [rank.units for rank in full] == [7.0] * 4
     assert [rank.units for rank in light] == [7.0, 5.0, 3.0, 1.0]
-
-
-# ---- sums of gradients ---------------------------------------------------------------------------------------
 
 
 def summed(name, p, m, reduce, *, tie=0.0, gather=0.0, **how):

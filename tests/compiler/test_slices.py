@@ -42,9 +42,6 @@ def problem(**changes):
     return error
 
 
-# ---- keys -----------------------------------------------------------------------------------------------------------
-
-
 def test_slices_stand_in_the_manifest_and_cost_the_same_when_it_is_read_again(tmp_path):
     compiled = planned(**sliced(kind="zb-h1"))
     manifest = compiled.write(tmp_path / "plan")
@@ -94,9 +91,6 @@ def test_cuts_that_are_hinted_at_and_those_of_a_gpu_are_right():
         near = json.loads(error.hint.partition("= ")[2].partition(", or")[0])
         assert cuts_of(job(**sliced(3, model=SHORT, schedule={"cuts": near})))[-1] == 16
     assert all(place % 128 == 0 for place in cuts_of(job(**sliced(3, **GPU))))
-
-
-# ---- costs ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cuts", ["balanced", "even", [1024, 512, 256, 256]])
@@ -150,9 +144,6 @@ def test_searches_keep_to_bytes_that_slices_need(kind):
         planned(**sliced(kind=kind, schedule={"memory_limit": "1 KiB"}))
 
 
-# ---- the number of slices -------------------------------------------------------------------------------------------
-
-
 def test_auto_takes_the_number_with_the_shortest_step_that_fits():
     found = planned(**sliced("auto"))
     count = found.program.slices
@@ -181,9 +172,6 @@ def test_the_best_of_all_schedules_is_one_with_slices():
     assert compiled.program.slices == 2 and compiled.schedule not in ("chimera-zb", "bitpipe-zb")
 
 
-# ---- plugins --------------------------------------------------------------------------------------------------------
-
-
 def own_order(request):
     return one_f_one_b(request)
 
@@ -202,9 +190,6 @@ def with_plugin(count, name):
     made = job(**sliced(count))
     chosen = {"kind": f"{__name__}:{name}"}
     return replace(made, schedule=made.schedule.model_copy(update=chosen))
-
-
-# ---- times of slices in a profile -----------------------------------------------------------------------------------
 
 
 def timed(rows, past, floor, linear, attend):

@@ -1,13 +1,10 @@
 """E301 names the settings with which the fullest rank needs less, those that may remove most first."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-import zbc
 from tests.jobs import toml_text
-from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.order import order
@@ -89,11 +86,3 @@ def test_a_loss_is_cut_where_its_logits_decide_and_the_plan_says_so(tmp_path):
         made = compile_job(load_job(job_with(tmp_path, {**WORDS, "hardware": hardware})), budget=0.0)
         said = '"loss_chunk": 512' in made.assemble()[0].dumps()
         assert chunk == made.job.model.loss_chunk and said is bool(chunk)
-
-
-@pytest.mark.parametrize("template", few(["moe-30b"], 0))
-def test_qwen3_30b_a3b_is_planned_for_eight_gpus(template):
-    """4 sequences of 4,096 tokens on each, experts and all else shared out."""
-    path = Path(zbc.__file__).parent / "job" / "templates" / f"{template}.toml"
-    changes = ["parallel.pp=1", "parallel.shard=all", "schedule.kind=1f1b", "schedule.microbatches=4"]
-    assert compile_job(load_job(path, changes), suggest=False, budget=0.0).job.model.loss_chunk == 1024

@@ -53,9 +53,6 @@ def test_activations_stay_within_those_of_the_paper_for_any_number_of_microbatch
                 assert max(units(make(name, p, m))) <= p + most + 1e-9, f"p={p} m={m}"
 
 
-# ---- cut in half ---------------------------------------------------------------------------------------------
-
-
 def _half(whole, p):
     """Per rank of one half of a bidirectional timeline: (kind, stage, microbatch of the V, start / 2, end / 2)."""
     spans = [[] for _ in range(p)]
@@ -76,9 +73,6 @@ def test_one_pipe_in_a_v_is_two_pipes_cut_in_half(p, half, whole):
         for rank, op, start, end in cut:
             found[rank].append((op.kind, op.stage, op.mb, start, end))
         assert found == _half(both, p)
-
-
-# ---- what only search can do ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 4), (4, 16), (8, 8), (8, 16)])
@@ -120,9 +114,6 @@ def test_longer_units_trade_memory_for_time():
         long = SCHEDULES[name].make(Request(4, 16, v, group=8))
         assert timed(long).makespan < timed(short).makespan
         assert max(units(long)) > max(units(short))
-
-
-# ---- refusals ------------------------------------------------------------------------------------------------
 
 
 def test_even_numbers_of_ranks_and_stages_are_asked_for():

@@ -124,9 +124,6 @@ def test_limits_by_name_are_one_slice_more_for_each_that_comes_before_the_first_
     assert step <= {"zb-v": 72.875, "v-half": 74.75, "v-min": 81.75}[name] + ROUNDED
 
 
-# ---- cuts -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("row", rows("sequence_cuts.csv"), ids=lambda row: f"{row['hidden']} {row['length']}")
 def test_balanced_cuts_are_even_in_time(row):
     hidden, ffn, length, k = (int(row[key]) for key in ("hidden", "ffn", "length", "k"))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.search.instances import Instance, Recorder, instance, planned
+from tests.search.instances import Instance, Recorder, instance
 from tests.search.test_kernels import faults
 from tests.tiers import few
 from zbc.compiler.cost.cost import Costs
@@ -12,7 +12,6 @@ from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import cyclic
 from zbc.compiler.search.learned import policies
 from zbc.compiler.search.patterns import fitting
-from zbc.compiler.search.portfolio import search
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 
@@ -68,21 +67,3 @@ def test_many_microbatches_take_no_longer_than_the_published_block(kind, p, m, p
             best = order.makespan
     request = Request(p, m, 2, costs=costs, budget=0.05, compiled=True)
     assert simulate(SCHEDULES[kind].make(request), costs).makespan <= best + 1e-9
-
-
-@pytest.mark.parametrize("seed", few(range(6), 2))
-def test_both_engines_repeat_the_same(seed, plain, compiled):
-    problem = replace(instance(seed, ranks=3, chunks=2, microbatches=4).problem, m=40)
-    assert cyclic.reduced(problem) is not None
-    results = [search(problem, "makespan", 400_000, engine) for engine in (plain, compiled)]
-    assert results[0] == results[1]
-
-
-def test_more_visits_are_never_worse_where_orders_are_repeated():
-    where = Placement.vshape(3)
-    given = Instance(where, Costs.uniform(where, *TIMES), 60, (2.0,) * 3)
-    steps = [
-        simulate(planned(given, "makespan", visits), given.costs).makespan
-        for visits in (0, 20_000, 60_000, 150_000, 400_000, 1_000_000)
-    ]
-    assert steps == sorted(steps, reverse=True)

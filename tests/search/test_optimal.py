@@ -97,8 +97,6 @@ def test_a_proof_starts_from_what_it_is_given_if_it_can_be_run():
     assert other.cost == stopped.cost
 
 
-# ---- zbc plan --exact ------------------------------------------------------------------------------------------
-
 UNEVEN = {"f": 1.0, "b": 1.3, "w": 0.7, "comm": 0.2, "act_b": 1.0, "act_w": 0.4}
 SMALL = {"parallel": {"pp": 3}, "costs": UNEVEN}
 

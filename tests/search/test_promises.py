@@ -33,8 +33,6 @@ from zbc.ir import Placement
 OBJECTIVES = ["makespan", "span", "period"]
 
 
-# ---- what searches do not see ----------------------------------------------------------------------------------------
-
 UNITS = {"f": 1.0, "b": 1.0, "w": 1.0}
 BUSY = {"costs": {"message": 0.0}, "hardware": {"link_gbps": 0.1, "link_us": 0.0}, "layers": 24}
 WORDS = {"costs": {**UNITS, "vocabulary": [0.9, 0.6, 0.1, 0.2]}, "parallel": {"vocabulary": "shared"}, "layers": 24}

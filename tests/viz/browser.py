@@ -3,7 +3,6 @@
 Messages are JSON, each ended by a zero byte: the browser reads them on its file descriptor 3 and answers on 4.
 """
 
-import base64
 import json
 import os
 import select
@@ -142,10 +141,6 @@ class Browser:
         }})()"""
         found: list[float] = self.run(script)
         return found
-
-    def picture(self, path: Path) -> None:
-        """A screenshot as a PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
         self._process.kill()
