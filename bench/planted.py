@@ -454,7 +454,7 @@ BUGS = (
         "zbc/compiler/freezing.py",
         "m * (f + bw - costs.left_out(Op(whole, s), job.freeze.share))",
         "m * (f + bw)",
-        ("tests/compiler/test_freeze.py",),
+        ("tests/search/test_bounds.py",),
     ),
     # ---- cost, simulation, search
     Bug(

@@ -64,14 +64,9 @@ def test_plan_writes_a_directory_and_says_what_it_is(zbc, job):
     assert ran.out.startswith("zb-v: 4 ranks, 8 stages, 8 microbatches, ")
     idle = 1 - sum(rank["busy_ms"] for rank in predicted["per_rank"]) / 4 / predicted["makespan_ms"]
     assert f"idle {idle:.1%}, balance " in ran.out and "bubble" not in ran.out
-    assert re.search(
-        r"ms with its optimizer; \d\.\d\dx as fast as 1F1B \([\d.]+ ms\)\n +[\d,]+ tokens/s, [\d,]+ per", ran.out
-    )
-    assert "complete, paired, FIFO per direction, deadlock-free" in ran.out
-    assert "survives blocking sends: no" in ran.out
-    assert f"id {plan.manifest.id}" in ran.out
-    assert "zbc visualize plan" in ran.out
-    assert "zbc run plan --local 4" in ran.out
+    assert re.search(r"; \d\.\d\dx as fast as 1F1B \([\d.]+ ms\)\n +[\d,]+ tokens/s, [\d,]+ per", ran.out)
+    for words in ("deadlock-free", "survives blocking sends: no", f"id {plan.manifest.id}", "zbc run plan --local 4"):
+        assert words in ran.out
     full = zbc("plan", "zbc.toml", "-v").out
     for name in ("embed", "head", *(str(names[-1]).removeprefix("layers.") for names in plan.manifest.layers)):
         assert name in full

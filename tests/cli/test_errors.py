@@ -241,21 +241,11 @@ def test_what_would_fit_is_listed_with_its_need_and_its_time_the_fastest_first(z
         assert zbc("plan", "zbc.toml", "--schedule", name).code == 5
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "code"),
-    [
-        pytest.param("zb-h1", {"schedule": {"memory_limit": "0.01x"}}, "E302", marks=pytest.mark.repeats, id="units"),
-        pytest.param("zb-h1", {"schedule": {"memory_limit": "1 KiB"}}, "E302", marks=pytest.mark.repeats, id="bytes"),
-        pytest.param(  # only partitions that do not fit have an order
-            "zb-v",
-            {"model": {"hidden": 128, "seq_len": 128}, "schedule": {"microbatch_size": 4, "memory_limit": "0.01x"}},
-            "E303",
-            id="searched",
-        ),
-    ],
-)
-def test_a_limit_named_in_a_hint_is_enough(kind, changes, code, zbc, job):
-    refused = zbc("plan", job(kind=kind, **changes))
+@pytest.mark.parametrize(("kind", "limit", "code"), [("zb-h1", "1 KiB", "E302"), ("zb-v", "0.01x", "E303")])
+def test_a_limit_named_in_a_hint_is_enough(kind, limit, code, zbc, job):
+    """Of zb-v only partitions that do not fit have an order."""
+    tables = {"model": {"hidden": 128, "seq_len": 128}, "schedule": {"microbatch_size": 4, "memory_limit": limit}}
+    refused = zbc("plan", job(kind=kind, **tables))
     fails(refused, 5, code)
     needed = re.search(r'memory_limit = "([^"]+)"', refused.err)[1]
     assert zbc("plan", "zbc.toml", "--set", f"schedule.memory_limit={needed}").code == 0

@@ -61,13 +61,6 @@ def test_weights_that_are_nowhere_are_missed_before_the_run(zbc, job):
     assert not Path("plan").exists()
 
 
-def test_tokenizing_what_is_no_text_leaves_nothing(zbc, folder):
-    (folder / "data.txt").write_bytes(b"\xff\xfe\x00" * 1000)
-    ran = zbc("tokenize", "data.txt", "-o", "out.bin")
-    assert ran.code == 6 and "E501" in ran.err
-    assert [path.name for path in folder.iterdir()] == ["data.txt"]
-
-
 def test_a_plan_for_more_cpu_ranks_than_cores_says_what_to_expect(zbc, job, monkeypatch):
     """On one core: the sum of the computation of all ranks."""
     monkeypatch.setattr(summary, "cores", lambda: 1)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.jobs import toml_text, write_job
+from tests.jobs import write_job
 from tests.tiers import few
 
 RANKS = {"fork": 4, "fold": 3, "three": 2}
@@ -70,16 +70,6 @@ def test_an_uneven_schedule_trains_and_a_report_reads_its_trace(name, zbc, plann
     report = zbc("report", "run")
     assert report.code == 0, report.err
     assert zbc("visualize", "run").code == 0
-
-
-def test_an_order_with_such_a_placement_comes_back_from_a_csv(zbc, planned, folder):
-    planned("fold")
-    assert zbc("export", "plan", "--format", "torch-csv", "-o", "order.csv").code == 0
-    text = toml_text(pp=3, m=6).replace('kind = "1f1b"', 'file = "order.csv"')
-    (folder / "again.toml").write_text(text)
-    assert zbc("plan", "again.toml", "-o", "again").code == 0
-    refused = zbc("plan", "again.toml", "--set", "schedule.chunks=1")
-    assert "error[E110]" in refused.err and "leave schedule.chunks out" in refused.err
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def test_replicas_that_share_out_experts_are_chosen_too(tmp_path):
     assert all(row.shape.dp % row.shape.ep == 0 and row.shape.ep <= 4 for row in found.weighed)
     assert type(found.parallel.ep) is int and "ep 4" in str(found.weighed[2].shape)
     assert load_job(path, ["parallel.ep=2", "parallel.dp=4"]).parallel.ep == 2
+    four = {(row.shape.dp, row.shape.ep) for row in load_job(path, ["parallel.ep=4"]).weighed}
+    assert four == {(8, 4), (4, 4), (2, 2), (1, 1)}, "by as many as divide the replicas"
     with refused("E110", "parallel.world is missing"):
         load_job(path, ["parallel.pp=2", "parallel.dp=4", "schedule.microbatches=2"])
 
@@ -257,12 +259,6 @@ def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
     other = load_job(path, ["parallel.pp=8", "parallel.dp=1", "schedule.microbatches=16"], "1f1b")
     named = load_job(path, ["parallel.pp=4", "parallel.dp=2"], "1f1b")
     assert other.parallel.shard == "none" and named.parallel.shard == "optimizer"
-
-
-def test_experts_are_shared_out_by_as_many_as_divide_the_replicas(tmp_path):
-    experts = {"family": "llama", "experts": 4, "ffn_hidden": 16}
-    path = written(tmp_path, parallel="world = 8\nep = 4", schedule='kind = "1f1b"\nbatch = 32', model=experts)
-    assert {(row.shape.dp, row.shape.ep) for row in load_job(path).weighed} == {(8, 4), (4, 4), (2, 2), (1, 1)}
 
 
 def test_a_slip_in_what_some_shapes_leave_out_is_said(tmp_path):

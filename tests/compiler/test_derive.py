@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.compiler.test_costs import comm
 from tests.jobs import job
 from tests.profiles import layer, nbytes, profile_of
 from tests.refusals import refused
@@ -190,11 +191,6 @@ def costs(profile=None, placement=LINEAR, **changes):
     described = replace(described, profile=profile or profile_of(described))
     table = estimate.layers(described)
     return pricing.build(described, placement, initial(described, placement, table), table)
-
-
-def comm(found):
-    """ms from each stage of the first pipe to the next."""
-    return tuple(found.links[0].values())
 
 
 def test_ranks_that_share_layers_add_their_sums_to_what_was_measured_of_parts():
