@@ -1,6 +1,5 @@
 """The table of ops, ops as text, and placements."""
 
-import itertools
 import pickle
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from tests.refusals import refused
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Kind, Message, Op, Placement, Program, parse_line
-from zbc.ops import PATCHES, ROWS, TIED, VALUES, WORDS, At, Lane, Scope, rows_with
+from zbc.ops import PATCHES, ROWS, TIED, VALUES, WORDS, rows_with
 
 small = st.integers(0, 300)
 
@@ -90,13 +89,6 @@ def test_placements_put_stages_where_their_names_say():
     assert both.holders(0) == (0, 1)
     assert both.stages_of(1) == (0, 1, 2, 3)
     assert Placement.vshape(3).stages_of(1) == (1, 4)
-
-
-def test_the_turn_of_a_v_is_no_transfer():
-    v = Placement.vshape(3)
-    assert not v.crosses(2, 3)
-    assert v.crosses(1, 2) and v.crosses(3, 4)
-    assert v.links() == ((0, 1), (1, 2), (2, 2), (2, 1), (1, 0))
 
 
 def test_stages_are_a_chain_unless_edges_say_otherwise():
@@ -186,24 +178,3 @@ def test_whatever_is_read_is_written_and_what_may_not_stay_is_freed():
     for kind, row in shared.items():
         assert {ref.what for ref in row.reads} <= written, kind
     assert {what for what in written if not VALUES[what].stays} <= freed
-
-
-def test_patches_add_up_in_any_order_and_free_what_is_read():
-    for first, second in itertools.permutations(PATCHES, 2):
-        rows, turned = rows_with((first, second)), rows_with((second, first))
-        for kind, row in rows.items():
-            assert set(row.frees) <= set(row.reads), (first, second, kind)
-            for name in ("reads", "writes", "frees"):
-                if not {first, second} <= {"resident", "flushless", "flushless in shares"}:  # ends of a step
-                    assert {*getattr(row, name)} == {*getattr(turned[kind], name)}, (first, second, kind)
-    for name, patches in PATCHES.items():
-        changed = {kind for kind, row in rows_with((name,)).items() if row != ROWS[kind]}
-        assert changed == {patch.kind for patch in patches}, name
-
-
-def test_values_on_edges_are_named_by_edges_and_a_message_carries_one():
-    for kind, row in ROWS.items():
-        for ref in (*row.reads, *row.writes):
-            assert (VALUES[ref.what].scope == "edge") is (ref.at in (At.SOURCES, At.SINKS)), kind
-        if row.lane is Lane.LINK:
-            assert row.scope is Scope.UNIT and len(row.reads) + len(row.writes) == 1

@@ -17,18 +17,8 @@ from zbc.ir import Kind
 from zbc.plan.headline import headline
 
 GPU = {"device": "cuda", "memory_gib": 24, "tflops": 400, "link_gbps": 1200, "link_us": 10}
-LLAMA_8B = {
-    "family": "llama",
-    "layers": 32,
-    "hidden": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "ffn_hidden": 14336,
-    "vocab": 128256,
-    "seq_len": 4096,
-    "dtype": "bfloat16",
-    "parameters": "bfloat16",
-}
+LLAMA_8B = {"family": "llama", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336}
+LLAMA_8B |= {"vocab": 128256, "seq_len": 4096, "dtype": "bfloat16", "parameters": "bfloat16"}
 EIGHT = {"model": LLAMA_8B, "hardware": GPU, "memory": {"activations": "auto"}, "pp": 4, "m": 16, "layers": 32}
 
 
