@@ -321,10 +321,14 @@ def test_a_planned_step_is_never_longer_than_the_order_for_equal_lengths(seed):
 
 
 def drawn_job(seed):
-    """Log-normal lengths, a schedule and given or estimated times."""
+    """Log-normal lengths, of those in TOKENS, a schedule and given or estimated times."""
     rng = random.Random(seed)
     m = rng.choice((4, 6, 8))
-    tokens = [max(16, min(2048, round(math.exp(rng.gauss(6, rng.choice((0.4, 1.1))))))) for _ in range(m)]
+
+    def near(log):
+        return min(TOKENS, key=lambda one: abs(math.log(one) - log))
+
+    tokens = [near(rng.gauss(6, rng.choice((0.4, 1.1)))) for _ in range(m)]
     kind = rng.choice(("1f1b", "zb-h1", "zb-auto", "interleaved-1f1b", "zb-v", "gpipe"))
     layout = {"pp": rng.choice((2, 4)), "kind": kind, "m": m}
     costs = {"costs": {"f": 2.0, "b": 2.0, "w": 1.0, "comm": rng.choice((0.0, 0.4))}} if rng.random() < 0.5 else {}

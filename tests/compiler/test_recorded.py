@@ -242,7 +242,8 @@ def as_measured(plan, steps):
         whole = [median_ms(some) if some else 0.0 for some in samples]
         column = plan.costs.ms.get(kind.row.cost, whole)  # slices keep their proportions of a microbatch
         ms[kind.row.cost] = tuple(
-            tuple(one / sum(e) * part for part in e) if isinstance(e, tuple) else one for one, e in zip(whole, column)
+            tuple(one / sum(e) * part for part in e) if isinstance(e, tuple) else one
+            for one, e in zip(whole, column, strict=True)
         )
     return simulate(plan.program, plan.costs.with_ms(**ms))
 
