@@ -7,8 +7,7 @@
 3. The best SHAPES are planned with each of KINDS, with recompute and layers chosen by stage.
 4. The best are planned in full, as complete jobs that can be written to files.
    Of large steps 3 and 4 take the policy of recompute of 2, and mixes are tried for the first row alone.
-5. The first of these is planned under all schedules that `zbc compare` tries, as far as bounds do not rule them out,
-   and gives way to a faster one.
+5. The first of these gives way to a faster plan under any schedule that `zbc compare` tries.
 """
 
 from __future__ import annotations
@@ -170,9 +169,8 @@ def _too_large(job: Job, state: State) -> ZbcError:
     larger = [name for name, card in gpu.GPUS.items() if 0.9 * card.memory_gib * GIB > state.share]
     hint = f"what does: {enough} GPUs or more, before activations"
     hint += f"; or --gpu {' or '.join(larger)}" if larger else ""
-    details = [
-        f"= hardware.memory_gib is {short(job.hardware.least_gib or 0)} less a reserve of {short(job.reserve_gib)}"
-    ]
+    given, kept = short(job.hardware.least_gib or 0), short(job.reserve_gib)
+    details = [f"= hardware.memory_gib is {given} less a reserve of {kept}"]
     return ZbcError("E301", text, where=job.where("hardware", "memory_gib"), hint=hint, details=details)
 
 
@@ -192,8 +190,7 @@ def advise(
         raise _no_shape(document, [shape for shape, _ in every])
     every = [(shape, own) for shape, own in every if shape.why is None]
     shapes, least = list[_Shape](), Least()
-    bounds = [(_bound(own), k) for k, (_, own) in enumerate(every)]
-    for count, (bound, k) in enumerate(sorted(bounds)):
+    for count, (bound, k) in enumerate(sorted((_bound(own), k) for k, (_, own) in enumerate(every))):
         done(LOOKING, count / len(every))
         chosen = _best(shapes)
         beat = SPARE * chosen[-1].guess if len(chosen) == SHAPES else math.inf
@@ -241,10 +238,8 @@ def _shapes(document: toml.Document) -> Iterator[tuple[world.Shape, toml.Documen
         made = _with(document, {("parallel", "shard"): shard, ("schedule", "kind"): BASELINE})
         worlds = world.read(made)
         if isinstance(worlds, toml.Document):  # there is only one
-            own, parallel = worlds, worlds.values["parallel"]
-            worlds = world.World(
-                own, (world.Shape(parallel["pp"], parallel["dp"], own.values["schedule"]["microbatches"]),)
-            )
+            parallel, count = worlds.values["parallel"], worlds.values["schedule"]["microbatches"]
+            worlds = world.World(worlds, (world.Shape(parallel["pp"], parallel["dp"], count),))
         for shape in worlds.shapes:
             if shape.copies > 1 or shard == SHARDS[0]:
                 yield shape, worlds.of(shape)
@@ -351,11 +346,12 @@ def _mixed(row: Row) -> Row:
     chosen with few microbatches: no more activations are held with all of them."""
     if row.document.values["memory"]["activations"] in ("auto", "keep"):
         return row
-    count = min(row.shape.microbatches, FILLED * row.shape.pp)
-    few = _whole(_with(row.document, {("schedule", "microbatches"): count, ACTIVATIONS: "auto"}))
-    chosen = [{("memory", key): getattr(one.job.memory, key) for key in ("activations", "attention")} for one in few]
-    mixed = [one for changes in chosen for one in _whole(_with(row.document, changes))]
-    return min([row, *mixed], key=lambda one: one.sample_ms)
+    best, count = [row], min(row.shape.microbatches, FILLED * row.shape.pp)
+    for few in _whole(_with(row.document, {("schedule", "microbatches"): count, ACTIVATIONS: "auto"})):
+        chosen = few.job.memory
+        mixed = {ACTIVATIONS: chosen.activations, ("memory", "attention"): chosen.attention}
+        best += _whole(_with(row.document, mixed))
+    return min(best, key=lambda one: one.sample_ms)
 
 
 def _no_shape(document: toml.Document, shapes: Sequence[world.Shape]) -> ZbcError:
@@ -411,9 +407,8 @@ def decides(rows: Sequence[Row]) -> str:
     own, theirs = spent(best), spent(second)
     whole = sum(own.values())
     changes = {name: (theirs[name] - own[name]) / whole for name in own}
-    told = [
-        f"{percent(abs(by))} {'less' if by > 0 else 'more'} {name}" for name, by in changes.items() if abs(by) > 0.005
-    ]
+    several = [(name, by) for name, by in changes.items() if abs(by) > 0.005]
+    told = [f"{percent(abs(by))} {'less' if by > 0 else 'more'} {name}" for name, by in several]
     ahead = f"{best.shape} is {percent(sum(changes.values()))} ahead of {second.shape}"
     return f"{ahead}: {', '.join(told)}" if told else ahead
 
