@@ -206,7 +206,7 @@ BUGS = (
         "zbc/plan/directory.py",
         "return run.alike(of, rank) if owner <= EXPERTS else run.ranks(of, at)",
         "return run.ranks(of, at)",
-        (RUNTIME + "test_expert_parallel.py",),
+        (RUNTIME + "test_checkpoints.py",),
     ),
     Bug(
         "every replica answers for its experts in the norm",

@@ -12,7 +12,7 @@ import torch
 from tests.lowered import lower
 from tests.runtime.small_plans import make_plan, make_worker
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import last_of, run_threads, side_by_side, watch
+from tests.threads import each_layer, last_of, run_threads, side_by_side, watch
 from tests.tiers import dealt, few
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
@@ -161,6 +161,17 @@ def test_steps_ahead_with_copies_of_stages_and_groups_are_those_with_a_barrier(s
     """Compared with the same schedule with a barrier: sums over copies have another order than in one process."""
     ahead, sync = (Watched(plan_for(schedule, p, how, "adamw", m), verdicts(10, "clip")) for how in SYNCS)
     same(ahead, sync)
+
+
+def test_statistics_that_forwards_keep_count_each_of_them_once():
+    """A forward that runs again finds its buffers as they were."""
+    model = {"family": "tests.runtime.zoo:grows", "args": {}, "layers": 4}
+    plans = [plan_for("1f1b", 2, sync, "adamw", 4, **model) for sync in SYNCS]
+    assert again(plans[0]) > 0
+    runs = [run_threads(plan, 8, setup=lambda worker: setattr(worker, "clip", 0.5)) for plan in plans]
+    assert any(result.redone for result in runs[0][0].results)
+    found, wanted = ([one for layer in each_layer(run) for one in layer.module.buffers()] for run in runs)
+    assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_nothing_is_kept_of_a_step_when_it_is_over():

@@ -1,6 +1,7 @@
 """Weights that are resharded and unsharded within a step: bitwise equal to training with resident weights."""
 
 import itertools
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import run_threads
+from tests.threads import run_threads, watch
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.errors import ZbcError
+from zbc.runtime.features.shards.gathers import Gathers
 
 CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5}
 STEPS = 3
@@ -111,3 +113,14 @@ def test_weights_that_come_and_go_change_no_bit_of_what_else_a_stage_may_have(na
 @pytest.mark.parametrize("schedule", few(["breadth-first", "zb-v", "1f1b"], ["zb-v"]))
 def test_weights_that_stages_share_stay(schedule):
     same(run_threads(plan_of(schedule, 2, 4, 1, tied=True), STEPS), whole(schedule, 2, 4, "float32", tied=True))
+
+
+def test_no_more_weights_are_there_than_there_is_room_for():
+    plan, most = plan_of("breadth-first", 2, 4, 1, v=3), Counter()
+
+    def look(worker, op):
+        here = [one for one in worker.features.of(Gathers).freed if one.weights._flat and one.weights._flat.bytes]
+        most[worker.rank] = max(most[worker.rank], len(here))
+
+    run_threads(plan, 1, setup=lambda worker: watch(worker, after=look))
+    assert most == dict.fromkeys(range(4), 1)
