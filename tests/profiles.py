@@ -13,20 +13,9 @@ def layer(f: float, b: float, w: float, *, sized: bool = True, **more: Any) -> L
 
 
 def nbytes(**changes: Any) -> LayerBytes:
-    usual = {
-        "input": 1000,
-        "output": 1000,
-        "kept_b": 5000,
-        "kept_w": 3000,
-        "keeps_input": True,
-        "keeps_output": False,
-        "weights": 400,
-        "gradients": 400,
-        "masters": 0,
-        "optimizer": 800,
-        "largest": 50,
-    }
-    return LayerBytes(**{**usual, **changes})
+    usual = {"input": 1000, "output": 1000, "kept_b": 5000, "kept_w": 3000, "keeps_input": True, "keeps_output": False}
+    state = {"weights": 400, "gradients": 400, "masters": 0, "optimizer": 800, "largest": 50}
+    return LayerBytes(**{**usual, **state, **changes})
 
 
 def profile_of(job: Job, **changes: Any) -> Profile:

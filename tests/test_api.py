@@ -86,10 +86,7 @@ def test_compare_ranks_schedules_and_says_why_one_has_no_plan(path):
     assert found.report.makespan_ms == one.simulate().makespan
     assert f"zb-h1: makespan {found.report.makespan_ms:.4g}"[:20] in str(found)
     swept = zbc.compare(path, ["1f1b"], sweep=["schedule.microbatches=4,8"], settings=["model.layers=8"])
-    assert sorted(row.settings for row in swept) == [
-        (("schedule.microbatches", "4"),),
-        (("schedule.microbatches", "8"),),
-    ]
+    assert sorted(row.settings for row in swept) == [(("schedule.microbatches", many),) for many in "48"]
     with pytest.raises(zbc.ZbcError, match=r"settings=\['model.layer=8'\]"):
         zbc.compare(path, ["1f1b"], settings=["model.layer=8"])
 

@@ -50,7 +50,6 @@ LLAMA = {"family": "llama", "kv_heads": 2}
         ({"model": {"family": "a:b", "rope_theta": 1.0}}, "E110", "model.rope_theta is not for family a:b"),
         ({"model": {**LLAMA, "kv_heads": 3}}, "E110", "model.kv_heads = 3 does not divide model.heads = 4"),
         ({"model": {**LLAMA, "head_size": 7}}, "E110", "rotary positions need an even head size, it is 7"),
-        ({"model": {"family": "lama"}}, "E103", "unknown model.family 'lama'"),
         ({"model": {**LLAMA, "args": {"x": 1}}}, "E110", "model.args belongs to a factory, family is llama"),
     ],
 )
@@ -101,7 +100,6 @@ FACTORY = {"family": "a.b:c"}
     ("changes", "code", "place", "text"),
     [
         ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.9]}}, "E110", "optimizer.betas", "is for adam, adamw and muon"),
-        ({"optimizer": {"kind": "sgd", "eps": 1e-3}}, "E110", "optimizer.eps", "is for adam, adamw and muon"),
         ({"optimizer": {"momentum": 0.9}}, "E110", "optimizer.momentum", "sgd and muon, optimizer.kind is 'adamw'"),
         ({"memory": {"attention": "keep"}}, "E110", "memory.attention", "of selective recompute"),
         ({"optimizer": {"schedule": {"by": "samples"}}}, "E110", "optimizer.schedule.by", "does nothing"),
@@ -113,7 +111,6 @@ FACTORY = {"family": "a.b:c"}
         ({"data": {"kind": "a.b:c", "path": "a"}}, "E150", "data.path", "names files of text, tokens or chat"),
         ({"data": {"args": {"x": 1}}}, "E150", "data.args", "belong to a factory or a chat template, data.kind is"),
         ({"model": {**FACTORY, "hidden": 8}}, "E110", "model.hidden", "model.hidden is not for family a.b:c"),
-        ({"model": {**FACTORY, "heads": 8}}, "E110", "model.heads", "model.heads is not for family a.b:c"),
         ({"model": {"rope_theta": 1e6}}, "E110", "model.rope_theta", "needs rotary positions"),
         ({"model": {"ffn_hidden": [8, 9]}}, "E110", "model.ffn_hidden", "experts"),
         ({"costs": PER_LAYER}, "E141", "costs.per", "there are none"),

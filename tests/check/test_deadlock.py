@@ -128,16 +128,6 @@ def test_a_long_circle_is_shown_by_its_beginning_and_its_end():
     assert raised.value.details[10] == "... 4 more waits, each for the next ..."
 
 
-@pytest.mark.parametrize("op", ["F s9 m0", "SEND_F s1 m0", "RECV_F s0 m0", "F s0 m1 up", "REDUCE s7", "STEP s0"])
-def test_any_program_gets_an_answer(op):
-    program = listing(CROSSED + f"      {op}\n", Placement.linear(2))
-    for blocking in (False, True):
-        try:
-            check_deadlock(program, blocking_sends=blocking)
-        except ZbcError as error:
-            assert {problem.code for problem in error.errors} == {"E201"}
-
-
 @pytest.mark.parametrize(
     "name",
     few(SCHEDULES, lambda n: n not in ("v-half", "v-min", "v-auto", "1f1b-v", "bitpipe", "bitpipe-zb", "looped-zb")),

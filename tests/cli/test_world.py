@@ -261,12 +261,6 @@ def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
     assert other.parallel.shard == "none" and named.parallel.shard == "optimizer"
 
 
-def test_a_slip_in_what_some_shapes_leave_out_is_said(tmp_path):
-    path = written(tmp_path, parallel='world = 4\nshard = "optimiser"', schedule='kind = "1f1b"\nbatch = 16')
-    with refused("E103", "parallel.shard"):
-        load_job(path)
-
-
 def test_compare_chooses_the_ranks_that_share_layers_too(zbc, folder):
     """The choice for all rows is a whole shape, without settings that have no effect in it."""
     parallel = 'world = 4\ntp = "auto"\ntp_sequence = true\nshard = "optimizer"'

@@ -25,14 +25,11 @@ from zbc.ir import WHOLE, Kind, Op
 # schedule, chunks, cap: ms of the step with F = B = W = 1 per rank (p = 4, m = 8), mean frozen share
 INSTANCES = [
     ("1f1b", None, 0.0, 33.0, 0.0),
-    ("1f1b", None, 0.3, 27.6, 0.24375),
     ("1f1b", None, 0.5, 26.0, 0.375),
     ("1f1b", None, 0.8, 23.6, 0.675),
     ("1f1b", None, 1.0, 22.0, 0.875),
-    ("zb-h1", None, 0.3, 24.6, 0.3),
     ("zb-h1", None, 0.5, 23.0, 0.5),
     ("zb-h1", None, 0.8, 22.0, 0.625),
-    ("zb-h1", None, 1.0, 22.0, 0.625),
     ("interleaved-1f1b", 2, 0.5, 23.0, 0.328125),
     ("zb-v", None, 0.5, 21.5, 0.40625),
     ("gpipe", None, 0.5, 26.0, 0.5),

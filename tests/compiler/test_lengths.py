@@ -186,12 +186,6 @@ def test_a_whole_backward_is_shorter_by_that_of_its_b_and_its_w():
         assert short[2] == pytest.approx(short[0] + short[1] - sums[1] + found.of("bw_waits", 1, 7))
 
 
-def test_collectives_of_a_shared_vocabulary_at_given_times_are_less_by_tokens():
-    costs = costs_of(job(schedule={"tokens": SHARES}, costs=GIVEN["costs"], parallel={"pp": 4, "vocabulary": "shared"}))
-    for name in ("spread", "meet", "give", "take"):
-        assert [costs.of(name, 2, mb) for mb in range(8)] == pytest.approx([0.5 * n / 16 for n in SHARES]), name
-
-
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "gpipe"], 1))
 def test_a_step_takes_what_its_ops_take_one_by_one(kind):
     times = {**GIVEN["costs"], "comm": 5.0}

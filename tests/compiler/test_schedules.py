@@ -103,9 +103,6 @@ def test_memory_per_rank_is_what_the_module_table_claims(p):
 ALIASES = {
     "zbv": "zb-v",
     "ScheduleZBVZeroBubble": "zb-v",
-    "Schedule1F1B": "1f1b",
-    "ZB-H1": "zb-h1",
-    "ScheduleInterleaved1F1B": "interleaved-1f1b",
     "ScheduleLoopedBFS": "breadth-first",
     "GPipe": "gpipe",
 }

@@ -186,11 +186,6 @@ def test_tables_that_are_none(tmp_path, table, text):
     assert caught.value.hint
 
 
-def test_an_order_names_each_rank_once(tmp_path):
-    with pytest.raises(ZbcError, match=r"parallel\.order does not name each of the ranks 0 to 3 once"):
-        load_job(written(tmp_path), ["parallel.order=[0,1,1,2]"])
-
-
 def test_two_sizes_give_latency_and_speed():
     """2 us and 1 GB/s one way; the measurement of the slower rank counts."""
     small, large = 2e-6 + 256 / 1e9, 2e-6 + (4 << 20) / 1e9

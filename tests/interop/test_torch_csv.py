@@ -32,7 +32,6 @@ BROKEN = {
     "garbage behind an action": (GOOD.replace("1F1", "1F1garbage"), "E411", "row 2, column 3", "write 1F1"),
     "two actions in one cell": (GOOD.replace("0B0", "0B0 0F1"), "E411", "row 1, column 3", "write 0B0"),
     "a repeated F": (GOOD.replace("1B0", "1F0,1B0"), "E202", "row 2, column 2", "1F0 runs a second time"),
-    "a repeated B": (GOOD.replace("0B1", "0B1,0B1"), "E202", "row 1, column 5", "0B1 runs a second time"),
     "a circle of two": ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "E201", "row 1, column 2", "bring column 3"),
     "one rank's stages the wrong way round": ("0F0,0B0,1F0,1B0\n", "E206", "row 1, column 2", "before 1B0"),
     "numbers with zeros in front": (GOOD.replace("0F1", "0F01"), "E411", "row 1, column 2", "write 0F1"),
@@ -40,19 +39,14 @@ BROKEN = {
     # What torch refuses as well, mostly with an assertion.
     "lower case": (GOOD.replace("1B1", "1b1"), "E411", "row 2, column 4", "write 1B1"),
     "no microbatch": (GOOD.replace("1F0", "1F"), "E411", "row 2, column 1", "actions are stage, letter and microbatch"),
-    "no stage": (GOOD.replace("1F0", "F0"), "E411", "row 2, column 1", "actions are"),
-    "a negative stage": (GOOD.replace("1F0", "-1F0"), "E411", "row 2, column 1", "actions are"),
     "an unknown letter": (GOOD.replace("0B0", "0R0"), "E411", "row 1, column 3", "letters are F, I, W and B"),
     "the lowered form": (GOOD.replace("0B0", "0SEND_F0"), "E411", "row 1, column 3", 'format="compute_only"'),
-    "a collective": (GOOD.replace("0B0", "0UNSHARD"), "E411", "row 1, column 3", "lowered form"),
     "half a pair": (GOOD.replace("0B0", "(0F1)OVERLAP_F_B"), "E411", "row 1, column 3", "pairs look like"),
     "a header line": ("rank,ops\n" + GOOD, "E411", "row 1, column 1", "not an action: 'rank'"),
-    "another separator": (GOOD.replace(",", ";"), "E411", "row 1, column 1", "write 0F0"),
     "semicolons for commas": (GOOD.replace(",", "; "), "E411", "row 2, column 1", "write 1F0, with a comma between"),
     "tabs for commas": (GOOD.replace(",", "\t"), "E411", "row 1, column 1", "with a comma between actions"),
     "an absurd number": (GOOD.replace("0F1", "0F99999999999"), "E411", "row 1, column 2", "end at"),
     "an empty line in the middle": (GOOD.replace("\n", "\n\n", 1), "E411", "row 2, column 1", "delete the row"),
-    "an empty line at the end": (GOOD + "\n", "E411", "row 3, column 1", "delete the row"),
     "a row of idle slots": (GOOD + ",,,\n", "E411", "row 3, column 1", "needs work"),
     "a stage on two ranks": (GOOD.replace("1F1", "0F1"), "E411", "row 2, column 3", "first at row 1, column 1"),
     "a stage left out": (GOOD.replace("1F", "2F").replace("1B", "2B"), "E411", "row 2, column 1", "of stage 1"),
@@ -65,7 +59,6 @@ BROKEN = {
     "B before F": (GOOD.replace("1F0,1B0", "1B0,1F0"), "E206", "row 2, column 1", "move column 2 before column 1"),
     "an open quote": ('"0F0,0B0\n', "E411", "line 1", "not a CSV file"),
     "digits without end": (GOOD.replace("0F1", f"0F{'9' * 5000}"), "E411", "row 1, column 2", "end at 1000000"),
-    "the same, loosely": (GOOD.replace("0F1", f"0f{'9' * 5000}"), "E411", "row 1, column 2", "not an action"),
     "nothing": ("", "E411", None, "is empty"),
     "NUL bytes": (GOOD.replace("0F1", "0F\0"), "E411", None, "NUL"),
 }
@@ -95,7 +88,7 @@ def actions(text):
     return {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
 
 
-@pytest.mark.parametrize("name", list(BROKEN)[:6])
+@pytest.mark.parametrize("name", list(BROKEN)[:5])
 def test_torch_takes_these_broken_files(name):
     text = BROKEN[name][0]
     ranks, stages = len(text.splitlines()), 2

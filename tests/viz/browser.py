@@ -16,15 +16,8 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 LIMIT_S = 60.0
 _START = "import os, sys; [os.dup2(int(sys.argv[k]), k + 2) for k in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
-_FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
-]
+_FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+_FLAGS += ["--hide-scrollbars", "--remote-debugging-pipe"]
 
 
 def found() -> str | None:
