@@ -102,16 +102,16 @@ PLANNED = [(name, *way) for name, (ways, _) in MODELS.items() for way in ways]
 EACH = ("checkpoints its activations", "only biases train", "dropout")
 
 
-DATA = {"plans": {"data": {"kind": "plans.convnet:Quadrants"}}, "tests": VECTORS}
+def model_of(name):
+    data = {"plans": {"data": {"kind": "plans.convnet:Quadrants"}}, "tests": VECTORS}
+    return {"model": MODELS[name][1], **data.get(MODELS[name][1]["family"].partition(".")[0], {})}
 
 
 @pytest.mark.parametrize(
     ("name", "schedule", "p"), few(PLANNED, lambda case: case[0] in EACH or case[1:] == MODELS[case[0]][0][0])
 )
 def test_each_model_has_the_gradients_of_one_process_bit_by_bit(name, schedule, p):
-    model = MODELS[name][1]
-    data = DATA.get(model["family"].partition(".")[0], {})
-    check_gradients(make_plan(make_program(schedule, p, 4), model=model, **data, keep=without_step))
+    check_gradients(make_plan(make_program(schedule, p, 4), **model_of(name), keep=without_step))
 
 
 TRAINED = {
