@@ -83,7 +83,7 @@ zb-h1: cp, bfloat16 weights
 interleaved-1f1b: shared vocabulary, offload, tp, little room
 replicated-1f1b 4: replicas, slices, tp
 v-auto: slices, offload, tp_sequence, shared vocabulary, little room
-zb-v: slices, offload, tp, shared vocabulary, sharded weights, autocast, schedule.memory_limit="0.7x", resume
+zb-v: slices, offload, tp, shared vocabulary, sharded weights, little room, resume
 zb-v: offload, compile
 1f1b: two versions, compile
 gis: two versions, slices, tp, sharded optimizer
