@@ -491,7 +491,7 @@ BUGS = (
         "zbc/compiler/check/memory.py",
         "return max(range(len(memory)), key=lambda r: memory[r].bytes / rooms[r])",
         "return 0",
-        ("tests/compiler/test_costs.py", "tests/cli/test_errors.py"),
+        ("tests/compiler/test_unlike_ranks.py",),
     ),
     # ---- files, pictures, commands
     Bug(
