@@ -11,7 +11,6 @@ import pytest
 
 from tests.limits import until
 from tests.processes.plans import metrics, write_plan
-from tests.tiers import few
 from zbc.training.checkpoint import folder as disk
 
 
@@ -39,7 +38,8 @@ def saved(out):
     return disk.newest(out / "checkpoints") == disk.folder_of(out / "checkpoints", len(metrics(out)))
 
 
-@pytest.mark.parametrize("number", few([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], (signal.SIGINT,)))
+@pytest.mark.repeats
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_all_processes_of_a_run_ends_it_in_order(command, out, number):
     with begin(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         until(lambda: has_steps(out, 2))

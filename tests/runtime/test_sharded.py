@@ -1,14 +1,17 @@
 """The parts of a stage that ranks step, and that they make the whole."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.refusals import refused
+from tests.threads import side_by_side
 from zbc.compiler.memory import ledger
 from zbc.job import spec
 from zbc.plan import dealing
+from zbc.runtime.core.optimizer import build_optimizer
 from zbc.runtime.core.validate import CHUNK
 from zbc.runtime.features.shards.pieces import Piece, cut, deal
 from zbc.runtime.features.shards.sharded import Sharded
@@ -50,6 +53,58 @@ def test_large_parameters_are_cut_at_the_marks_of_the_norm():
 
 def test_what_the_compiler_predicts_for_the_norm_is_one_chunk():
     assert ledger.WIDE == CHUNK
+
+
+def modules():
+    """A weight in three pieces, one that is not contiguous, one that does not train, one without a gradient."""
+    torch.manual_seed(0)
+    turned = nn.Parameter(torch.randn(6, 4, 3).transpose(0, 2))
+    named = {"large": nn.Parameter(torch.randn(3, CHUNK - 7)), "turned": turned, "idle": nn.Parameter(torch.ones(5))}
+    return {**named, "frozen": nn.Parameter(torch.ones(2), requires_grad=False), "scale": nn.Parameter(torch.ones(()))}
+
+
+def gradients(rank, step):
+    source = torch.Generator().manual_seed(10 * step + rank)
+    shapes = {"large": (3, CHUNK - 7), "turned": (3, 4, 6), "scale": ()}
+    return {name: torch.randn(shape, generator=source) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_make_the_steps_of_the_whole_bit_by_bit(ranks):
+    whole = build_optimizer(ADAMW, modules(), lowered=None)
+    hub = Hub(ranks)
+    parts = [Sharded(ADAMW, modules(), ranks=tuple(range(ranks)), rank=rank) for rank in range(ranks)]
+
+    def run(rank):
+        one, end = parts[rank], hub.end(rank)
+        for step in range(2):
+            for name, grad in gradients(rank, step).items():
+                one.parameters[name].grad = grad
+            one.start(end)
+            assert all(p.grad is None for p in one.parameters.values())
+            one.finish()
+            squares = one.squares()
+            one.step(0.5)
+            one.drop()
+            one.start_gather(end)
+            one.finish_gather()
+        return squares
+
+    squares = side_by_side(ranks, run)
+    for step in range(2):
+        for rank in range(ranks):
+            for name, grad in gradients(rank, step).items():
+                p = whole.parameters[name]
+                p.grad = grad if p.grad is None else p.grad + grad
+        expected = whole.squares()
+        whole.step(0.5)
+        whole.drop()
+    for name, parameter in whole.parameters.items():
+        assert all(torch.equal(one.parameters[name], parameter) for one in parts), name
+    for name, square in expected.items():
+        assert torch.equal(sum(s[name] for s in squares if name in s), square), name
+    states = [sum(t.numel() for s in one.optimizer.state.values() for t in s.values()) for one in parts]
+    assert max(states) <= sum(states) / ranks + 2 * CHUNK  # two numbers for each element, and pieces are not cut
 
 
 def test_parameters_of_two_types_in_one_stage_are_refused():

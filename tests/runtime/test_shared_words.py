@@ -81,6 +81,21 @@ def together(ranks, hidden, table, targets, *, early, low=(0, 4, 5, 11)):
     return told[0].loss(log, logit).item(), torch.cat([s.weight.grad for s in shares]), sum(parts or more)
 
 
+def test_targets_that_do_not_count():
+    """The mean is over those that count, also if a slice has none."""
+    torch.manual_seed(0)
+    hidden, table = torch.randn(7, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
+    targets = torch.randint(0, 11, (7,))
+    targets[:3] = IGNORED
+    weight = torch.nn.Parameter(table.clone())
+    h = hidden.clone().requires_grad_()
+    loss = functional.cross_entropy(h @ weight.t(), targets)
+    loss.backward()
+    found, grads, dh = together(3, hidden, table, targets, early=True)
+    assert found == pytest.approx(loss.item(), rel=1e-14)
+    assert far(grads, weight.grad) < 1e-14 and far(dh, h.grad) < 1e-14
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_logits_too_large_for_exp_are_no_trouble(early):
     """Ranks whose largest logits are far apart: each is scaled to the common one."""
