@@ -63,7 +63,7 @@ def test_what_ran_is_said_in_words_and_as_json(zbc, job):
     assert len(found["parameters"]) == 8 * 12 + 5 and {p["error"] for p in found["parameters"]} == {0.0}
 
 
-@pytest.mark.parametrize(("loss", "found"), [("leaving:loss", "SystemExit: loss"), ("zoo:no_loss", "ValueError")])
+@pytest.mark.parametrize(("loss", "found"), [("test_leaving:loss", "SystemExit: loss"), ("zoo:no_loss", "ValueError")])
 def test_a_loss_that_fails_is_no_bug_of_zbc(zbc, job, loss, found):
     changes = zoo("averages", kind="zb-h1")
     ran = zbc(

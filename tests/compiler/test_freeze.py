@@ -119,3 +119,11 @@ def test_a_recording_tells_what_whole_ops_take(tmp_path, after):
     whole = compiled.report.freezing.unfrozen_ms
     meant = simulate(trace.plan.program, costs).makespan
     assert meant == pytest.approx(2 * (compiled.report.makespan_ms if after < 4 else whole))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "gpipe"])
+def test_no_step_is_below_its_bound_and_no_stage_frozen_beyond_its_share(schedule):
+    report = compile_job(job(kind=schedule, freeze={"most": 0.7}, costs={"f": 1.0, "b": 1.2, "w": 0.8})).report
+    assert report.lower_bound_makespan_ms <= report.makespan_ms + 1e-9 <= report.freezing.unfrozen_ms + 2e-9
+    assert report.lower_bound_span_ms <= report.span_ms + 1e-9
+    assert max(report.freezing.by_stage) <= 0.7 + 0.5 / WHOLE

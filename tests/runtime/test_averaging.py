@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.check import operational
 from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.test_tensor_parallel import plan_of
 from tests.threads import CPU, each_parameter, losses_of, run_threads, scaled
 from tests.tiers import few
+from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
 from zbc.plan.directory import RankPlan, StoredPlan
@@ -120,6 +122,31 @@ def test_one_replica_without_a_finite_gradient_skips_alone(tmp_path):
     workers = run_threads(plan(tmp_path, {"share": 0.5}), 3, setup=spoil)
     skipped = [[result.skipped for result in worker.results] for worker in workers]
     assert skipped[0] == skipped[1] == [False] * 3 and skipped[2] == skipped[3] == [False, True, False]
+
+
+def test_tied_weights_are_averaged_too(tmp_path):
+    """With a learning rate of 0 in the end all weights are their averages."""
+    how = {"optimizer": {**ADAM, "schedule": {"kind": "linear", "decay_steps": 2}}, "model_more": {"ties": True}}
+    found = {}
+    for _, key, parameter in each_parameter(run_threads(plan(tmp_path, {"share": 1.0, "delay": 0}, **how), 4)):
+        assert torch.equal(parameter, found.setdefault(key, parameter)), key
+
+
+BROKEN = {
+    "behind an op that uses the weights": (lambda ops: [ops[1], ops[0], *ops[2:]], "E206"),
+    "missing on one rank": (lambda ops: ops[1:], "E202"),
+    "twice": (lambda ops: [ops[0], *ops], "E202"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_averages_in_wrong_places_are_refused(name, tmp_path):
+    change, code = BROKEN[name]
+    program = plan(tmp_path, {"share": 0.1}).program
+    broken = program.with_ranks([change(list(program.ranks[0])), *map(list, program.ranks[1:])], by="test")
+    with refused(code):
+        check_all(broken)
+    assert not operational.run(broken).ok
 
 
 @pytest.mark.parametrize(("how", "said"), [({"dp": 1}, "dp is 1"), ({"kind": "chimera"}, "several copies")])

@@ -65,7 +65,7 @@ interleaved-1f1b: cp, tied embeddings, post-validate
 chimera: cp, sharded gradients
 * braid-v: cp, dp, selective
 zb-v 1: cp, windows
-zb-h1: cp, tp_sequence, slices
+* zb-h1: cp, tp_sequence, slices
 1f1b: cp, sharded weights, one-sided
 zb-v: cp, sharded optimizer, tied embeddings
 1f1b: cp, two versions

@@ -182,3 +182,15 @@ def test_wrapped_layers_are_refused_with_the_reason_ddp_too():
     nn.Module.__init__(layer)
     with pytest.raises(ZbcError, match="DistributedDataParallel"):
         refuse_wrapped("layers.0", layer)
+
+
+def test_deferred_work_of_users_runs_at_once_when_the_backward_is_not_split():
+    ran = []
+    slot = Slot()
+    slot.defer(lambda: ran.append(("now", torch.is_grad_enabled())))
+    slot.split = True
+    slot.defer(lambda: ran.append(("first", torch.is_grad_enabled())))
+    slot.defer(lambda: ran.append(("second", torch.is_grad_enabled())))
+    assert ran == [("now", False)]
+    slot.run()
+    assert ran == [("now", False), ("first", False), ("second", False)]

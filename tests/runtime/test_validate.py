@@ -43,6 +43,15 @@ def test_a_loss_that_is_not_finite_is_reported_as_it_is():
     assert math.isnan(found.loss) and found.bad_losses == (0, 1)
 
 
+def test_clipping_follows_torch():
+    verdict, parameter = StepResult(0.0, 4.0, False, (), ()), torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), 2.0)
+    torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    torch.testing.assert_close(parameter.grad, torch.full((4,), 2.0) * verdict.clip(1.0))
+    assert verdict.clip(5.0) is None and verdict.clip(None) is None
+    assert summed(({"c": math.inf}, {}, False), ({"a": 5.0}, {}, False)).clip(1.0) is None
+
+
 @pytest.mark.parametrize("way", ["_one_by_one", "_together"])
 def test_sums_of_squares_are_exact_where_float32_is_not(monkeypatch, way):
     monkeypatch.setattr(validate, "_one_by_one", getattr(validate, way))  # that of a GPU, too
