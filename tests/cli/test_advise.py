@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -118,6 +119,14 @@ def test_the_job_of_a_row_plans_to_the_numbers_of_the_row(advice):
         assert made.settled_ms == row.compiled.settled_ms and made.schedule == row.compiled.schedule
         assert made.report.peak_bytes == row.compiled.report.peak_bytes
         assert made.job.hardware.gpu == "a100-40g" and "tflops" not in path.read_text()
+
+
+def test_a_mix_of_policies_is_written_as_a_job_that_plans_to_its_numbers(advice):
+    found, folder = advice
+    (row,) = core._whole(core._with(found.rows[0].document, {core.ACTIVATIONS: "recompute"}))
+    mixed, path = core._mixed(row), folder / "mixed.toml"
+    path.write_text(advising.job_text(replace(found, rows=(mixed,)), 1, folder))
+    assert compile_job(load_job(path), budget=0.0).settled_ms == mixed.compiled.settled_ms < row.compiled.settled_ms
 
 
 def test_the_job_of_a_row_leaves_layers_and_recompute_to_each_schedule(advice):

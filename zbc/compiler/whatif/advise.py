@@ -348,8 +348,8 @@ def _mixed(row: Row) -> Row:
         return row
     best, count = [row], min(row.shape.microbatches, FILLED * row.shape.pp)
     for few in _whole(_with(row.document, {("schedule", "microbatches"): count, ACTIVATIONS: "auto"})):
-        chosen = few.job.memory
-        mixed = {ACTIVATIONS: chosen.activations, ("memory", "attention"): chosen.attention}
+        chosen = [(key, getattr(few.job.memory, key)) for key in ("activations", "attention")]
+        mixed = {("memory", key): value for key, value in chosen if value is not None}
         best += _whole(_with(row.document, mixed))
     return min(best, key=lambda one: one.sample_ms)
 
