@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from zbc.compiler.cost.stage_bytes import NO_BYTES, StageBytes
@@ -235,11 +235,6 @@ class Costs:
         """ms of every stage for a whole microbatch (the mean of unequal ones), as a tuple that loops can fetch once."""
         count = self.unequal or 1
         return tuple(sum(entry) / count if isinstance(entry, tuple) else entry for entry in self._column(name))
-
-    def typical(self, name: str) -> PerStage:
-        """The same with the median of unequal microbatches, to compare with medians of measured times."""
-        found = self._column(name) if self.unequal else self.column(name)
-        return tuple(median(entry) if isinstance(entry, tuple) else entry for entry in found)
 
     def each(self, combine: Callable[..., float], *names: str) -> Column:
         """Applies `combine` to the ms of these columns, slice by slice if they have slices; returns a column."""
