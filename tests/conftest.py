@@ -2,13 +2,14 @@
 
 Golden files are texts that a person has reviewed. `pytest --update-golden` rewrites them; read the diff.
 
-Tests marked `repeats` (tests/tiers.py) and those of tests/rest.txt run with `--all`, an eighth of them with
-`--eighth N`, or if the command line names one (`pytest tests/x.py::test_y`). rest.txt lists tests that took more than
-`QUICK` CPU seconds when `pytest --all --measure` last wrote it; of its second part, tests of more than `MOST`, only
-every fourth runs with its eighth. Its third part, kept by hand, lists tests that always run: they catch planted bugs
-that no other test catches as fast (bench/planted.py). A test that takes more than `MOST` fails, unless a line of
-tests/slow.txt gives the reason; its lines begin with prefixes of files, folders or tests. A slow machine may take
-longer by what it needs for additions; tests that `make test` leaves out have this limit with `--all` only.
+Tests marked `repeats` (tests/tiers.py) and those of tests/rest.txt run with `--all`, an eighth of them with `--eighth
+N`, or if the command line names one (`pytest tests/x.py::test_y`). rest.txt lists tests that took more than `QUICK` CPU
+seconds, with the cards that no other test reads, when `pytest --all --measure` last wrote it; of its second part, tests
+of more than `MOST`, only every fourth runs with its eighth. Its third part, kept by hand, lists tests that always run:
+they catch planted bugs that no other test catches as fast (bench/planted.py). A test that takes more than `MOST` fails,
+unless a line of tests/slow.txt gives the reason; its lines begin with prefixes of files, folders or tests. A slow
+machine may take longer by what it needs for additions; tests that `make test` leaves out have this limit with `--all`
+only.
 
 Schedules are searched for `BUDGET` seconds by default, except in tests of searches and of their results.
 """
@@ -16,6 +17,8 @@ Schedules are searched for `BUDGET` seconds by default, except in tests of searc
 import os
 import time
 import zlib
+from collections import Counter
+from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 
@@ -43,21 +46,25 @@ settings.register_profile("zbc", settings.default, deadline=None)  # a busy mach
 settings.load_profile("zbc")
 
 
-MADE = [0.0]  # CPU seconds for cards, which all tests share
+MADE = {}  # card -> CPU seconds to make it; most are of several tests, so they count for none
+READ = set()  # cards of the current test
 
 
-def _timed(made):
-    def run(*args):
-        before = time.process_time()
-        try:
-            return made(*args)
-        finally:
-            MADE[0] += time.process_time() - before
-
-    return run
+def _timed(file, *args, made=cards._made):
+    import_module(cards.MAKER.partition(":")[0])  # of torch, which counts for none
+    before = time.process_time()
+    try:
+        return made(file, *args)
+    finally:
+        MADE[file and file.stem] = time.process_time() - before
 
 
-cards._made = _timed(cards._made)
+def _noted(*args, digest=cards._digest):
+    READ.add(name := digest(*args))
+    return name
+
+
+cards._made, cards._digest = _timed, _noted
 
 
 @pytest.fixture
@@ -108,10 +115,14 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    before = _cpu() - MADE[0]
+    READ.clear()
+    MADE.clear()
+    before, measures = _cpu(), item.config.getoption("--measure")
     found = yield
-    took = (_cpu() - MADE[0] - before) / (slowness() if item.config.getoption("--measure") else 1.0)
-    item.user_properties.append(("cpu", took))
+    slow = slowness() if measures else 1.0
+    took = (_cpu() - sum(MADE.values()) - before) / slow
+    made = {name: MADE.get(name, 0.0) / slow for name in READ}
+    item.user_properties += [("cpu", took), ("cards", made if measures else {})]
     held = item.config.getoption("--all") or not _left(item)
     if took > MOST + COLD and held and not item.nodeid.startswith(MAY) and not item.config.getoption("--measure"):
         most = MOST * slowness()
@@ -125,16 +136,20 @@ def _cpu():
     return sum(os.times()[:4])
 
 
-TOOK = {}  # CPU seconds of each test that ran
+TOOK, CARDS = {}, {}  # CPU seconds of each test that ran; the cards of each, with those for what it made
 
 
 def pytest_runtest_logreport(report):
     if report.when == "call":
-        TOOK[report.nodeid] = dict(report.user_properties).get("cpu", 0.0)
+        told = dict(report.user_properties)
+        TOOK[report.nodeid], CARDS[report.nodeid] = told.get("cpu", 0.0), told.get("cards", {})
 
 
 def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("--measure"):
+        readers = Counter(card for some in CARDS.values() for card in some)
+        for name, some in CARDS.items():
+            TOOK[name] += sum(cpu for card, cpu in some.items() if readers[card] == 1)
         long = {name for name, share in LEFT.items() if share > 8} - TOOK.keys()
         long |= {name for name, took in TOOK.items() if took > MOST}
         some = {name for name, took in TOOK.items() if took > QUICK} | LEFT.keys() - TOOK.keys()
