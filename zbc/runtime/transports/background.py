@@ -9,7 +9,6 @@ the same on all ranks. On CUDA a side stream waits, and no thread is needed.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -138,8 +137,7 @@ Chains = ThreadChains | StreamChains
 Chain = Threaded | _Streamed
 
 
-_LOOK_S = 0.005  # the interval in which the thread polls for sends at high rates
-_CLOSELY = 500  # sends per second: above this rate it is not woken for each
+_LOOK_S = 0.005  # the interval in which the thread looks for new sends
 
 
 _Send = tuple[dist.Work, Tensor, Callable[[BaseException], ZbcError]]  # the last makes the error of its failure
@@ -189,101 +187,44 @@ def _check(send: _Send) -> None:
 class ThreadSends:
     """For gloo, whose work objects complete only in a call of `wait`: a thread calls it.
 
-    Waking a thread costs the rank more than starting a send. So at high rates the thread polls for new sends, two
-    hundred times a second, and tensors delivered meanwhile are kept that much longer: with ops of a millisecond, a few
-    tensors. At low rates each send wakes the thread, and its tensor is freed as soon as it is delivered.
+    Waking a thread costs the rank more than starting a send, so the thread looks for new sends, two hundred times a
+    second, and delivered tensors are kept that much longer: with ops of a millisecond, a few tensors.
     """
 
     def __init__(self) -> None:
         self._under_way: deque[_Send] = deque()
-        self._begun = self._asked = self._ended = 0  # the last is written by the thread only, the others by the rank's
         self._failure: ZbcError | None = None
-        self._asleep = self._draining = self._closed = self._close = False
-        self._counted, self._since = 0, time.monotonic()  # sends that had ended at that time
-        self._wake, self._changed = threading.Event(), threading.Condition()
+        self._waiting, self._closed = threading.Lock(), threading.Event()  # the lock: of whoever waits for sends
         threading.Thread(target=self._reap, name="zbc-sends", daemon=True).start()
 
     def add(self, work: dist.Work, tensor: Tensor, lost: Callable[[BaseException], ZbcError]) -> None:
         if self._failure is not None:
             raise self._failure
-        self._begun += 1
         self._under_way.append((work, tensor, lost))
-        if self._asleep:
-            self._wake.set()
 
     def drain(self) -> None:
         """After the collective at a step's end all sends are delivered: asking is faster than waking the thread."""
-        failure = self._ask()
-        if not self._over() and self._failure is None:  # the thread is waiting for a send
-            self._draining = True
-            with self._changed:
-                self._changed.wait_for(lambda: self._over() or self._failure is not None)
-            self._draining = False
-        if failure is not None and self._failure is None:
-            self._failure = failure
+        self._wait()
         if self._failure is not None:
             raise self._failure
 
-    def _over(self) -> bool:
-        return self._ended + self._asked == self._begun
-
-    def _ask(self) -> ZbcError | None:
-        """Waits here for the sends that the thread has not taken; stops at the first failure and returns its error."""
-        while self._under_way and self._failure is None:
-            try:
-                work, _, lost = self._under_way.popleft()
-            except IndexError:  # the thread has taken it
-                return None
-            self._asked += 1
-            try:
-                work.wait()
-            except RuntimeError as error:
-                return lost(error)
-        return None
-
     def close(self) -> None:
-        self._closed = True
-        self._wake.set()
+        self._closed.set()
 
     def _reap(self) -> None:
-        while not self._closed:
-            try:
-                send = self._under_way.popleft()  # referenced by this frame only, until the next one
-            except IndexError:
-                self._rest()
-                continue
-            failure = None
-            try:
-                send[0].wait()
-            except RuntimeError as error:
-                failure = send[2](error)
-            del send
-            self._failure = self._failure or failure
-            self._ended += 1
-            if self._draining:
-                with self._changed:
-                    self._changed.notify_all()
+        while not self._closed.wait(_LOOK_S):
+            self._wait()
 
-    def _rest(self) -> None:
-        """Waits until there is work."""
-        if self._closely():
-            self._wake.wait(_LOOK_S)
-            self._wake.clear()
-            return
-        self._wake.clear()
-        self._asleep = True  # before the last check, so that an `add` after it sees the flag
-        if not self._under_way and not self._closed:
-            self._wake.wait()
-        self._asleep = False
-
-    def _closely(self) -> bool:
-        """Whether the rate of sends is high, measured every `_LOOK_S` seconds, or earlier as soon as it is."""
-        now = time.monotonic()
-        passed, ended = now - self._since, self._ended + self._asked
-        close = ended - self._counted > _CLOSELY * max(passed, _LOOK_S)
-        if close or passed >= _LOOK_S:
-            self._close, self._counted, self._since = close, ended, now
-        return self._close
+    def _wait(self) -> None:
+        """Waits for all sends, each referenced by this frame only, up to the first failure."""
+        with self._waiting:
+            while self._under_way and self._failure is None:
+                work, _, lost = self._under_way.popleft()
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    self._failure = lost(error)
+                del work, _
 
 
 Sends = EventSends | ThreadSends
