@@ -119,7 +119,7 @@ WRONG = {
     "F s0 m0, OFFLOAD s0 m0, OFFLOAD s0 m0": "OFFLOAD s0 m0: what F left is going, it must be kept",
     "F s0 m0, RELEASE s0 m0, BW s0 m0": "RELEASE s0 m0: there is nothing that it could move",
     "F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0, BW s0 m0": "BW s0 m0: its F has not run",
-    "F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0": "what F s0 m0 left went to the host and was never fetched back",
+    "F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0": r"away\[s0 m0\]",
 }
 
 

@@ -33,7 +33,7 @@ GROUPED = dict(
 )
 STEPS = 3  # the first is not looked at: there is no step before it to make final
 
-PER_UNIT = {value for store in STORES for value in store.values}  # of these all is seen
+PER_UNIT = {value for values in STORES.values() for value in values}  # of these all is seen
 FROM_OUTSIDE = {"part", "total", "norm", "verdict", "shard", "weights", "clean"}  # of these, that it is made
 NOT_THERE = {"kv", "dkv"}  # without slices
 SHARES = {name for name, value in VALUES.items() if value.scope == "share"}  # see test_shared_words.py
@@ -92,8 +92,8 @@ class Watch:
     def __init__(self, worker):
         self.worker, self.seen, self.op = worker, [], None
         self.found = defaultdict(set)
-        for store in STORES:
-            setattr(worker, store.name, Watched(self.note, lambda key, store=store: self.stored(store, key)))
+        for name, values in STORES.items():
+            setattr(worker, name, Watched(self.note, lambda key, values=values: self.stored(values, key)))
         worker.transport = Travelling(worker.transport, self.note, self.sent)
         for op, one in worker.sums.items():
             self.tell(one, "start", "writes", op.kind.row.writes[0])
@@ -115,12 +115,12 @@ class Watch:
     def note(self, what, ref):
         self.found[what].add(ref)
 
-    def stored(self, store, key):
-        """The ref of an entry in a store, relative to the running op."""
+    def stored(self, values, key):
+        """The ref of an entry in a store of `values`, relative to the running op."""
         if isinstance(key, Message):
             return self.on_edge("act" if key.forward else "grad", key.source, key.sink, key)
         assert key == self.op.key
-        return Ref(*store.values)
+        return Ref(*values)
 
     def sent(self, letter):
         if isinstance(letter, Signal):
@@ -151,10 +151,10 @@ class Watch:
         """A comparable snapshot of the values of the op's stage, or of the rank."""
         worker, kind = self.worker, self.op.kind
         pending = getattr(worker.phase_run.ending, "pending", None)
-        verdict = worker.verdict if pending is None else pending.verdict
+        verdict = worker.verdict if pending is None else getattr(pending, "verdict", None)
         found = {"verdict": verdict is not None, "weights": len(worker.features.of(Gathers).coming)}
         if kind is Kind.NORM and pending is not None:  # VERDICT takes the sums of all, and need not keep them
-            found["norm"] = pending.sums is not None
+            found["norm"] = hasattr(pending, "sums")
         if kind.row.scope is not Scope.RANK and self.op.stage != TIED:
             weights = list(worker.stages[self.op.stage].parameters.values())
             found["shard"] = sizes(weights)
@@ -221,6 +221,4 @@ def test_every_kind_and_value_is_watched_or_named():
     elsewhere = {Kind.AVERAGE, Kind.FREE, Kind.SCATTER, *COPY, *(kind for kind in Kind if kind.unit_wide)}
     assert HANDLERS.keys() == set(Kind) == seen | elsewhere
     assert VALUES.keys() == PER_UNIT | FROM_OUTSIDE | NOT_THERE | SHARES | UNSEEN
-    assert {value for store in STORES for value in store.values} == {
-        name for name, value in VALUES.items() if not value.stays and name not in NOT_THERE | SHARES
-    }
+    assert {name for name, value in VALUES.items() if not value.stays and name not in NOT_THERE | SHARES} == PER_UNIT

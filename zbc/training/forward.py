@@ -103,7 +103,7 @@ class ForwardRun(EvaluationRun):
         return partial(self.collect, self.rows[number])
 
     def told(self, worker: Worker, unit: Unit, meeting: Meeting) -> None:
-        (log, logit), parts = meeting.known(), self.rows[worker.number(unit[0])]
+        (log, logit), parts = meeting.known, self.rows[worker.number(unit[0])]
         found = (logit - log).where(meeting.told.weight != 0, log.new_zeros(()))
         parts[unit[1]] = found.view(parts[unit[1]].shape).float()
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
-from zbc.ir import Key, Kind, Message, Op
-from zbc.ops import VALUES
+from zbc.ir import Kind, Op
 from zbc.runtime.core.progress import StepResult
 from zbc.text import few
 
@@ -21,53 +20,22 @@ if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
 
 
-class Store(NamedTuple):
-    """A store of a worker: the values that it holds, and the message for a key left over at the end of a step."""
-
-    name: str
-    values: tuple[str, ...]  # of `ops.VALUES`
-    left: str
-
-
-STORES = (
-    Store("edges", ("act", "grad"), "{}"),
-    Store("kept", ("kept",), "F {} has no backward"),
-    Store("slots", ("left",), "B {} has no W"),
-    Store("away", ("host",), "what F {} left went to the host and was never fetched back"),
-)
+# The stores of a worker, and the values of `ops.VALUES` that they hold.
+STORES = {"edges": ("act", "grad"), "kept": ("kept",), "slots": ("left",), "away": ("host",)}
 # The values made by ops that REDO runs again.
 REPEATED = frozenset(ref.what for kind in Kind if kind.row.repeats for ref in kind.row.writes)
 
 
 def leftovers(worker: Worker) -> list[str]:
-    """Messages for values that a finished step should have consumed but did not."""
-
-    def late(mb: int) -> bool:
-        return worker.phase_run.ending.due(worker, mb)
-
-    due = (store for store in STORES[1:] if not any(VALUES[value].stays for value in store.values))
-    texts = [store.left.format(key.name) for store in due for key in getattr(worker, store.name) if late(key.mb)]
-    texts += [_left_on(worker, edge) for edge in worker.edges if late(edge.mb)]
+    """Values that a finished step should have consumed but did not, each as its store and key: `kept[s0 m1]`."""
+    due = worker.phase_run.ending.due
+    edges = [("edges", edge.send, edge.mb) for edge in worker.edges]
+    kept = [(name, key.name, key.mb) for name in STORES if name != "edges" for key in getattr(worker, name)]
+    losses = [("losses", f"m{mb}", mb) for mb in worker.losses]
+    texts = [f"{name}[{key}]" for name, key, mb in (*kept, *edges, *losses) if due(worker, mb)]
     texts += [text for feature in worker.features for text in feature.leftovers(worker)]
-    texts += ["a sum of gradients was started and never used"] * len(worker.summing)
-    texts += [
-        f"the slices of m{number - worker.phase_run.first} did not all run"
-        for _, step, number in worker.reading
-        if step <= worker.step
-    ]
-    return [*texts, *(f"the loss of m{mb} was never reported" for mb in worker.losses if late(mb))]
-
-
-def _left_on(worker: Worker, edge: Message) -> str:
-    """The message for a value left over on an edge."""
-    placement = worker.placement
-    sent = placement.crosses(edge.source, edge.sink, edge.pipe)
-    name = Key(edge.source if sent or placement.branches else edge.sink, *edge[2:]).name
-    name += f" to s{edge.sink}" if placement.branches else ""
-    what, reader = ("output", "F") if edge.forward else ("gradient", "B")
-    if sent:
-        return f"the {'output of F' if edge.forward else 'input gradient of B'} {name} was never sent"
-    return f"the {what} handed over for {reader} {name} was never used"
+    texts += [f"reading[{kind}, {number}]" for kind, step, number in worker.reading if step <= worker.step]
+    return texts + ["summing"] * len(worker.summing)
 
 
 class Ending:

@@ -112,7 +112,7 @@ class Feature:
         """The forwards of a step are about to run again: drops their outputs."""
 
     def leftovers(self, worker: Worker) -> list[str]:
-        """Descriptions of values that a finished step should have consumed but did not."""
+        """Values that a finished step should have consumed but did not; see `ending.leftovers`."""
         return []
 
     def pauses(self, worker: Worker, pause: Pause) -> None:

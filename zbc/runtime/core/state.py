@@ -355,9 +355,9 @@ class Worker:
     def drop_repeated(self) -> None:
         """Drops the outputs of the ops that REDO runs again."""
         self.edges = {edge: tensor for edge, tensor in self.edges.items() if not edge.forward}
-        for store in STORES[1:]:
-            if REPEATED.issuperset(store.values):
-                getattr(self, store.name).clear()
+        for name, values in STORES.items():
+            if REPEATED.issuperset(values):
+                getattr(self, name).clear()
         for feature in self.features:
             feature.repeats(self)
         self.reports.clear()

@@ -17,11 +17,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from zbc.errors import ZbcError
 from zbc.ir import Kind, Message, Op
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import judges
@@ -48,14 +48,13 @@ class TentativeStep:
     busy: Busy
     peak: int
     seconds: float
-    sums: Tensor | None = None  # over all ranks, on the last one
-    verdict: StepResult | None = None
+    sums: Tensor = field(init=False)  # over all ranks, on the last one, from NORM on
+    verdict: StepResult = field(init=False)  # from VERDICT on
     redone: bool = False
     added: Mapping[int, Tensor | float] = field(default_factory=dict)  # auxiliary losses, as in `Worker.entries`
 
-    def result(self) -> StepResult | None:
-        """The result of the step; None before its verdict."""
-        return None if self.verdict is None else self.verdict.of(self.step, self.seconds, redone=self.redone)
+    def result(self) -> StepResult:
+        return self.verdict.of(self.step, self.seconds, redone=self.redone)
 
 
 class Ahead(Ending):
@@ -118,14 +117,14 @@ def tentative(worker: Worker, op: Op) -> None:
     """
     worker.settle(op.stage)
     worker.before_update()
-    masters = masters_of(worker, op)
+    masters = _masters_of(worker, op.stage)
     set_rate(masters, worker.rate(worker.phases, worker.step))
     masters.tentative()
 
 
 def norm(worker: Worker, op: Op) -> None:
     """NORM: adds this rank's entries of the last step to the vector of the previous ranks, and passes it on."""
-    pending = _ahead(worker, op).pending
+    pending = _ahead(worker).pending
     if pending is None:
         return
     losses = {} if worker.share else {worker.number(mb): loss for mb, loss in pending.losses.items()}
@@ -143,22 +142,19 @@ def norm(worker: Worker, op: Op) -> None:
 
 def verdict(worker: Worker, op: Op) -> None:
     """VERDICT: receives the vector of all ranks from the next one and passes it back."""
-    pending = _ahead(worker, op).pending
+    pending = _ahead(worker).pending
     if pending is None:
         return
-    sums, before, after = pending.sums, _next_to(worker, -1), _next_to(worker, 1)
-    if sums is None and after is not None:
-        sums = _signal(worker, VERDICT, after)
-    if sums is None:
-        raise ZbcError("E703", f"run: {op} comes before NORM", hint="plan again")
-    if before is not None:
+    after = _next_to(worker, 1)
+    sums = pending.sums if after is None else _signal(worker, VERDICT, after)
+    if (before := _next_to(worker, -1)) is not None:
         worker.transport.send(VERDICT, sums, before)
-    pending.verdict, pending.sums = worker.learn(sums), None
+    pending.verdict = worker.learn(sums)
 
 
 def redo(worker: Worker, op: Op) -> None:
     """REDO: if the last step is to be clipped or skipped, corrects it and runs the forwards since again."""
-    ahead = _ahead(worker, op)
+    ahead = _ahead(worker)
     pending = ahead.pending
     if pending is None or _settle(worker, pending):
         return
@@ -179,16 +175,13 @@ def redo(worker: Worker, op: Op) -> None:
 def _settle(worker: Worker, pending: TentativeStep) -> bool:
     """Whether the last step is final as assumed; if not, steps by the verdict and writes the working weights again."""
     verdict = pending.verdict
-    if verdict is None:
-        raise ZbcError("E703", "run: the verdict of the last step is not known", hint="plan again")
     scale = verdict.clip(worker.clip)
     if not verdict.skipped and scale is None:
         return True
     for stage, optimizer in sorted(worker.optimizers.items()):
-        masters = masters_of(worker, Op(Kind.COMMIT, stage))
         if not verdict.skipped:
             optimizer.commit(scale)
-        masters.publish()
+        _masters_of(worker, stage).publish()
         optimizer.drop()
         if (sharded := inside(optimizer, Sharded)) is not None:  # all its replicas do this, in the same order
             worker.features.of(Gathers).start(worker, sharded)
@@ -199,7 +192,7 @@ def _settle(worker: Worker, pending: TentativeStep) -> bool:
 
 def commit(worker: Worker, op: Op) -> None:
     """COMMIT: makes the ordinary step of a stage, unless REDO has made it."""
-    pending, optimizer = _ahead(worker, op).pending, worker.optimizers[op.stage]
+    pending, optimizer = _ahead(worker).pending, worker.optimizers[op.stage]
     if pending is not None and not pending.redone:
         optimizer.commit(None)
         optimizer.drop()
@@ -213,24 +206,13 @@ def _signal(worker: Worker, signal: Signal, peer: int) -> Tensor:
     return worker.wait(signal)
 
 
-def _ahead(worker: Worker, op: Op) -> Ahead:
-    if not isinstance(ending := worker.phase_run.ending, Ahead):
-        raise _not_ahead(str(op))
-    return ending
+def _ahead(worker: Worker) -> Ahead:
+    return cast(Ahead, worker.phase_run.ending)
 
 
-def masters_of(worker: Worker, op: Op) -> Masters:
+def _masters_of(worker: Worker, owner: int) -> Masters:
     """The optimizer of a stage's masters, or of this rank's pieces of them."""
-    optimizer = worker.optimizers[op.stage]
-    masters = inside(optimizer, Masters)
-    if masters is None:
-        raise _not_ahead(str(op))
-    return masters
-
-
-def _not_ahead(what: str) -> ZbcError:
-    text = f'run: {what} is for optimizer.sync = "post-validate", which this plan was not made for'
-    return ZbcError("E703", text, hint="plan again")
+    return cast(Masters, inside(worker.optimizers[owner], Masters))
 
 
 def _next_to(worker: Worker, way: int) -> int | None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.ops import WORDS, At, owners_among, rows_with
 from zbc.runtime.core.feature import Context, Feature, Pause
@@ -103,28 +102,23 @@ class Gathers(Feature):
         for sharded in self.freed:
             sharded.weights.free()
 
-    def of(self, op: Op) -> Sharded:
-        if op.stage not in self.stages:
-            raise ZbcError("E703", f"run: {op} has nothing to gather: this rank steps all of the stage")
-        return self.stages[op.stage]
-
 
 def gather(worker: Worker, op: Op) -> None:
     """GATHER: starts the all-gather of a stage's weights from the ranks that each updated a shard."""
-    worker.features.of(Gathers).start(worker, worker.features.of(Gathers).of(op))
+    gathers = worker.features.of(Gathers)
+    gathers.start(worker, gathers.stages[op.stage])
 
 
 def free(worker: Worker, op: Op) -> None:
     """FREE: reshards a stage, freeing the bytes of its weights."""
-    worker.features.of(Gathers).of(op).weights.free()
+    worker.features.of(Gathers).stages[op.stage].weights.free()
 
 
 def scatter(worker: Worker, op: Op) -> None:
     """SCATTER: starts the reduce-scatter of a stage's gradients so far; later ones are added to its result."""
-    sharded = worker.features.of(Gathers).of(op)
     for feature in worker.features:
         feature.reduces(worker, op)
-    sharded.scatter(worker.transport)
+    worker.features.of(Gathers).stages[op.stage].scatter(worker.transport)
 
 
 def _with_weights(handler: Handler, worker: Worker, op: Op) -> None:

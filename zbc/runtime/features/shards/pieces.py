@@ -55,20 +55,6 @@ def deal(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
     return [[pieces[i] for i in share] for share in dealing.deal([piece.size for piece in pieces], ranks)]
 
 
-class Row:
-    """The pieces of a rank in the order of its message: first those in their own type."""
-
-    def __init__(self, share: Sequence[Piece], low: Mapping[str, SplitLinear]) -> None:
-        self._share = list(share)
-        self._wide = [piece for piece in share if piece.name not in low]
-        self._low = [piece for piece in share if piece.name in low]
-        self.wide, self.low = (sum(piece.size for piece in some) for some in (self._wide, self._low))
-
-    def parts(self, lowers: bool) -> tuple[list[Piece], list[Piece]]:
-        """The pieces in their own type, and in the lower type."""
-        return (self._wide, self._low) if lowers else (self._share, [])
-
-
 def weights_read_low(trained: Mapping[str, nn.Parameter], casts: Iterable[SplitLinear]) -> dict[str, SplitLinear]:
     """The weights of linear layers that ops read as casts only, by name."""
     by_weight = {id(cast.module.weight): cast for cast in casts}
@@ -157,20 +143,25 @@ class Weights:
         lows = self._frees and kind is not None
         self._casts, self._kind, self._low = casts, kind, weights_read_low(self._trained, casts) if lows else {}
         wide = [p for name, p in self._trained.items() if p.is_contiguous() and name not in self._low]
-        self._flat = Flat(wide) if self._frees else None
+        self._flat = Flat(wide if self._frees else [])
         self._there = self._frees  # whether weights that are read as casts only are resident
-        self._rows = [Row(share, self._low) for share in self._shares]
-        self._message = max(row.wide for row in self._rows), max(row.low for row in self._rows)
+        self._rows = {lowers: [self._parts(share, lowers) for share in self._shares] for lowers in (False, True)}
+        sizes = [[sum(piece.size for piece in some) for some in parts] for parts in self._rows[True]]
+        self._message = [max(some) for some in zip(*sizes, strict=True)]
 
     @property
     def lowers(self) -> bool:
         """Whether gathers within a step bring casts."""
         return bool(self._low)
 
+    def _parts(self, share: Sequence[Piece], lowers: bool) -> tuple[list[Piece], list[Piece]]:
+        """The pieces of a rank in the order of its message: in their own type, then in the lower type."""
+        low = self._low if lowers else ()
+        return [piece for piece in share if piece.name not in low], [piece for piece in share if piece.name in low]
+
     def restore(self, *, whole: bool) -> None:
         """Allocates the bytes of freed weights; `whole`: also of those that a step reads as casts only."""
-        if self._flat is not None:
-            self._flat.restore()
+        self._flat.restore()
         for name in self._low if whole else ():
             parameter = self._trained[name]
             parameter.data.untyped_storage().resize_(parameter.nbytes)
@@ -183,7 +174,7 @@ class Weights:
 
     def fill(self, row: Tensor, lowers: bool) -> None:
         """Writes this rank's pieces into its message."""
-        for places, pieces in zip(self._split(row, lowers), self._rows[self._mine].parts(lowers), strict=True):
+        for places, pieces in zip(self._split(row, lowers), self._rows[lowers][self._mine], strict=True):
             copy_all(places_in(places, pieces), [self.own[piece].detach().reshape(-1) for piece in pieces])
 
     def adopted(self, lowers: bool) -> dict[str, Tensor]:
@@ -195,9 +186,9 @@ class Weights:
     def spread(self, parts: Iterable[Tensor], casts: Mapping[str, Tensor], lowers: bool) -> None:
         """Copies the rows of all ranks into weights and casts."""
         targets, sources = list[Tensor](), list[Tensor]()
-        for index, (message, row) in enumerate(zip(parts, self._rows, strict=True)):
+        for index, (message, share) in enumerate(zip(parts, self._rows[lowers], strict=True)):
             if self._frees or index != self._mine:
-                for places, pieces in zip(self._split(message, lowers), row.parts(lowers), strict=True):
+                for places, pieces in zip(self._split(message, lowers), share, strict=True):
                     views = [self._view(piece, casts) for piece in pieces]
                     targets += views
                     sources += [a.view(b.shape) for a, b in zip(places_in(places, pieces), views, strict=True)]
@@ -228,10 +219,9 @@ class Weights:
 
     def free(self) -> None:
         """Frees the bytes of the weights."""
-        if self._flat is not None:
-            self._flat.free()
-            for cast in self._casts:
-                cast.free()
+        self._flat.free()
+        for cast in self._casts if self._frees else ():
+            cast.free()
         if self._there:
             for name in self._low:
                 self._trained[name].data.untyped_storage().resize_(0)
@@ -239,7 +229,7 @@ class Weights:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether FREE would free the bytes of a tensor, since it is a view of a weight."""
-        return self._flat is not None and self._flat.holds(tensor)
+        return self._flat.holds(tensor)
 
     def _view(self, piece: Piece, casts: Mapping[str, Tensor] = NO_CASTS) -> Tensor:
         if piece.name in casts:

@@ -86,8 +86,7 @@ class SlicePasts(Feature):
             pasts.clear()
 
     def leftovers(self, worker: Worker) -> list[str]:
-        numbers = sorted({mb for pasts in self._of(worker) for _, step, mb in pasts if step <= worker.step})
-        return [f"keys and values of microbatch {number} were never freed" for number in numbers]
+        return [f"pasts[m{mb}]" for pasts in self._of(worker) for _, step, mb in pasts if step <= worker.step]
 
     @staticmethod
     def _of(worker: Worker) -> list[dict[Place, Pasts]]:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
 from zbc.job.sections import Optimizer
 from zbc.ops import home_of, owners_among
@@ -101,9 +101,8 @@ class Cycle(Ending):
     def closes(self, worker: Worker, began: float) -> StepResult | None:
         """Starts the all-reduce of the step's vector; returns the result of the previous step."""
         first, step, m = worker.phase_run.first, worker.step, self.microbatches
-        own = [mb for mb in worker.losses if mb // m == step % 2]
-        losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
-        losses = {} if worker.share else losses
+        own = {first + mb % m: worker.losses.pop(mb) for mb in [*worker.losses] if mb // m == step % 2}
+        losses = {} if worker.share else own
         losses |= worker.entries(lambda key: key.mb // m == step % 2)
         peak, busy = peak_bytes(worker.device), worker.clock.read()()
         vector = worker.vector(self.squares, losses, busy, peak)
@@ -112,12 +111,12 @@ class Cycle(Ending):
         before = self.finish(worker)
         self.told = Told(step, time.monotonic() - began, vector, pending)
         self.running = not worker.ends
-        if not worker.ends:
+        if self.running:
             refuse_left(worker)
-            return before
-        for owner in worker.optimizers:
-            versions_of(worker, owner).newest()
-        close(worker, drain=True)
+        else:
+            for owner in worker.optimizers:
+                versions_of(worker, owner).newest()
+            close(worker, drain=True)
         return before
 
     def finish(self, worker: Worker) -> StepResult | None:
@@ -137,12 +136,8 @@ class Cycle(Ending):
 
 
 def versions_of(worker: Worker, owner: int) -> Unflushed:
-    """The optimizer of a stage, or of its experts, for steps without a flush. Raises E703 if it is another one."""
-    optimizer = worker.optimizers[owner]
-    if not isinstance(optimizer, Unflushed):
-        text = "run: the plan has steps without a flush, and its optimizer is for steps with one"
-        raise ZbcError("E703", text, hint="plan again")
-    return optimizer
+    """The optimizer of a stage, or of its experts."""
+    return cast(Unflushed, worker.optimizers[owner])
 
 
 def _of_this(handler: Handler, worker: Worker, op: Op) -> None:
@@ -172,8 +167,7 @@ def _of_next(handler: Handler, worker: Worker, op: Op) -> None:
 def stage_step(worker: Worker, op: Op) -> None:
     """STEP: clips by the norm of the stage and its experts, updates an owner's weights unless a gradient is not finite,
     drops the gradients."""
-    if not isinstance(cycle := worker.phase_run.ending, Cycle):
-        raise ZbcError("E703", "run: this plan's steps are not part of a cycle", hint="plan again")
+    cycle = cast(Cycle, worker.phase_run.ending)
     weights = versions_of(worker, op.stage)
     if op.stage >= 0:
         squares = [_squares(worker, cycle, owner) for owner in owners_among(op.stage, worker.optimizers)]

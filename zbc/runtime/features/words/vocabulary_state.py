@@ -10,10 +10,11 @@ A unit is a microbatch or a slice of it. The path of a unit through the stores, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,24 +83,21 @@ class Meeting:
     spec: TensorSpec  # of the reduced gradient
     here: bool
     pending: Pending = field(init=False)
-    made: Tensor | None = None
-    _found: tuple[Tensor, Tensor] | None = None
+    made: Tensor = field(init=False)
 
+    @functools.cached_property
     def known(self) -> tuple[Tensor, Tensor]:
         """Log of the sum of exp over the vocabulary, and the target's logit, once all parts have arrived."""
-        if self._found is None:
-            self._found = combine(self.parts)
-        return self._found
+        return combine(self.parts)
 
     def make(self) -> Tensor:
         """This rank's part of the gradient."""
-        made = self.told.part(self.known()[0])
-        self.made = made if self.here else None
+        made = self.told.part(self.known[0])
+        if self.here:
+            self.made = made
         return made
 
     def result(self) -> Tensor:
-        if self.made is None:
-            raise ZbcError("E703", "run: MEET adds up nothing: the plan has two sums")
         return self.made.view(self.spec.shape).to(self.spec.dtype)
 
 
@@ -195,20 +193,8 @@ class Vocabulary(Feature):
         return torch.cat([every[part, i, : high - low] for (low, high), part, i in words])
 
     def leftovers(self, worker: Worker) -> list[str]:
-        """Messages for values that a finished step should have consumed but did not."""
-        stores: Iterable[tuple[str, Mapping[Unit, object]]] = (
-            ("the words that I {} looked up have no E", self.looked),
-            ("what I {} looked up was never given", self.given),
-            ("what S {} found was never told", self.told),
-            ("MEET {} has no T", self.met),
-            ("what T {} added to the input gradient was never summed", self.parts),
-        )
-        left = [
-            text.format(str(Op(Kind.S, 0, mb, 0, part)).removeprefix("S "))
-            for text, store in stores
-            for mb, part in store
-        ]
-        return [*left, *(f"what {met} brings was never used" for met in self.coming)]
+        units = [(name, unit) for name in ("looked", "given", "told", "met", "parts") for unit in getattr(self, name)]
+        return [f"{name}[m{mb}.{part}]" for name, (mb, part) in units] + [f"coming[{met}]" for met in self.coming]
 
 
 class Looked(Keeps):
@@ -305,10 +291,6 @@ def build(context: Context) -> Vocabulary | None:
     )
 
 
-_Where = TypeVar("_Where", Message, Unit)
-_Value = TypeVar("_Value")
-
-
 # ---- the embedding -------------------------------------------------------------------------------------------
 
 
@@ -324,7 +306,7 @@ def look_up(worker: Worker, op: Op) -> None:
 def give(worker: Worker, op: Op) -> None:
     """GIVE: starts the reduce of all ranks' embeddings to the first stage's rank, whose F waits."""
     shared, unit = shared_of(worker, op)
-    _reduce(worker, op, _take(shared.given, unit, op, "its I has not run"), shared.first, shared.entry(worker, op))
+    _reduce(worker, op, shared.given.pop(unit), shared.first, shared.entry(worker, op))
 
 
 def take(worker: Worker, op: Op) -> None:
@@ -338,7 +320,7 @@ def embedding_gradient(worker: Worker, op: Op) -> None:
     shared, unit = shared_of(worker, op)
     grad = shared.arrive(worker, Met(Kind.TAKE, *unit))
     began = worker.clock.start()
-    shared.embedding.learn(_take(shared.looked, unit, op, "its I has not run"), grad)
+    shared.embedding.learn(shared.looked.pop(unit), grad)
     worker.clock.stop(began)
 
 
@@ -375,7 +357,7 @@ def meet(worker: Worker, op: Op) -> None:
     """MEET: starts the all-gather of the statistics of S; with 1 sum followed by the reduce of the gradient of the last
     stage's output to its rank, whose B waits. T waits."""
     shared, unit = shared_of(worker, op)
-    told = _take(shared.told, unit, op, "its S has not run")
+    told = shared.told.pop(unit)
     mine = (told.mine if told.said is None else told.said).contiguous()
     parts = mine.new_empty(len(shared.ranks), *mine.shape)
     meeting = Meeting(told, parts, shared.exit(worker, op), worker.rank == shared.last)
@@ -389,13 +371,12 @@ def meet(worker: Worker, op: Op) -> None:
 def output_gradient(worker: Worker, op: Op) -> None:
     """T: the gradient of this rank's rows of the output layer; with 2 sums its part of the input gradient, too."""
     shared, unit = shared_of(worker, op)
-    meeting = _take(shared.met, unit, op, "its MEET has not been started")
+    meeting = shared.met.pop(unit)
     worker.wait_for(f"MEET {str(op).partition(' ')[2]}", meeting.pending)
     began = worker.clock.start()
     if worker.rank == shared.last:
         count_loss(worker, unit, meeting)
-    part = shared.output.learn(meeting.told, meeting.known()[0], part=shared.sums == 2)
-    if part is not None:
+    if (part := shared.output.learn(meeting.told, meeting.known[0], part=shared.sums == 2)) is not None:
         shared.parts[unit] = part
     worker.clock.stop(began)
 
@@ -403,7 +384,7 @@ def output_gradient(worker: Worker, op: Op) -> None:
 def add_up(worker: Worker, op: Op) -> None:
     """SUM: starts the reduce of the gradient of the last stage's output to its rank, whose B waits."""
     shared, unit = shared_of(worker, op)
-    _reduce(worker, op, _take(shared.parts, unit, op, "its T has not run"), shared.last, shared.exit(worker, op))
+    _reduce(worker, op, shared.parts.pop(unit), shared.last, shared.exit(worker, op))
 
 
 def settle(worker: Worker, count: Callable[[Worker, Unit, Meeting], None]) -> None:
@@ -423,7 +404,7 @@ def settle(worker: Worker, count: Callable[[Worker, Unit, Meeting], None]) -> No
 
 def count_loss(worker: Worker, unit: Unit, meeting: Meeting) -> None:
     """Adds the loss on the last stage's rank, which reports losses as it does with a whole output layer."""
-    loss = meeting.told.loss(*meeting.known())
+    loss = meeting.told.loss(*meeting.known)
     worker.losses[unit[0]] = worker.losses.get(unit[0], 0.0) + (loss.item() if worker.on_host else loss)
 
 
@@ -441,7 +422,7 @@ def _broadcast(worker: Worker, op: Op, edge: Message, root: int, spec: TensorSpe
     if worker.rank != root:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=worker.device)
     else:
-        tensor = _take(worker.edges, edge, op, "what it sends has not been computed").contiguous()
+        tensor = worker.edges.pop(edge).contiguous()
     pending = worker.transport.start_broadcast(tensor, root, shared.ranks)
     shared.start(op.kind, unit, pending, tensor, spec, here=True)
 
@@ -451,13 +432,6 @@ def _reduce(worker: Worker, op: Op, tensor: Tensor, root: int, spec: TensorSpec)
     shared, unit = shared_of(worker, op)
     pending = worker.transport.start_reduce(tensor, root, shared.ranks)
     shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == root)
-
-
-def _take(store: dict[_Where, _Value], key: _Where, op: Op, missing: str) -> _Value:
-    value = store.pop(key, None)
-    if value is None:
-        raise ZbcError("E703", f"run: {op}: {missing}", hint="plan again")
-    return value
 
 
 VOCABULARY: dict[Kind, Callable[[Worker, Op], None]] = {
