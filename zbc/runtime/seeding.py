@@ -82,26 +82,23 @@ def reading() -> Iterator[Callable[[int], None]]:
 
     For reading data: every rank has to draw the same for a sample. Restores the generators afterwards.
     """
-    numpy: Any = importlib.import_module("numpy.random") if "numpy" in sys.modules else None
+    from numpy import random as numpy
+
     with RNG_LOCK, _READING, real_tensors():
-        torchs, pythons = torch.default_generator.get_state(), random.getstate()
-        numpys = None if numpy is None else numpy.get_bit_generator()
+        torchs, pythons, numpys = torch.default_generator.get_state(), random.getstate(), numpy.get_bit_generator()
 
         def seed(number: int) -> None:
             torch.default_generator.manual_seed(number)
             random.seed(number)
-            if numpy is not None:
-                numpy.seed(number & 0xFFFFFFFF)  # a list of numbers takes nine times as long
+            numpy.seed(number & 0xFFFFFFFF)  # a list of numbers takes nine times as long
 
         try:
-            if numpy is not None:  # swaps the generator: restoring its state would take 50 us
-                numpy.set_bit_generator(_instead())
+            numpy.set_bit_generator(_instead())  # restoring its state would take 50 us
             yield seed
         finally:
             torch.default_generator.set_state(torchs)
             random.setstate(pythons)
-            if numpy is not None:
-                numpy.set_bit_generator(numpys)
+            numpy.set_bit_generator(numpys)
 
 
 @functools.cache

@@ -76,14 +76,10 @@ class Here:
     """The output of another stage of this rank."""
 
     edge: Message
-    missing: str
     waits: bool = False
 
     def take(self, worker: Worker, number: int) -> Tensor:
-        tensor = worker.edges.pop(self.edge, None)
-        if tensor is None:
-            raise ZbcError("E703", f"run: {self.missing}")
-        return tensor
+        return worker.edges.pop(self.edge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +188,7 @@ class Losses:
     def finish(self, worker: Worker, number: int) -> Finish:
         part = self.stage.part
         target, share = read(worker, worker.source, "targets", number, part)
-        if not worker.weight(number):
-            share = 0.0
-        elif part is None:
-            return functools.partial(stage_loss, self.loss(worker, number), target)
-        return functools.partial(slice_loss, self.loss(worker, number), target, share)
+        return _weighted(self.loss(worker, number), target, share if worker.weight(number) else 0.0)
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> Tensor | None:
         # The storage of mse_loss's result is as large as its input. A device's loss is not waited for here.
@@ -214,16 +206,19 @@ class Measures(Losses):
     def finish(self, worker: Worker, number: int) -> Finish:
         target, share = read(worker, worker.source, "targets", number, self.stage.part)
         weight = worker.phase_run.weigh(worker, number, target, share)
-        loss = worker.phase_run.criterion(worker, number, self.loss(worker, number))
-        if weight == 1.0:
-            return functools.partial(stage_loss, loss, target)
-        return functools.partial(slice_loss, loss, target, weight)
+        return _weighted(worker.phase_run.criterion(worker, number, self.loss(worker, number)), target, weight)
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> None:
         worker.losses[op.mb] = tensor if not op.slice else worker.losses.get(op.mb, 0.0) + tensor
 
 
 Sink = Edges | Losses
+
+
+def _weighted(loss: Loss, target: Batch, weight: float) -> Finish:
+    if weight == 1.0:
+        return functools.partial(stage_loss, loss, target)
+    return functools.partial(slice_loss, loss, target, weight)
 
 
 def slice_loss(function: Loss, target: Batch, share: float, output: Any) -> Tensor:
@@ -342,18 +337,14 @@ def _source(worker: Worker, op: Op, stage: Stage) -> Source | None:
     others = (stage.inputs or placement.sources(here)) if forward else placement.sinks(here)
     if not others:
         return Data(stage) if forward else None
-    missing = f"F {op.key.name}: the stage before has not handed over its output"
-    if not forward:
-        missing = f"B {op.key.name}: the next stage has not handed over its gradient"
     several = len(others) > 1
     laid = None if several or not forward or stage.laid is None else stage.arrived
     brought: list[Source] = []
     for other in others:
         edge = Message(other, *op.key)
-        brought.append(Comes(edge, laid) if placement.crosses(other, here, op.pipe) else Here(edge, missing))
-    if not several:
-        return brought[0]
-    return Several(tuple(brought), total if not forward or stage.came is None else stage.came.joined)
+        brought.append(Comes(edge, laid) if placement.crosses(other, here, op.pipe) else Here(edge))
+    join = stage.came.joined if forward and stage.came is not None else total
+    return Several(tuple(brought), join) if several else brought[0]
 
 
 def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:

@@ -205,14 +205,14 @@ class Network(Transport):
         group = self._swaps[ranks] if offer.what == "swap" else self._circle(ranks)
         lost = partial(self._lost_sum, ranks)
         try:
-            return _Collective(_started(_STARTS[offer.what](offer, group)), lost)
+            return _Collective(_STARTS[offer.what](offer, group), lost)
         except RuntimeError as error:
             raise lost(error) from error
 
     def _chained(self, offer: Offer, then: Then, ranks: Ranks) -> Pending:
         gather = partial(_STARTS[offer.what], offer, self._circle(ranks))
         reduce = partial(dist.reduce, dst=then.root, group=self._after[ranks], async_op=True)
-        chain = self._chains.start(lambda: _started(gather()), then.make, lambda made: _started(reduce(made)))
+        chain = self._chains.start(gather, then.make, reduce)
         return _Collective(chain, partial(self._lost_sum, ranks))
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
@@ -345,16 +345,16 @@ class Network(Transport):
         groups = [(pair, table[pair]) for table in (self._pairs, self._signals) for pair in table]
         for (source, target), group in groups:
             peer = target if source == self.rank else source
-            start = dist.isend if source == self.rank else dist.irecv
+            start: Callable[..., Any] = dist.isend if source == self.rank else dist.irecv
             try:
-                _started(start(number, peer, group)).wait()
+                start(number, peer, group).wait()
             except RuntimeError as error:
                 text = f"run: rank {self.rank} cannot reach rank {peer}"
                 raise ZbcError("E702", text, details=[_first_line(error)]) from error
         for ranks in sorted(self._circles):
             self.all_reduce(number, ranks)
         for group in (*self._after.values(), *self._swaps.values()):
-            _started(dist.all_reduce(number, group=group, async_op=True)).wait()
+            dist.all_reduce(number, group=group)
 
 
 # Thread blocks of a GPU that one transfer may use, unless NCCL_MAX_CTAS is set: a posted receive holds its blocks until
@@ -392,7 +392,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 # By the kind of a collective, the function that starts it in a group; sums have a shorter way.
-_STARTS: dict[str, Callable[[Offer, Any], dist.Work | None]] = {
+_STARTS: dict[str, Callable[[Offer, Any], Any]] = {
     "scatter": lambda one, of: _reduce_scatter(one.target, one.source.view(-1), group=of, async_op=True),
     "gather": lambda one, of: _all_gather(one.target.view(-1), one.source.reshape(-1), group=of, async_op=True),
     "broadcast": lambda one, of: dist.broadcast(one.target, one.root, group=of, async_op=True),
@@ -427,12 +427,6 @@ class _Collective(NamedTuple):
 
     def ready(self) -> bool:
         return self.work.is_completed()
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise ZbcError("E703", "run: a rank outside of a process group used it")
-    return work
 
 
 def _first_line(error: BaseException) -> str:

@@ -44,9 +44,7 @@ class Signal(NamedTuple):
     def send(self) -> str:
         return self.kind.value
 
-    @property
-    def recv(self) -> str:
-        return self.kind.value
+    recv = send
 
 
 Letter = Message | Again | Signal
@@ -261,10 +259,6 @@ class Staged(Around):
             text = "run: ranks that share a GPU cannot take weights from each other's memory"
             raise ZbcError("E603", text, hint='set parallel.exchange = "collective"')
         return self.inner.share(size, ranks, device)
-
-    def close(self) -> None:
-        self.inner.close()
-        self._buffers.clear()
 
     def _room(self, like: Tensor) -> Tensor:
         """Host memory for a tensor; pinned memory is reused once copies from it have completed."""

@@ -94,7 +94,8 @@ class Swaps(NamedTuple):
         this rank's. All ranks of the group call this together."""
         sent = self.sent(rows, counts)
         del rows
-        return self.results(sent, experts)
+        parts = torch.split_with_sizes(sent.rows, sent.groups.counts)
+        return self.back(sent, torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)]))
 
     def sent(self, rows: Tensor, counts: Tensor) -> Sent:
         """The first half of `run`: the rows of this rank's experts. A call of its own, so that the caller's `rows` are
@@ -115,11 +116,6 @@ class Swaps(NamedTuple):
         order = kind.argsort(stable=True)  # by expert, then by source rank
         groups = Groups.of(each_own, own)
         return Sent(self.group.swapped(rows, out, into).index_select(0, order), groups, order, out, into)
-
-    def results(self, sent: Sent, experts: Iterable[nn.Module]) -> Tensor:
-        """The second half of `run`."""
-        parts = torch.split_with_sizes(sent.rows, sent.groups.counts)
-        return self.back(sent, torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)]))
 
     def back(self, sent: Sent, made: Tensor) -> Tensor:
         """The experts' outputs `made`, in the order of the rows given to `sent`."""
