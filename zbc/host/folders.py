@@ -28,7 +28,6 @@ def folders_for(path: Path, *, keep: bool = True) -> Iterator[None]:
 
 
 def _drop(folders: list[Path]) -> None:
-    """Removes empty folders, from the innermost on."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _EXIT_CODE = 49  # index of the field in /proc/PID/stat after the command's name
@@ -54,9 +54,7 @@ class Signals:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._active:
             for number, handler in self._old:
                 signal.signal(number, handler)

@@ -74,7 +74,6 @@ def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
 
 
 def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
-    """The ops of all ranks as a program."""
     m, run, history = manifest, manifest.topology, (manifest.schedule, *manifest.passes)
     return Program(m.to_placement(), run.microbatches, ranks, history, run.slices, **m.traits)
 

@@ -195,7 +195,6 @@ class RankPlan:
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file in a plan directory."""
     return f"rank-{rank:04d}.json"
 
 
@@ -205,5 +204,4 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
 
 
 def sha(data: bytes) -> str:
-    """The sha256 of `data`, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()

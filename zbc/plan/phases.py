@@ -60,7 +60,6 @@ class Phases:
         return number
 
     def samples(self, step: int) -> int:
-        """The number of samples of a step."""
         return self.starts[self.index(step)].samples
 
     def position(self, step: int) -> int:

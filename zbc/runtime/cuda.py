@@ -31,8 +31,6 @@ LEAD = 2
 
 @dataclass(slots=True)
 class _Sum:
-    """The sum of the times of ops between two reads."""
-
     seconds: float = 0.0
     open: int = 0  # ops that have not ended, as far as the host knows
 

@@ -82,8 +82,7 @@ def reading() -> Iterator[Callable[[int], None]]:
 
     For reading data: every rank has to draw the same for a sample. Restores the generators afterwards.
     """
-    from numpy import random as numpy
-
+    numpy: Any = importlib.import_module("numpy.random")
     with RNG_LOCK, _READING, real_tensors():
         torchs, pythons, numpys = torch.default_generator.get_state(), random.getstate(), numpy.get_bit_generator()
 
@@ -137,8 +136,6 @@ class Watch:
 
 
 class _Refuses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses ops that draw."""
-
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
@@ -150,7 +147,6 @@ class _Refuses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The arguments of an op by name, with defaults."""
     usual = {argument.name: argument.default_value for argument in func._schema.arguments}
     return {**usual, **dict(zip(usual, args, strict=False)), **(kwargs or {})}
 

@@ -31,8 +31,6 @@ _WIDTH = 4  # bytes of a number of a carrier
 
 
 class Alongside(NamedTuple):
-    """The result of `alongside`."""
-
     value: Any
     others: dict[str, Any]
 
@@ -188,8 +186,7 @@ class Packing(NamedTuple):
             text = f"run: layer {where} returned {_shown(specs)}, it must be {_shown(wanted)}"
             hint = "every microbatch has the same shapes; layers must not depend on the data"
             raise ZbcError("E505", text, hint=hint)
-        packed: Tensor = _Pack.apply(self, *tensors)  # type: ignore[no-untyped-call]
-        return packed
+        return _Pack.apply(self, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """Outputs of several stages as the input of one, a leaf: `parted` splits its gradient."""
@@ -201,8 +198,7 @@ class Packing(NamedTuple):
         return [part.contiguous() for part in parts]
 
     def unpack(self, carrier: Tensor) -> tuple[Tensor, ...]:
-        tensors: tuple[Tensor, ...] = _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
-        return tensors
+        return _Unpack.apply(self, carrier)  # type: ignore[no-any-return, no-untyped-call]
 
     def unlike(self, where: str, y: Any) -> ZbcError:
         """Returns E505 for an output with another structure than in the trials."""

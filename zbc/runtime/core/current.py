@@ -22,7 +22,6 @@ class Current(threading.local, Generic[T]):
 
     @contextmanager
     def using(self, value: T | None) -> Iterator[None]:
-        """Makes `value` current in its body."""
         before = self.swap(value)
         try:
             yield

@@ -26,7 +26,6 @@ class Step(Protocol):
 
 
 def run_ops(worker: Worker) -> None:
-    """Runs every op of a step, in order."""
     progress, now = worker.progress, time.monotonic
     for index, (handler, op, text) in enumerate(worker.script):
         progress.index, progress.op, progress.since = index, text, now()

@@ -138,7 +138,6 @@ def of_expert(name: str, place: int) -> str:
 
 
 def _spread(bias: Tensor, groups: Groups) -> Tensor:
-    """The bias of each row."""
     counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))
     return bias.repeat_interleave(counts, 0, output_size=sum(groups.counts))
 

@@ -236,7 +236,6 @@ def also_kept(optimizer: StageOptimizer, key: str) -> None:
 
 
 def set_rate(stage: StageOptimizer, rate: float) -> None:
-    """Sets the learning rate for the following steps."""
     for group in () if stage.optimizer is None else stage.optimizer.param_groups:
         group["lr"] = rate * group.get("times", 1.0)
 
@@ -267,7 +266,6 @@ def build_optimizer(
 
 
 def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
-    """Multiplies the gradients by `scale`, in place."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if scale is not None and grads:
         scale_all(grads, scale)

@@ -114,7 +114,6 @@ class Clock:
         self._busy = 0.0
 
     def stop(self, began: float) -> None:
-        """Compute ends."""
         self._busy += time.perf_counter() - began
 
     def read(self) -> Busy:

@@ -36,7 +36,6 @@ def present(buffers: Sequence[Place]) -> list[Kept]:
 
 
 def put_back(buffers: Sequence[Place], values: Sequence[Kept]) -> None:
-    """Sets the buffers to `values`."""
     for (module, name), value in zip(buffers, values, strict=True):
         if isinstance(value, str):
             module._buffers.pop(name, None)

@@ -123,7 +123,6 @@ class SplitLinear:
 
     @property
     def low(self) -> Tensor | None:
-        """The cached cast, if any."""
         return None if self._low is None else self._low[1]
 
     def cast(self, dtype: torch.dtype) -> Tensor | None:
@@ -298,8 +297,7 @@ class SplitLeaf:
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
-    return result
+    return function.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---- installing ----------------------------------------------------------------------------------------------

@@ -55,7 +55,6 @@ class StageLayer:
 
     @functools.cached_property
     def call(self) -> Callable[[Tensor], Tensor]:
-        """Its forward in training."""
         return self.module if self.compiled is None else self.compiled
 
 
@@ -190,12 +189,10 @@ class Stage:
 
     @property
     def buffers(self) -> list[Place]:
-        """The buffers that forwards change."""
         return [place for layer in self.layers for place in layer.buffers]
 
     @functools.cached_property
     def empty_input(self) -> Callable[[], Tensor]:
-        """A buffer for a stage input; see `TensorSpec.maker`."""
         return self.takes.maker(self.device)
 
     def empty_from(self, source: int) -> Tensor:
@@ -206,7 +203,6 @@ class Stage:
 
     @functools.cached_property
     def empty_grad(self) -> Callable[[], Tensor]:
-        """A buffer for the gradient of a stage output."""
         return (self.returned or self.takes).maker(self.device)
 
     @functools.cached_property

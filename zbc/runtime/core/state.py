@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -122,7 +122,6 @@ class PhaseRun:
 
     @functools.cached_property
     def count(self) -> int:
-        """Microbatches of a step."""
         return self.plan.manifest.microbatches
 
     @functools.cached_property
@@ -238,7 +237,6 @@ class Worker:
         return self.phase_run.script
 
     def run_of(self, step: int) -> PhaseRun:
-        """The PhaseRun of a step."""
         return run_of(self.phase_runs, self.work, self.phases, step, self.replica)
 
     def resume(self, step: int, position: int) -> None:
@@ -287,10 +285,8 @@ class Worker:
         self, squares: Mapping[str, Tensor], losses: Mapping[int, Tensor | float], busy: float, peak: int
     ) -> Tensor:
         """This rank's entries of the vector of a step; see validate.py."""
-        rank, device, replica = self.rank, self.device, self.apart
-        return self.layout.vector(
-            squares, losses, rank=rank, stop=self.stop, busy=busy, peak=peak, device=device, replica=replica
-        )
+        own: dict[str, Any] = {"rank": self.rank, "stop": self.stop, "device": self.device, "replica": self.apart}
+        return self.layout.vector(squares, losses, busy=busy, peak=peak, **own)
 
     def learn(self, vector: Tensor) -> StepResult:
         """The verdict of all ranks: the only place in a step where the host reads values computed by the device."""

@@ -119,7 +119,6 @@ class Laid(NamedTuple):
         return cls(TensorSpec.of(tensor), None if contiguous else strides)
 
     def of_rows(self, length: Length) -> Laid:
-        """The layout of shorter rows."""
         spec = self.spec.of_rows(length)
         if self.strides is None:
             return Laid(spec)
@@ -155,7 +154,6 @@ class Part(NamedTuple):
         return self.stop == self.length
 
     def of(self, whole: Tensor) -> Tensor:
-        """Its rows of a tensor (batch, length, ..)."""
         return whole[:, self.start : self.stop]
 
 

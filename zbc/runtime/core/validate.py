@@ -149,7 +149,6 @@ def _copied(
 
 
 def chunks(size: int) -> int:
-    """The number of chunks of a parameter of `size` elements."""
     return max(1, -(-size // CHUNK))
 
 

@@ -62,7 +62,6 @@ class Averaging:
             self.land()
 
     def land(self) -> None:
-        """Applies the average in flight, if any."""
         if self._sent is None:
             return
         (part, mine, total, pending), self._sent = self._sent, None
@@ -107,8 +106,6 @@ def _spread(values: Tensor, views: Sequence[Tensor], put: Callable[[Tensor, Tens
 
 
 class Averages(Feature):
-    """The averages of a rank, by owner of weights."""
-
     def __init__(self, stages: Mapping[int, Averaging]) -> None:
         self.stages = stages
 

@@ -39,8 +39,6 @@ class Task(Protocol):
 
 
 class Filled(NamedTuple):
-    """The use of a rank's waits."""
-
     steps: int  # of the task
     seconds: float  # of these steps
     waited: float  # seconds that the rank waited in all, the task's steps included

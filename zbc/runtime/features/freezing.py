@@ -101,8 +101,6 @@ def scale(stage: Stage, optimizer: StageOptimizer, turns: Turns, step: int) -> N
 
 @dataclass(frozen=True, slots=True)
 class Rests(Keeps):
-    """Runs forwards with some layers frozen."""
-
     turns: Turns
 
     def forward(self, stage: Stage, x: Tensor, step: int, number: int, finish: Finish, slot: Slot | None) -> Made:
@@ -119,7 +117,6 @@ class Resting(Feature):
         self._turns = {id(plan): stages for plan, stages in turns}
 
     def of(self, run: PhaseRun) -> Mapping[int, Turns]:
-        """The turns of a phase, by stage."""
         return self._turns.get(id(run.plan), {})
 
     def routes(self, worker: Worker, run: PhaseRun, op: Op, route: Route) -> Route:

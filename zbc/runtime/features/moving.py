@@ -30,7 +30,6 @@ class Mean(StageOptimizer):
 
     @torch.no_grad()
     def _behind(self, step: Callable[[float | None], None], scale: float | None) -> None:
-        """Steps, and updates the average."""
         optimizer, stepped = self.optimizer, [held.tensor for held in self._inner.held() if held.tensor.requires_grad]
         first = [] if optimizer is None else [p for p in stepped if MEAN not in optimizer.state.get(p, {})]
         begun = [(p, p.data.clone()) for p in first]  # the average begins with the weights before the first step
@@ -45,7 +44,6 @@ class Mean(StageOptimizer):
                 mean.lerp_(p.data, 1 - self._decay)
 
     def swap(self) -> None:
-        """Swaps the average and the weights."""
         state = {} if self.optimizer is None else self.optimizer.state
         for held in self._inner.held():
             if (mean := state.get(held.tensor, {}).get(MEAN)) is not None:
@@ -57,8 +55,6 @@ class Mean(StageOptimizer):
 
 
 class Moving(Feature):
-    """The averages of all owners of a rank."""
-
     def __init__(self, means: list[Mean]) -> None:
         self._means = means
 

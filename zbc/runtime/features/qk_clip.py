@@ -90,8 +90,6 @@ class Clipped:
 
 
 class Clip(Feature):
-    """The stages with attention on this rank."""
-
     def __init__(self, stages: Mapping[int, Clipped]) -> None:
         self._stages = stages
 

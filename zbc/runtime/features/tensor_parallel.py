@@ -229,7 +229,6 @@ class Cut(NamedTuple):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The bounds of its part of each block."""
         starts = accumulate(self.blocks, initial=0)
         shares = (bounds(block, self.place, self.ranks) for block in self.blocks)
         return [(start + low, start + high) for start, (low, high) in zip(starts, shares, strict=False)]
@@ -252,7 +251,6 @@ class Cut(NamedTuple):
 
     @property
     def part(self) -> tuple[int, ...]:
-        """The shape of the shard."""
         width = sum(high - low for low, high in self.ranges)
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
@@ -275,8 +273,7 @@ class _Meets(torch.autograd.Function):
 
 def meets(x: Tensor, group: Any, there: Meeting, back: Meeting) -> Tensor:
     """Applies `there` to a tensor, and `back` to its gradient: functions of the group, the tensor and the slot."""
-    made: Tensor = _Meets.apply(x, group, there, back)  # type: ignore[no-untyped-call]
-    return made
+    return _Meets.apply(x, group, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _same(group: Group, x: Tensor, slot: Slot | None) -> Tensor:

@@ -172,7 +172,6 @@ class EventSends:
                 _check(send)
 
     def close(self) -> None:
-        """Releases all sends."""
         self._under_way.clear()
 
 

@@ -23,8 +23,6 @@ from zbc.runtime.transports.transport import Letter, Offer, Ranks, Shared, Trans
 
 @dataclass
 class Round:
-    """The state of one collective."""
-
     ranks: tuple[int, ...]
     offers: dict[int, Offer] = field(default_factory=dict)
     over: bool = False
@@ -92,7 +90,6 @@ class Hub:
             self._letters[place] = source, buffer.copy_(tensor)
 
     def take(self, rank: int, message: Letter, peer: int) -> Tensor:
-        """Waits for a message and removes it from the hub."""
         place = rank, message
         with self._lock:
             self._block(rank, lambda: place in self._letters, f"{message.recv} from rank {peer}")
@@ -113,7 +110,6 @@ class Hub:
         return self._failure is not None
 
     def drain(self, rank: int) -> None:
-        """Waits until all messages from `rank` were taken."""
         with self._lock:
             sent = self._letters.values
             self._block(rank, lambda: all(source != rank for source, _ in sent()), "the delivery of what it sent")
@@ -138,7 +134,6 @@ class Hub:
             return meeting
 
     def complete(self, rank: int, meeting: Round) -> None:
-        """Waits until a collective has completed."""
         with let_go(), self._lock:
             self._block(rank, lambda: meeting.over, f"a sum over ranks {', '.join(map(str, meeting.ranks))}")
 
@@ -266,8 +261,6 @@ def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class Started:
-    """The `Pending` of a collective."""
-
     hub: Hub
     rank: int
     meeting: Round

@@ -226,7 +226,6 @@ class Network(Transport):
         return Shared(windows.share(size, self.rank, ranks, partial(self._say, ranks)), lambda: None)
 
     def _say(self, ranks: tuple[int, ...], word: bytes) -> list[bytes]:
-        """All-gathers `word` over `ranks`."""
         mine = torch.zeros(windows.NAME, dtype=torch.uint8)
         if word:
             mine[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
@@ -250,7 +249,6 @@ class Network(Transport):
         return StreamChains(self._device) if self._nccl else ThreadChains()
 
     def _circle(self, ranks: tuple[int, ...]) -> Any:
-        """The group of `ranks`."""
         group = self._circles.get(ranks)
         if group is None:
             raise ZbcError("E703", f"run: no group for a sum over ranks {ranks}", where=f"rank {self.rank}")
@@ -414,8 +412,6 @@ class _Done:
 
 
 class _Collective(NamedTuple):
-    """The `Pending` of a collective."""
-
     work: dist.Work | Chain
     lost: Callable[[BaseException], ZbcError]
 

@@ -12,6 +12,7 @@ later ops. It is slow, and for trials. It also works on a CPU, where tests run i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -35,7 +36,8 @@ class Again(NamedTuple):
         return f"{self.message.recv} again"
 
 
-class Signal(NamedTuple):
+@dataclass(frozen=True)
+class Signal:
     """Numbers from a rank to the next (NORM) or back (VERDICT), once per step."""
 
     kind: Kind

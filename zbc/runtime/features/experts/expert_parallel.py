@@ -232,8 +232,6 @@ class Routed(Protocol):
 
 
 class Routing(Feature):
-    """The layers with routers, by stage."""
-
     def __init__(self, layers: Mapping[int, Sequence[Routed]]) -> None:
         self._layers = layers
 

@@ -136,14 +136,12 @@ class Pair:
             self._wake[1].release()
 
     def _give(self, side: int) -> None:
-        """Runs that side, and waits for the turn to come back."""
         self._turn = side
         self._switched(side)
         self._wake[side].release()
         self._wake[1 - side].acquire()
 
     def _abandon(self) -> None:
-        """Ends the second piece, after the first one has failed."""
         self._failed = True
         if self._turn:  # interrupted while the other side runs: that one ends when it yields its turn
             return

@@ -58,8 +58,6 @@ class Together(Clock):
 
 @dataclass
 class Units:
-    """Runs the groups of a rank."""
-
     worker: Worker = field(repr=False)
     stamp: Callable[[], Any] | None = None  # the clock by which turns are recorded, if they are
     turns: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # index of the op in the script, start
@@ -71,7 +69,6 @@ class Units:
         self.close = self._pair.close
 
     def run(self, first: Entry, second: Entry) -> None:
-        """Runs both ops of a group, in turns."""
         worker, progress = self.worker, self.worker.progress
         ops = first[1], second[1]
         self._ops = (progress.index, first[2]), (progress.index + 1, second[2])
@@ -104,7 +101,6 @@ class Braids(Feature):
         self.one_by_one = False  # whether ops of groups are to run one after the other now
 
     def completes(self, worker: Worker, run: PhaseRun) -> None:
-        """Interleaves the groups of a phase if possible."""
         marks = [at for at, (_, op, _) in enumerate(run.script) if op.kind.is_mark]
         for at in marks if worker.meets else ():
             first, second = run.script[at + 1 : at + 3]

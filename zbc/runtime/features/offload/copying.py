@@ -22,8 +22,6 @@ from torch import Tensor, UntypedStorage
 
 
 class Ticket(Protocol):
-    """A copy that was started."""
-
     def result(self) -> object:
         """Makes the compute of the rank wait for its end. Raises the copy's error."""
 
@@ -56,7 +54,6 @@ class Copier:
     spans: list[list[Any]] | None = None
 
     def slab(self, size: int) -> Tensor:
-        """`size` bytes of host memory."""
         return torch.empty(size, dtype=torch.uint8)
 
     def take(self, size: int) -> UntypedStorage:
@@ -121,7 +118,6 @@ def _timed(copy: _Copy, slab: Slab, pieces: Sequence[Piece], span: list[int]) ->
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """All of a storage, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

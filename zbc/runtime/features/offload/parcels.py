@@ -131,8 +131,7 @@ class Parcel:
 
     def enter(self, x: Tensor, anchor: Tensor) -> Tensor:
         """The stage's input as a tensor that is not a leaf, so that it can be offloaded."""
-        entered: Tensor = _Enter.apply(anchor, x, self)  # type: ignore[no-untyped-call]
-        return entered
+        return _Enter.apply(anchor, x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def adopt(self, inputs: list[Tensor], names: Iterable[str], *, flows: bool) -> None:
         """Moves the inputs of the layers from their list into the parcel, until they are reloaded."""

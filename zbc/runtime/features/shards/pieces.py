@@ -100,7 +100,6 @@ class Flat:
 
     @property
     def bytes(self) -> int:
-        """The bytes allocated now."""
         return 0 if self._storage is None else self._storage.nbytes()
 
     def holds(self, tensor: Tensor) -> bool:
@@ -147,7 +146,7 @@ class Weights:
         self._there = self._frees  # whether weights that are read as casts only are resident
         self._rows = {lowers: [self._parts(share, lowers) for share in self._shares] for lowers in (False, True)}
         sizes = [[sum(piece.size for piece in some) for some in parts] for parts in self._rows[True]]
-        self._message = [max(some) for some in zip(*sizes, strict=True)]
+        self._message: list[int] = [max(some) for some in zip(*sizes, strict=True)]
 
     @property
     def lowers(self) -> bool:
@@ -173,7 +172,6 @@ class Weights:
             parameter.data = self._place(piece)
 
     def fill(self, row: Tensor, lowers: bool) -> None:
-        """Writes this rank's pieces into its message."""
         for places, pieces in zip(self._split(row, lowers), self._rows[lowers][self._mine], strict=True):
             copy_all(places_in(places, pieces), [self.own[piece].detach().reshape(-1) for piece in pieces])
 
@@ -218,7 +216,6 @@ class Weights:
         return message[:wide].view(first.dtype), message[wide:].view(kind)
 
     def free(self) -> None:
-        """Frees the bytes of the weights."""
         self._flat.free()
         for cast in self._casts if self._frees else ():
             cast.free()

@@ -167,7 +167,6 @@ class Sharded(StageOptimizer, GradientSum):
 
     @property
     def dealt(self) -> frozenset[str]:
-        """The sharded parameters."""
         return frozenset(self._trained)
 
     def collect(self, name: str, transport: Transport) -> tuple[Tensor, dict[str, Tensor]]:
@@ -240,7 +239,6 @@ class Sharded(StageOptimizer, GradientSum):
         self._sums.append((transport.start_scatter(parts, mine, self._ranks), parts, mine, every))
 
     def scatter(self, transport: Transport) -> None:
-        """Starts the reduction of the gradients so far."""
         if self._window is None:
             self.start(transport)
         else:
@@ -335,7 +333,6 @@ class Sharded(StageOptimizer, GradientSum):
         return self._coming is None or self._coming[0].ready()
 
     def finish_gather(self) -> None:
-        """Waits for the gather, and writes the weights."""
         if self._fetch is not None:
             self._fetch.wait()
             self._fetch = None

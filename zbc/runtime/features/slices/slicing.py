@@ -191,8 +191,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mix: Mix, ranks: int = 1) -> Tensor:
         q, k, v = (t.to(low) if t.dtype is torch.float32 else t for t in (q, k, v))
     start, stop = ranks * inside.part.start, ranks * inside.part.stop
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        mixed: Tensor = _Attend.apply(q, k, v, past, start, stop, mix)  # type: ignore[no-untyped-call]
-        return mixed
+        return _Attend.apply(q, k, v, past, start, stop, mix)  # type: ignore[no-any-return, no-untyped-call]
     return mix(q, *past.write(start, stop, k.detach(), v.detach()))
 
 

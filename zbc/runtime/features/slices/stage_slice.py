@@ -27,32 +27,30 @@ Place = tuple[Any, ...]  # the seed or "evaluation", the step, the number of the
 class StageSlice(Stage):
     """A stage for one slice; all slices of a stage share `pasts`."""
 
-    whole: Stage | None = None
-    pasts: dict[Place, Pasts] = field(default_factory=dict)
+    part: Part = field(kw_only=True)
+    whole: Stage = field(kw_only=True)
+    pasts: dict[Place, Pasts] = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.whole is None or self.part is None:
-            raise TypeError("a slice of which stage, and which?")
         self.parameters = self.whole.parameters
-        self._part, self._whole = self.part, self.whole
 
     @functools.cached_property
     def alone(self) -> Alone:
-        return self._whole.alone
+        return self.whole.alone
 
     def forward(self, x: Tensor, step: int, mb: int, /, *how: Any) -> tuple[Tensor, Tape]:
         y, tape = super().forward(x, step, mb, *how)
-        return y, _Last(tape, self.pasts, (self.seed, step, mb)) if self._part.number == 0 else tape
+        return y, _Last(tape, self.pasts, (self.seed, step, mb)) if self.part.number == 0 else tape
 
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
         y = super().evaluate(x, finish, *place)
-        if self._part.last:
+        if self.part.last:
             self.pasts.pop(place, None)
         return y
 
     def _run(self, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, *place: object) -> Tensor:
-        with within(Inside(self._part, self.pasts.setdefault(place, {}), layer.name)):
-            return super()._run(layer, call, x, *place, self._part.number)
+        with within(Inside(self.part, self.pasts.setdefault(place, {}), layer.name)):
+            return super()._run(layer, call, x, *place, self.part.number)
 
 
 class _Last:

@@ -36,8 +36,6 @@ from zbc.runtime.transports.transport import Pending
 
 @dataclass
 class Told:
-    """A step whose vector is being all-reduced."""
-
     step: int
     seconds: float
     vector: Tensor
@@ -92,7 +90,6 @@ class Cycle(Ending):
         return script
 
     def opens(self, worker: Worker, step: int) -> None:
-        """Selects the script of this step."""
         worker.phase_run.script = self.script(step, ends=worker.ends)
         if not self.running:
             for owner in worker.optimizers:
@@ -136,7 +133,6 @@ class Cycle(Ending):
 
 
 def versions_of(worker: Worker, owner: int) -> Unflushed:
-    """The optimizer of a stage, or of its experts."""
     return cast(Unflushed, worker.optimizers[owner])
 
 

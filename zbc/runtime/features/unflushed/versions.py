@@ -66,7 +66,6 @@ class Unflushed(StageOptimizer):
         self._keep()
 
     def skip(self) -> None:
-        """A step that changes nothing."""
         self._turn()
         self._keep()
 
@@ -202,7 +201,6 @@ class OneVersion(Unflushed):
             self._forget()
 
     def after(self, op: Op) -> None:
-        """Restores the weights after a forward with a lookahead."""
         if op.kind.is_forward and self._older:
             copy_all([p.data for p in self._trained], self._aside)
             self._forget()

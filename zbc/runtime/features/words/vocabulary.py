@@ -19,6 +19,7 @@ Statistics and reduced tensors are float32 at least, whatever the model's type.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +66,7 @@ class Told:
 
     def part(self, log: Tensor) -> Tensor:
         """This rank's part of the gradient of `hidden` (N, H), if S has made its terms, which are consumed."""
-        spread, row = self.spread, self.row
-        if spread is None or row is None:
-            raise TypeError("S has left no terms of the gradient")
+        spread, row = cast(Tensor, self.spread), cast(Tensor, self.row)
         self.spread = self.row = None
         for tensor in (spread, row) if row.is_cuda else ():  # made on the rank's stream, read here on a side stream
             tensor.record_stream(torch.cuda.current_stream())

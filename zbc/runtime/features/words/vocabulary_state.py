@@ -91,7 +91,6 @@ class Meeting:
         return combine(self.parts)
 
     def make(self) -> Tensor:
-        """This rank's part of the gradient."""
         made = self.told.part(self.known[0])
         if self.here:
             self.made = made
@@ -258,7 +257,6 @@ class Words(NamedTuple):
     outputs: Sequence[TensorSpec]
 
     def optimizer(self, site: Site) -> OfRows:
-        """The optimizer of the rows."""
         return OfRows(optimizer_of(site, WORDS, self.parameters, (self.output.cast,)), self.first, self.shapes)
 
 
@@ -412,7 +410,6 @@ def count_loss(worker: Worker, unit: Unit, meeting: Meeting) -> None:
 
 
 def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
-    """This rank's vocabulary shard, and the unit of an op."""
     return worker.features.of(Vocabulary), (op.mb, op.slice)
 
 
