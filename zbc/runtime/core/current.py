@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -30,15 +30,4 @@ class Current(threading.local, Generic[T]):
 
 
 SLICE = Current[Any]()  # of a microbatch, that a forward runs: with its `part` (features/slices/slicing.py)
-AGAIN = list[Current[Any]]()  # those that a forward which runs again has as its first run had
-
-
-@contextmanager
-def as_then(values: Sequence[Any]) -> Iterator[None]:
-    """Runs its body with earlier values of `AGAIN`."""
-    before = [one.swap(value) for one, value in zip(AGAIN, values, strict=True)]
-    try:
-        yield
-    finally:
-        for one, value in zip(AGAIN, before, strict=True):
-            one.swap(value)
+ADDING = Current[Any]()  # where layers report (features/added.py); for a forward that runs again, that of its first run

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.core.bundle import Packing
-from zbc.runtime.core.current import AGAIN, as_then
+from zbc.runtime.core.current import ADDING
 from zbc.runtime.core.remembered import Decisions, Kept, Place, as_before, renew
 from zbc.runtime.core.slot import Slot, current_slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
@@ -242,12 +242,12 @@ class Stage:
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Finish) -> tuple[Tensor, Tape]:
         layers, last, asleep = self.layers[: self.recompute], len(self.layers) - 1, self.asleep
         buffers: dict[int, list[Kept]] = {}  # layer -> its buffers before its forward
-        now, decisions = [current.value for current in AGAIN], [Decisions() for _ in layers]
+        now, decisions = ADDING.value, [Decisions() for _ in layers]
 
         def run(index: int, x: Tensor) -> Tensor:
             rests = self.resting(asleep & {index}) if asleep else nullcontext()
             # In backward as well, when it runs again.
-            with self.autocast, rests, as_then(now), decisions[index].again():
+            with self.autocast, rests, ADDING.using(now), decisions[index].again():
                 y = self._run(layers[index], layers[index].call, x, self.seed, step, mb)
                 return finish(y) if index == last else y
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zbc.ir import Key, Kind, Op
-from zbc.runtime.core.current import AGAIN, Current
+from zbc.runtime.core.current import ADDING
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.state import Handler, PhaseRun, Worker
 from zbc.runtime.core.tensors import TensorSpec
@@ -57,11 +57,11 @@ class Added(Feature):
 
     def _collect(self, handler: Handler, worker: Worker, op: Op) -> None:
         adding = Adding(lambda: worker.portion(worker.number(op.mb), worker.routes[op].stage.part), worker.scale)
-        outer = _current.swap(adding)
+        outer = ADDING.swap(adding)
         try:
             handler(worker, op)
         finally:
-            _current.swap(outer)
+            ADDING.swap(outer)
         adding.again = True
         if adding.total is not None or adding.loads or adding.peaks:
             self.add(worker, op.key, adding)
@@ -80,9 +80,7 @@ class Added(Feature):
         self.peaks.clear()
 
 
-_current = Current[Adding]()
-AGAIN.append(_current)
-adding_to = _current.using  # the context in which layers report to it
+adding_to = ADDING.using  # the context in which layers report to it
 
 
 def loss_scale() -> float:
@@ -92,7 +90,7 @@ def loss_scale() -> float:
     A layer multiplies by it the gradients that it adds in its own backward, in an autograd function of its own. To be
     called in the forward.
     """
-    adding = _current.value
+    adding: Adding | None = ADDING.value
     return 1.0 if adding is None else adding.scale
 
 
@@ -105,7 +103,7 @@ def add_loss(x: Tensor, value: Tensor) -> Tensor:
     if value.numel() != 1 or not value.is_floating_point():
         text = f"zbc.add_loss takes one floating-point number as its value, not {TensorSpec.of(value)}"
         raise ValueError(f"{text}: a mean, or a sum")
-    adding = _current.value
+    adding = ADDING.value
     if adding is None:
         return _Added.apply(x, value, 1.0)  # type: ignore[no-any-return, no-untyped-call]
     mine = value.detach().reshape(()).float() * adding.share
@@ -115,7 +113,7 @@ def add_loss(x: Tensor, value: Tensor) -> Tensor:
 
 def tell_load(place: int, counts: Tensor) -> None:
     """Reports the rows of experts in the current forward; the first has index `place` among those of all blocks."""
-    adding = _current.value
+    adding = ADDING.value
     if adding is not None:
         adding.loads.append((place, counts))
 
@@ -123,7 +121,7 @@ def tell_load(place: int, counts: Tensor) -> None:
 def tell_peaks(block: int, find: Callable[[], Tensor]) -> None:
     """Reports the largest attention score of each head of a block in the current forward, (heads,): the result of
     `find`, which is called in the forwards of a training only, not in those that recompute one."""
-    adding = _current.value
+    adding = ADDING.value
     if adding is not None and not adding.again:
         found, before = find(), adding.peaks.get(block)
         adding.peaks[block] = found if before is None else torch.maximum(before, found)

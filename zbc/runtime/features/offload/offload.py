@@ -90,31 +90,28 @@ class Moves(Keeps):
 
 def offload(worker: Worker, op: Op) -> None:
     """OFFLOAD: starts to copy the activations of F to the host, except those with other references."""
-    left = worker.kept.get(op.key)
-    _parcel(op, left).offload(op)
-    if left is not None:
-        worker.away[op.key] = left
+    left = worker.away[op.key] = _with_parcel(worker.kept, op)
+    left.entry.offload(op)
 
 
 def release(worker: Worker, op: Op) -> None:
     """RELEASE: waits for that copy, and frees the activations on the device."""
-    _parcel(op, worker.away.get(op.key)).release(op)
+    _with_parcel(worker.away, op).entry.release(op)
     worker.kept.pop(op.key, None)
 
 
 def reload(worker: Worker, op: Op) -> None:
     """RELOAD: starts to copy them back; B or BW waits."""
-    left = worker.away.pop(op.key, None)
-    _parcel(op, left).reload(op)
-    if left is not None:
-        worker.kept[op.key] = left
+    left = worker.kept[op.key] = _with_parcel(worker.away, op)
+    left.entry.reload(op)
+    del worker.away[op.key]
 
 
-def _parcel(op: Op, found: Left | None) -> Parcel:
-    parcel = None if found is None else found.entry
-    if not isinstance(parcel, Parcel):
+def _with_parcel(store: Mapping[Key, Left], op: Op) -> Left:
+    left = store.get(op.key)
+    if left is None or not isinstance(left.entry, Parcel):
         raise ZbcError("E703", f"run: {op}: there is nothing that it could move", hint="plan again")
-    return parcel
+    return left
 
 
 OFFLOAD: dict[Kind, Handler] = {Kind.OFFLOAD: offload, Kind.RELEASE: release, Kind.RELOAD: reload}

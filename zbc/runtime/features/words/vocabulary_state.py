@@ -301,18 +301,6 @@ def look_up(worker: Worker, op: Op) -> None:
     worker.clock.stop(began)
 
 
-def give(worker: Worker, op: Op) -> None:
-    """GIVE: starts the reduce of all ranks' embeddings to the first stage's rank, whose F waits."""
-    shared, unit = shared_of(worker, op)
-    _reduce(worker, op, shared.given.pop(unit), shared.first, shared.entry(worker, op))
-
-
-def take(worker: Worker, op: Op) -> None:
-    """TAKE: starts the broadcast of the gradient of the first stage's input; E waits."""
-    shared, _ = shared_of(worker, op)
-    _broadcast(worker, op, Message(0, -1, op.mb, 0, op.slice), shared.first, shared.entry(worker, op))
-
-
 def embedding_gradient(worker: Worker, op: Op) -> None:
     """E: the gradient of this rank's rows of the embedding."""
     shared, unit = shared_of(worker, op)
@@ -323,13 +311,6 @@ def embedding_gradient(worker: Worker, op: Op) -> None:
 
 
 # ---- the output layer ----------------------------------------------------------------------------------------
-
-
-def spread(worker: Worker, op: Op) -> None:
-    """SPREAD: starts the broadcast of the last stage's output; S waits."""
-    shared, _ = shared_of(worker, op)
-    edge = Message(shared.last_stage, shared.last_stage + 1, op.mb, 0, op.slice)
-    _broadcast(worker, op, edge, shared.last, shared.exit(worker, op))
 
 
 def tell(worker: Worker, op: Op) -> None:
@@ -379,10 +360,36 @@ def output_gradient(worker: Worker, op: Op) -> None:
     worker.clock.stop(began)
 
 
-def add_up(worker: Worker, op: Op) -> None:
-    """SUM: starts the reduce of the gradient of the last stage's output to its rank, whose B waits."""
+# ---- collectives ---------------------------------------------------------------------------------------------
+
+
+def broadcast(worker: Worker, op: Op) -> None:
+    """SPREAD: starts the broadcast of the last stage's output, for which S waits; TAKE: that of the gradient of the
+    first stage's input, for which E waits."""
     shared, unit = shared_of(worker, op)
-    _reduce(worker, op, shared.parts.pop(unit), shared.last, shared.exit(worker, op))
+    last, key = shared.last_stage, op.key[1:]
+    if op.kind is Kind.TAKE:
+        edge, root, spec = Message(0, -1, *key), shared.first, shared.entry(worker, op)
+    else:
+        edge, root, spec = Message(last, last + 1, *key), shared.last, shared.exit(worker, op)
+    if worker.rank != root:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=worker.device)
+    else:
+        tensor = worker.edges.pop(edge).contiguous()
+    pending = worker.transport.start_broadcast(tensor, root, shared.ranks)
+    shared.start(op.kind, unit, pending, tensor, spec, here=True)
+
+
+def reduce(worker: Worker, op: Op) -> None:
+    """GIVE: starts the reduce of all ranks' embeddings to the first stage's rank, whose F waits; SUM: that of the
+    gradient of the last stage's output to its rank, whose B waits."""
+    shared, unit = shared_of(worker, op)
+    if op.kind is Kind.GIVE:
+        tensor, root, spec = shared.given.pop(unit), shared.first, shared.entry(worker, op)
+    else:
+        tensor, root, spec = shared.parts.pop(unit), shared.last, shared.exit(worker, op)
+    pending = worker.transport.start_reduce(tensor, root, shared.ranks)
+    shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == root)
 
 
 def settle(worker: Worker, count: Callable[[Worker, Unit, Meeting], None]) -> None:
@@ -413,32 +420,14 @@ def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
     return worker.features.of(Vocabulary), (op.mb, op.slice)
 
 
-def _broadcast(worker: Worker, op: Op, edge: Message, root: int, spec: TensorSpec) -> None:
-    """Starts the broadcast of the tensor that rank `root` has on an edge."""
-    shared, unit = shared_of(worker, op)
-    if worker.rank != root:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=worker.device)
-    else:
-        tensor = worker.edges.pop(edge).contiguous()
-    pending = worker.transport.start_broadcast(tensor, root, shared.ranks)
-    shared.start(op.kind, unit, pending, tensor, spec, here=True)
-
-
-def _reduce(worker: Worker, op: Op, tensor: Tensor, root: int, spec: TensorSpec) -> None:
-    """Starts the reduce of all ranks' `tensor` to rank `root`."""
-    shared, unit = shared_of(worker, op)
-    pending = worker.transport.start_reduce(tensor, root, shared.ranks)
-    shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == root)
-
-
 VOCABULARY: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.I: look_up,
-    Kind.GIVE: give,
-    Kind.SPREAD: spread,
+    Kind.GIVE: reduce,
+    Kind.SPREAD: broadcast,
     Kind.S: tell,
     Kind.MEET: meet,
     Kind.T: output_gradient,
-    Kind.SUM: add_up,
-    Kind.TAKE: take,
+    Kind.SUM: reduce,
+    Kind.TAKE: broadcast,
     Kind.E: embedding_gradient,
 }
