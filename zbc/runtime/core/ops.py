@@ -16,8 +16,6 @@ from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tape import Inputs
 from zbc.runtime.core.validate import peak_bytes
 
-# ---- compute -------------------------------------------------------------------------------------------------
-
 
 def forward(worker: Worker, op: Op) -> None:
     """F: runs the stage on its input; the output is stored on its edges, or added to the loss."""
@@ -98,9 +96,6 @@ def backward_weight(worker: Worker, op: Op) -> None:
     worker.clock.stop(began)
 
 
-# ---- transfers -----------------------------------------------------------------------------------------------
-
-
 def send(worker: Worker, op: Op) -> None:
     """SEND_F, SEND_B: starts sending the tensor of an edge; from here on only the transport holds it."""
     message, peer = worker.routes[op][2:4]
@@ -115,9 +110,6 @@ def receive(worker: Worker, op: Op) -> None:
     route = worker.routes[op]
     if route.message is not None and route.buffer is not None:
         worker.transport.post(worker.renamed.get(route.message, route.message), route.buffer(), route.peer)
-
-
-# ---- the end of a step ---------------------------------------------------------------------------------------
 
 
 def reduce(worker: Worker, op: Op) -> None:

@@ -59,8 +59,7 @@ class Source(Protocol):
     def take(self, worker: Worker, number: int) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
+class Data(NamedTuple):
     """Microbatch `number` of the data: all of it or a slice, for one group of layers."""
 
     stage: Stage
@@ -71,8 +70,7 @@ class Data:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
+class Here(NamedTuple):
     """The output of another stage of this rank."""
 
     edge: Message
@@ -82,8 +80,7 @@ class Here:
         return worker.edges.pop(self.edge)
 
 
-@dataclass(frozen=True, slots=True)
-class Comes:
+class Comes(NamedTuple):
     """The tensor of a message; `laid` gives it the memory layout that it has in one process."""
 
     edge: Message
@@ -95,8 +92,7 @@ class Comes:
         return tensor if self.laid is None else self.laid(tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class Several:
+class Several(NamedTuple):
     """Tensors of several stages, in their order, joined into one."""
 
     sources: tuple[Source, ...]
@@ -152,8 +148,7 @@ def total(found: list[Tensor]) -> Tensor:
 # They take the output of an op; for a loss, `give` returns the gradient that its backward starts from.
 
 
-@dataclass(frozen=True, slots=True)
-class Edges:
+class Edges(NamedTuple):
     """Stores on edges, for SENDs and stages of this rank; `each` makes one tensor per edge."""
 
     edges: tuple[Message, ...]
@@ -169,8 +164,7 @@ class Edges:
             worker.edges[edge] = value
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
+class Losses(NamedTuple):
     """Adds to the loss of the step."""
 
     stage: Stage
@@ -199,7 +193,6 @@ class Losses:
         return share if weight == 1.0 else share * weight
 
 
-@dataclass(frozen=True, slots=True)
 class Measures(Losses):
     """Adds to the loss of an evaluation, each microbatch weighted by the number of its targets that count."""
 

@@ -107,9 +107,6 @@ class Ahead(Ending):
         return result
 
 
-# ---- handlers ------------------------------------------------------------------------------------------------
-
-
 def tentative(worker: Worker, op: Op) -> None:
     """TENTATIVE: writes a stage's working weights as if its step were final, once its gradients are all-reduced.
 

@@ -12,6 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -259,8 +260,7 @@ def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
             offer.target.fill_(torch.nan)  # undefined on networks
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     hub: Hub
     rank: int
     meeting: Round

@@ -36,24 +36,14 @@ from zbc.plan.directory import Manifest
 from zbc.plan.groups import gatherings, of_replica, pipelines, signalled, swapping
 from zbc.runtime.core.private import symmetric
 from zbc.runtime.features.shards import windows
-from zbc.runtime.transports.background import (
-    Background,
-    Chain,
-    Chains,
-    EventSends,
-    Sends,
-    StreamChains,
-    ThreadChains,
-    Threaded,
-    ThreadSends,
-)
+from zbc.runtime.transports import background
 from zbc.runtime.transports.transport import Again, Letter, Offer, Pending, Ranks, Shared, Signal, Then, Transport
 
 _MAX_TAG = 2**31
 
 Lost = Callable[[BaseException], ZbcError]  # makes the error of a transfer that failed
 _Way = tuple[Callable[..., dist.Work], int, int, Lost]  # function that starts a message, rank of its other end, its tag
-_Out = tuple[Callable[..., dist.Work], int, int, Lost, Sends]  # and the Sends that keep it while it is in flight
+_Out = tuple[Callable[..., dist.Work], int, int, Lost, background.Sends]  # and the one that keeps it in flight
 _Sum = tuple[Callable[..., dist.Work], Lost]  # function that starts a sum
 
 
@@ -125,8 +115,8 @@ class Network(Transport):
         self._there: dict[Letter, _Out] = {}  # of messages that this rank sends
         self._here: dict[Letter, _Way] = {}  # of messages that it receives
         self._sums: dict[tuple[int, ...], _Sum] = {}
-        self._posted: dict[Letter, tuple[dist.Work | Threaded, Tensor, Lost]] = {}
-        self._sends: dict[int, Sends] = {}  # by receiver
+        self._posted: dict[Letter, tuple[dist.Work | background.Threaded, Tensor, Lost]] = {}
+        self._sends: dict[int, background.Sends] = {}  # by receiver
         most = 4 * len(placement.edges) * manifest.microbatches * len(placement.pipes) * manifest.slices
         if most > _MAX_TAG:
             raise ZbcError("E703", f"run: {most} messages in one step are more than gloo has tags for")
@@ -176,8 +166,8 @@ class Network(Transport):
         if posted is None:
             return True
         work, buffer, lost = posted
-        if not self._nccl and not isinstance(work, Threaded):  # gloo cannot be polled: a thread waits
-            work = Threaded(self._arrivals.start(work.wait))
+        if not self._nccl and not isinstance(work, background.Threaded):  # gloo cannot be polled: a thread waits
+            work = background.Threaded(self._arrivals.start(work.wait))
             self._posted[message] = work, buffer, lost
         return work.is_completed()
 
@@ -241,12 +231,12 @@ class Network(Transport):
         return {ranks: group for ranks, group in made if self.rank in ranks}
 
     @functools.cached_property
-    def _arrivals(self) -> Background:
-        return Background("zbc-arrivals")
+    def _arrivals(self) -> background.Background:
+        return background.Background("zbc-arrivals")
 
     @functools.cached_property
-    def _chains(self) -> Chains:
-        return StreamChains(self._device) if self._nccl else ThreadChains()
+    def _chains(self) -> background.Chains:
+        return background.StreamChains(self._device) if self._nccl else background.ThreadChains()
 
     def _circle(self, ranks: tuple[int, ...]) -> Any:
         group = self._circles.get(ranks)
@@ -302,11 +292,11 @@ class Network(Transport):
         backend = self._backend(group)
         return backend.send if sending else backend.recv, number, self._tag(message), lost
 
-    def _sends_to(self, peer: int) -> Sends:
+    def _sends_to(self, peer: int) -> background.Sends:
         """The sends to a rank, which complete in order: separate for each receiver, so that tensors delivered to one
         are not kept until a slower one has received its own."""
         if peer not in self._sends:
-            self._sends[peer] = EventSends() if self._nccl else ThreadSends()
+            self._sends[peer] = background.EventSends() if self._nccl else background.ThreadSends()
         return self._sends[peer]
 
     def _pair(self, source: int, target: int, message: Letter) -> Any:
@@ -412,7 +402,7 @@ class _Done:
 
 
 class _Collective(NamedTuple):
-    work: dist.Work | Chain
+    work: dist.Work | background.Chain
     lost: Callable[[BaseException], ZbcError]
 
     def wait(self) -> None:

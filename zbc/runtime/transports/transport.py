@@ -212,9 +212,6 @@ class Around(Transport):
         self.inner.close()
 
 
-# ---- ranks that share a GPU ----------------------------------------------------------------------------------
-
-
 class Staged(Around):
     """A `Transport` for tensors on `device` over one for tensors on the host."""
 

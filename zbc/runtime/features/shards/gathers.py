@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -46,7 +45,7 @@ class Gathers(Feature):
             freed = any(self.stages[owner].weights.holds(y) for owner in owners_among(op.stage, self.stages))
             return [y.clone() if freed else y] * len(gives.edges)
 
-        return route._replace(gives=replace(gives, each=each))
+        return route._replace(gives=gives._replace(each=each))
 
     def opens(self, worker: Worker) -> None:
         if worker.plan.manifest.one_sided and not self._opened:  # all ranks together, with the initial weights

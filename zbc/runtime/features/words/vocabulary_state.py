@@ -210,9 +210,6 @@ class Looked(Keeps):
 LOOKED = Looked()
 
 
-# ---- its weights ---------------------------------------------------------------------------------------------
-
-
 class OfRows(StageOptimizer):
     """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` of the larger ones."""
 
@@ -289,9 +286,6 @@ def build(context: Context) -> Vocabulary | None:
     )
 
 
-# ---- the embedding -------------------------------------------------------------------------------------------
-
-
 def look_up(worker: Worker, op: Op) -> None:
     """I: looks up this rank's words of the inputs; zeros for the words of other ranks."""
     shared, unit = shared_of(worker, op)
@@ -308,9 +302,6 @@ def embedding_gradient(worker: Worker, op: Op) -> None:
     began = worker.clock.start()
     shared.embedding.learn(shared.looked.pop(unit), grad)
     worker.clock.stop(began)
-
-
-# ---- the output layer ----------------------------------------------------------------------------------------
 
 
 def tell(worker: Worker, op: Op) -> None:
@@ -358,9 +349,6 @@ def output_gradient(worker: Worker, op: Op) -> None:
     if (part := shared.output.learn(meeting.told, meeting.known[0], part=shared.sums == 2)) is not None:
         shared.parts[unit] = part
     worker.clock.stop(began)
-
-
-# ---- collectives ---------------------------------------------------------------------------------------------
 
 
 def broadcast(worker: Worker, op: Op) -> None:
@@ -411,9 +399,6 @@ def count_loss(worker: Worker, unit: Unit, meeting: Meeting) -> None:
     """Adds the loss on the last stage's rank, which reports losses as it does with a whole output layer."""
     loss = meeting.told.loss(*meeting.known)
     worker.losses[unit[0]] = worker.losses.get(unit[0], 0.0) + (loss.item() if worker.on_host else loss)
-
-
-# ---- parts ---------------------------------------------------------------------------------------------------
 
 
 def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
