@@ -30,11 +30,9 @@ def unwritten_stdout(error: OSError) -> ZbcError:
 
 
 def to_stdout(line: str) -> None:
-    """Prints a line on stdout. If its reader has gone the command ends, as usual for commands.
-
-    A closed terminal has sent SIGHUP, which ends the run in order unless ignored, so that case only silences stdout.
-    Raises E608 if a line cannot be written for another reason.
-    """
+    """Prints a line on stdout. If its reader has gone the command ends, as usual for commands. A closed terminal has
+    sent SIGHUP, which ends the run in order unless ignored, so that case only silences stdout. Raises E608 if a line
+    cannot be written for another reason."""
     try:
         sys.stdout.write(visible(line) + "\n")
         sys.stdout.flush()
@@ -53,10 +51,8 @@ def _is_hung_up(error: OSError) -> bool:
 
 
 def open_missing() -> None:
-    """Opens /dev/null for those of stdin, stdout and stderr that are closed.
-
-    Else the next files that are opened would get their numbers, and output of libraries would go there.
-    """
+    """Opens /dev/null for those of stdin, stdout and stderr that are closed. Else the next files that are opened would
+    get their numbers, and output of libraries would go there."""
     for number in range(3):
         try:
             os.fstat(number)

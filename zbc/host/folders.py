@@ -12,10 +12,8 @@ RUNS = Path("runs")  # of run directories, and of the plans of jobs that `zbc ru
 
 @contextmanager
 def folders_for(path: Path, *, keep: bool = True) -> Iterator[None]:
-    """Creates the parent folders of `path`. Raises OSError if that fails.
-
-    If the body raises, and always without `keep`, removes those of the created folders that are empty.
-    """
+    """Creates the parent folders of `path`. Raises OSError if that fails. If the body raises, and always without
+    `keep`, removes those of the created folders that are empty."""
     made = [folder for folder in path.parents if not os.path.lexists(folder)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

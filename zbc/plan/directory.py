@@ -216,10 +216,8 @@ def _rank_text(program: Program, rank: int, plan_id: str, lines: str) -> str:
 
 
 def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
-    """Puts a plan directory at `folder`, replacing an older plan there, in one rename.
-
-    Raises E407 if something that is not a plan is in the way, or the directory cannot be written.
-    """
+    """Puts a plan directory at `folder`, replacing an older plan there, in one rename. Raises E407 if something that is
+    not a plan is in the way, or the directory cannot be written."""
     refuse_in_the_way(folder)
     try:
         with folders_for(folder), _beside(folder) as work:

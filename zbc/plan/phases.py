@@ -21,10 +21,8 @@ class PhaseStart(NamedTuple):
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases of a training; the last one has no end.
-
-    `shift`: additional samples of a training that began with other batches than these phases.
-    """
+    """The phases of a training; the last one has no end. `shift`: additional samples of a training that began with
+    other batches than these phases."""
 
     starts: tuple[PhaseStart, ...]
     shift: int = 0

@@ -44,10 +44,8 @@ def is_plan(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
-    """Reads `plan.json`.
-
-    Raises E401 (missing), E402 (edited), E403 (other version), E404 (damaged) or E406 (unknown op kinds).
-    """
+    """Reads `plan.json`. Raises E401 (missing), E402 (edited), E403 (other version), E404 (damaged) or E406 (unknown op
+    kinds)."""
     path = folder / MANIFEST
     data = _load_json(path)
     if data.get("format") != FORMAT:

@@ -47,12 +47,9 @@ class _Mark:
 
 
 class CudaClock(Clock):
-    """For cuda, where a call only enqueues work: measures it by events on the stream.
-
-    Waits for events of the compute stream only, never for the whole device: that would wait for posted receives, too.
-    `start` waits for the end of the op `LEAD` ops before; a proven plan allows that, since a rank's compute ops end in
-    order.
-    """
+    """For cuda, where a call only enqueues work: measures it by events on the stream. Waits for events of the compute
+    stream only, never for the whole device: that would wait for posted receives, too. `start` waits for the end of the
+    op `LEAD` ops before; a proven plan allows that, since a rank's compute ops end in order."""
 
     def __init__(self, device: torch.device, progress: Progress) -> None:
         self._device, self._progress = device, progress
@@ -97,10 +94,8 @@ class CudaClock(Clock):
         self._free.append((mark.begin, mark.end))
 
     def behind(self, now: float) -> Progress:
-        """The op the device is in, seen from the watchdog's thread; `waiting` until the op's inputs have arrived.
-
-        If the device has completed all its work, this is the op that the host is in.
-        """
+        """The op the device is in, seen from the watchdog's thread; `waiting` until the op's inputs have arrived. If
+        the device has completed all its work, this is the op that the host is in."""
         torch.cuda.set_device(self._device)
         try:
             mark = next((mark for mark in tuple(self._marks) if not (mark.ended and _passed(mark.end))), None)
@@ -126,10 +121,8 @@ def _passed(event: torch.cuda.Event) -> bool:
 
 
 class Pinned:
-    """`memory` (size,) of bytes of the host, pinned: a GPU copies from and to it asynchronously.
-
-    It is ordinary memory that is pinned afterwards: torch's pinned allocations are powers of two, up to twice the size.
-    """
+    """`memory` (size,) of bytes of the host, pinned: a GPU copies from and to it asynchronously. It is ordinary memory
+    that is pinned afterwards: torch's pinned allocations are powers of two, up to twice the size."""
 
     def __init__(self, size: int) -> None:
         self.memory = torch.empty(size, dtype=torch.uint8)

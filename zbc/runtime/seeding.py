@@ -78,10 +78,8 @@ def let_go() -> Iterator[None]:
 
 @contextmanager
 def reading() -> Iterator[Callable[[int], None]]:
-    """Holds the generators of torch, Python and numpy exclusively; yields a function that seeds all of them.
-
-    For reading data: every rank has to draw the same for a sample. Restores the generators afterwards.
-    """
+    """Holds the generators of torch, Python and numpy exclusively; yields a function that seeds all of them. For
+    reading data: every rank has to draw the same for a sample. Restores the generators afterwards."""
     numpy: Any = importlib.import_module("numpy.random")
     with RNG_LOCK, _READING, real_tensors():
         torchs, pythons, numpys = torch.default_generator.get_state(), random.getstate(), numpy.get_bit_generator()
@@ -186,11 +184,9 @@ def draws_unseeded(layer: str, source: str) -> ZbcError:
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a forward of `module` in training draws random numbers.
-
-    Recognises dropout modules with p > 0, a number above 0 in an attribute named `dropout` or `dropout_p` (as in
-    attention and recurrent modules), and a true attribute `zbc_random`, for layers that draw by other means.
-    """
+    """Whether a forward of `module` in training draws random numbers. Recognises dropout modules with p > 0, a number
+    above 0 in an attribute named `dropout` or `dropout_p` (as in attention and recurrent modules), and a true attribute
+    `zbc_random`, for layers that draw by other means."""
     return any(_draws(inner) for inner in module.modules())
 
 

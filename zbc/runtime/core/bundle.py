@@ -57,9 +57,8 @@ def names_of(forward: Callable[..., Any]) -> Names:
 
 
 def call(forward: Callable[..., Any], given: Any, takes: Names = None, *, later: Names = None) -> Any:
-    """Calls a layer with the output of the layer before, or with the entries of a batch alongside of nothing.
-
-    `takes`: see `names_of`; `later`: those of all later layers, () at the last one, whose output is given alone."""
+    """Calls a layer with the output of the layer before, or with the entries of a batch alongside of nothing. `takes`:
+    see `names_of`; `later`: those of all later layers, () at the last one, whose output is given alone."""
     if not isinstance(given, Alongside):
         return forward(*given) if isinstance(given, tuple) else forward(given)
     value, others = given
@@ -135,11 +134,9 @@ class Part(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The layout of a packed tuple of tensors: `parts` in its order; `size` and `back` in float32 numbers.
-
-    `form`: the structure around the tensors; None for a tuple. `ends`: the input of the loss, which takes it unpacked.
-    `later`: of a layer's input, the names that all later layers have parameters for (`call`).
-    """
+    """The layout of a packed tuple of tensors: `parts` in its order; `size` and `back` in float32 numbers. `form`: the
+    structure around the tensors; None for a tuple. `ends`: the input of the loss, which takes it unpacked. `later`: of
+    a layer's input, the names that all later layers have parameters for (`call`)."""
 
     parts: tuple[Part, ...]
     size: int

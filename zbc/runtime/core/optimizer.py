@@ -32,10 +32,8 @@ NO_WHOLES: Mapping[str, Whole] = {}
 
 class Held(NamedTuple):
     """A checkpoint's entry of a parameter: its elements from `start` on, in memory order, and the optimizer's state.
-
     `shape` is the whole parameter's. `tensor` is the tensor that the optimizer updates and has state for, a master or
-    the parameter itself; if the parameter does not train, it is the parameter.
-    """
+    the parameter itself; if the parameter does not train, it is the parameter."""
 
     name: str
     start: int
@@ -135,10 +133,8 @@ class InPlace(StageOptimizer):
 
 
 class Masters(InPlace):
-    """Working weights that are copies: the optimizer updates master weights, which are then published.
-
-    Working weights that are `lowered` to another type have float32 gradients, summed over microbatches in float32.
-    """
+    """Working weights that are copies: the optimizer updates master weights, which are then published. Working weights
+    that are `lowered` to another type have float32 gradients, summed over microbatches in float32."""
 
     def __init__(
         self,
@@ -175,10 +171,8 @@ class Masters(InPlace):
 
     def tentative(self) -> None:
         """Writes the working weights as if the step were taken unclipped; masters, state and gradients stay unchanged.
-
         The update runs on copies of the masters and their state, by the same code as `commit`, so that the results are
-        bitwise equal. Copies exist for a few parameters at a time.
-        """
+        bitwise equal. Copies exist for a few parameters at a time."""
         optimizer = self.optimizer
         if optimizer is None:
             return
@@ -250,11 +244,9 @@ def build_optimizer(
     masters: bool = True,
     ahead: bool = False,
 ) -> StageOptimizer:
-    """The optimizer that a job asks for, over the parameters of one stage.
-
-    `lowered` is the type that forward reads, if it is not the parameters' own; `masters`: it then updates float32
-    masters of them; `ahead`: steps may be tentative; `wholes`: for parameters that are sharded over ranks.
-    """
+    """The optimizer that a job asks for, over the parameters of one stage. `lowered` is the type that forward reads, if
+    it is not the parameters' own; `masters`: it then updates float32 masters of them; `ahead`: steps may be tentative;
+    `wholes`: for parameters that are sharded over ranks."""
     if not ahead and (lowered is None or not masters):
         lower_precision(parameters.values(), lowered)
         return InPlace(parameters, torch_optimizer(options, parameters, wholes), tuple(casts))
@@ -287,10 +279,8 @@ def kept_by(options: spec.Optimizer, *, matrix: bool = False) -> dict[str, bool]
 def torch_optimizer(
     options: spec.Optimizer, named: Mapping[str, nn.Parameter], wholes: Mapping[str, Whole] = NO_WHOLES
 ) -> torch.optim.Optimizer | None:
-    """`torch.optim` AdamW, Adam or SGD, or Muon, over the parameters that train; None if none does.
-
-    On cuda it uses the fused kernels, if no number is complex: one launch for all parameters instead of several each.
-    """
+    """`torch.optim` AdamW, Adam or SGD, or Muon, over the parameters that train; None if none does. On cuda it uses the
+    fused kernels, if no number is complex: one launch for all parameters instead of several each."""
     trained = {name: p for name, p in named.items() if p.requires_grad}
     if not trained:
         return None
@@ -305,11 +295,9 @@ def torch_optimizer(
 
 
 def counted(worker: Worker) -> list[StageOptimizer]:
-    """The optimizers of the stages whose gradients this rank reports in the norm of all.
-
-    Of several replicas of a stage the one in pipe 0 of the first pipeline reports; if they shard its optimizer, each
-    reports its shard, and if replicas do not sum gradients, each reports its own.
-    """
+    """The optimizers of the stages whose gradients this rank reports in the norm of all. Of several replicas of a stage
+    the one in pipe 0 of the first pipeline reports; if they shard its optimizer, each reports its shard, and if
+    replicas do not sum gradients, each reports its own."""
     rank, placement = worker.plan.rank, worker.placement
     run, optimizers = worker.topology, list[StageOptimizer]()
     for owner, optimizer in worker.optimizers.items():

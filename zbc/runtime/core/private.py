@@ -172,11 +172,9 @@ def symmetric(size: int, group: Any, ranks: int, device: torch.device) -> list[T
 
 
 def compile_here(limit: int, total: int) -> None:
-    """Lets torch compile each function `limit` times, `total` times in all, without compile workers.
-
-    Worker processes of every rank would outnumber the cores, and ranks exit without joining them; the same holds for
-    a progress bar, for which torch has tqdm make a lock between processes.
-    """
+    """Lets torch compile each function `limit` times, `total` times in all, without compile workers. Worker processes
+    of every rank would outnumber the cores, and ranks exit without joining them; the same holds for a progress bar, for
+    which torch has tqdm make a lock between processes."""
     import torch._dynamo
     import torch._inductor.config
     import torch.hub

@@ -77,10 +77,7 @@ class StepResult:
 
     def clip(self, largest: float | None) -> float | None:
         """The factor for gradients that undoes the loss scale and limits their norm to `largest`; None to leave them
-        unchanged.
-
-        As torch.nn.utils.clip_grad_norm_: min(1, largest / (norm + 1e-6)).
-        """
+        unchanged. As torch.nn.utils.clip_grad_norm_: min(1, largest / (norm + 1e-6))."""
         if self.skipped:
             return None
         scale = (1.0 if largest is None else min(1.0, largest / (self.grad_norm + 1e-6))) / self.scale

@@ -39,10 +39,8 @@ class Slot:
 
     def defer(self, work: Callable[[], None]) -> None:
         """Keeps `work` for W, or runs it now if this backward is not split. To be called from a layer's backward.
-
         `work` computes gradients without recording and adds them with `accumulate`. It should hold detached tensors:
-        one that still has its `grad_fn` keeps the graph alive until W.
-        """
+        one that still has its `grad_fn` keeps the graph alive until W."""
         if self.split:
             self._work.append(work)
         else:
@@ -51,9 +49,7 @@ class Slot:
 
     def run(self, between: Callable[[int], None] | None = None) -> None:
         """W: runs the deferred work in the order it was deferred, freeing the tensors of each piece when it ends.
-
-        `between` is called after each piece, with the number of pieces left.
-        """
+        `between` is called after each piece, with the number of pieces left."""
         work = self._work[::-1]
         self._work.clear()
         before, current = torch.is_grad_enabled(), _slots.value
@@ -95,10 +91,8 @@ def between() -> Callable[[int], None] | None:
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
     """Adds `grad` to `parameter.grad` as autograd does: stores it the first time, adds in place afterwards.
-
     Low-precision parameters may accumulate their gradients in float32, given by `parameter.grad_dtype`. A gradient of a
-    parameter that is frozen in this microbatch is dropped: layers need not check.
-    """
+    parameter that is frozen in this microbatch is dropped: layers need not check."""
     found = trained(parameter)
     if found is None:
         return
@@ -112,11 +106,9 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
 
 
 def accumulate_product(parameter: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """Adds `grad` (N, out) transposed times `rows` (N, in) to `parameter.grad` (out, in) inside the product.
-
-    One kernel in place of a product, a cast and a sum: equal to `accumulate` to rounding. A CPU multiplies in one type
-    only; there, narrow products are cast and added by `accumulate`.
-    """
+    """Adds `grad` (N, out) transposed times `rows` (N, in) to `parameter.grad` (out, in) inside the product. One kernel
+    in place of a product, a cast and a sum: equal to `accumulate` to rounding. A CPU multiplies in one type only;
+    there, narrow products are cast and added by `accumulate`."""
     found = trained(parameter)
     if found is None:
         return

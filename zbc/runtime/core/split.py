@@ -102,10 +102,8 @@ class _Linear(torch.autograd.Function):
 
 
 class SplitLinear:
-    """The `forward` of one `nn.Linear` whose weight gradient can wait.
-
-    Under autocast the weight is cast once and kept until it changes, not once per microbatch: see `forget`.
-    """
+    """The `forward` of one `nn.Linear` whose weight gradient can wait. Under autocast the weight is cast once and kept
+    until it changes, not once per microbatch: see `forget`."""
 
     def __init__(self, module: nn.Linear | GroupedLinear, fused: bool = False) -> None:
         self.module, self._fused = module, fused
@@ -171,11 +169,9 @@ class SplitLinear:
 
 
 class GroupedLinear(nn.Module):
-    """A stack of linear layers of one size: (N, inputs) -> (N, outputs), each group of rows by its own layer.
-
-    weight (E, outputs, inputs), bias (E, outputs); uninitialised. A rank may keep a part of them: those from `first` on
-    of `all`.
-    """
+    """A stack of linear layers of one size: (N, inputs) -> (N, outputs), each group of rows by its own layer. weight
+    (E, outputs, inputs), bias (E, outputs); uninitialised. A rank may keep a part of them: those from `first` on of
+    `all`."""
 
     def __init__(self, count: int, inputs: int, outputs: int, *, bias: bool, like: Tensor | None = None) -> None:
         super().__init__()
@@ -330,11 +326,9 @@ def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT, 
 
 
 def refuse_wrapped(name: str, layer: nn.Module) -> None:
-    """Raises E509 for data-parallel wrappers and sharded parameters inside `layer`.
-
-    Their hooks fire when autograd accumulates a gradient, which a deferred W bypasses: gradients would silently not
-    be summed over ranks, and the collectives would run in an order unknown to the plan.
-    """
+    """Raises E509 for data-parallel wrappers and sharded parameters inside `layer`. Their hooks fire when autograd
+    accumulates a gradient, which a deferred W bypasses: gradients would silently not be summed over ranks, and the
+    collectives would run in an order unknown to the plan."""
     for path, module in layer.named_modules():
         wrapper = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
         if wrapper is None and any(is_a(p, "DTensor") for p in module.parameters(recurse=False)):
@@ -372,9 +366,8 @@ def plain(module: nn.Module) -> bool:
 
 def _own(module: nn.Module) -> bool:
     """Whether the weights of a module are parameters now. If torch.func.functional_call has replaced them by tensors,
-    these pass gradients on through the graph and change from call to call.
-
-    False while torch.vmap or another transform of torch.func runs."""
+    these pass gradients on through the graph and change from call to call. False while torch.vmap or another transform
+    of torch.func runs."""
     if transforming():
         return False
     for parameter in module._parameters.values():

@@ -226,10 +226,8 @@ class Stage:
         return x if self.laid is None else self.laid.lay(x)
 
     def evaluate(self, x: Tensor, finish: Finish, *place: object) -> Tensor:
-        """`finish` of the stage's output, without saving anything for a backward.
-
-        Layers that draw random numbers even in evaluation use a seed made of `place`.
-        """
+        """`finish` of the stage's output, without saving anything for a backward. Layers that draw random numbers even
+        in evaluation use a seed made of `place`."""
         before = swap_slot(Slot())
         try:
             with torch.no_grad(), self.autocast:

@@ -69,9 +69,8 @@ class BatchSource(Protocol):
 
 
 class Work:
-    """Each replica's share of a step, here equal ones. A subclass deals out unequal ones (training/data/unequal.py).
-
-    It is told the `phases` of a training before its first step."""
+    """Each replica's share of a step, here equal ones. A subclass deals out unequal ones (training/data/unequal.py). It
+    is told the `phases` of a training before its first step."""
 
     phases: Phases
     most = 0  # maximum microbatches of a replica, which are numbered over all replicas; 0: the number in its plan

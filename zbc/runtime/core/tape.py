@@ -26,11 +26,9 @@ class Tape(Protocol):
     """The saved state of one microbatch."""
 
     def backward(self, grad: Tensor | None) -> None:
-        """Accumulates the gradients of the stage's input and of the weights, except those deferred to the slot.
-
-        The microbatch's slot has to be current, for layers that run their forward again. `grad` is the gradient of the
-        stage's output, of its dtype. To be called once: it frees the saved state.
-        """
+        """Accumulates the gradients of the stage's input and of the weights, except those deferred to the slot. The
+        microbatch's slot has to be current, for layers that run their forward again. `grad` is the gradient of the
+        stage's output, of its dtype. To be called once: it frees the saved state."""
 
 
 class RecordedGraph:

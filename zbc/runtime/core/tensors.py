@@ -158,10 +158,8 @@ class Part(NamedTuple):
 
 
 def share_of(target: Tensor, part: Part) -> float:
-    """The weight of a slice in the mean over its microbatch; `target` has the microbatch's targets, on the CPU.
-
-    Integer targets count unless they are IGNORED; 0 if none counts.
-    """
+    """The weight of a slice in the mean over its microbatch; `target` has the microbatch's targets, on the CPU. Integer
+    targets count unless they are IGNORED; 0 if none counts."""
     if target.is_floating_point() or target.is_complex():
         return part.rows / part.length
     counted = target != IGNORED
@@ -173,10 +171,8 @@ AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # by model.dt
 
 
 def lower_precision(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> None:
-    """Casts floating-point parameters to `dtype`; those that train accumulate their gradients in float32.
-
-    None leaves all parameters as they are.
-    """
+    """Casts floating-point parameters to `dtype`; those that train accumulate their gradients in float32. None leaves
+    all parameters as they are."""
     if dtype is None:
         return
     for parameter in parameters:

@@ -127,10 +127,8 @@ class VectorLayout:
 def _written(
     size: int, where: Sequence[int], found: Sequence[Tensor | float], own: Sequence[float], device: torch.device
 ) -> Tensor:
-    """A float64 vector of zeros, except for the numbers of `found` and then `own` at the indices `where`.
-
-    A kernel that runs once per step takes ten times as long as in a loop, so on the CPU this uses none.
-    """
+    """A float64 vector of zeros, except for the numbers of `found` and then `own` at the indices `where`. A kernel that
+    runs once per step takes ten times as long as in a loop, so on the CPU this uses none."""
     row = array("d", bytes(8 * size))
     numbers = [number for one in found for number in (one.view(-1).tolist() if isinstance(one, Tensor) else (one,))]
     for at, number in zip(where, (*numbers, *own), strict=True):
@@ -153,10 +151,8 @@ def chunks(size: int) -> int:
 
 
 def squares_of(grads: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-    """Sum of squares of each chunk of each gradient, as a float64 vector on its device.
-
-    Each sum depends on its chunk alone (and on the number of threads inside torch's kernels).
-    """
+    """Sum of squares of each chunk of each gradient, as a float64 vector on its device. Each sum depends on its chunk
+    alone (and on the number of threads inside torch's kernels)."""
     imaginary = {name: grad.imag for name, grad in grads.items() if grad.is_complex()}
     rows = {name: (grad.real if name in imaginary else grad).detach().reshape(-1) for name, grad in grads.items()}
     parts = {name: torch.split(row, CHUNK) if len(row) > CHUNK else (row,) for name, row in rows.items()}

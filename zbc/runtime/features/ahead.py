@@ -58,11 +58,9 @@ class TentativeStep:
 
 
 class Ahead(Ending):
-    """The verdict of a step arrives during the next one, or at the end of the run.
-
-    `again` are the ops that REDO runs: those before it that make or send tensors. `buffers` are the buffers that
-    forwards change, `found` their values when the step began.
-    """
+    """The verdict of a step arrives during the next one, or at the end of the run. `again` are the ops that REDO runs:
+    those before it that make or send tensors. `buffers` are the buffers that forwards change, `found` their values when
+    the step began."""
 
     def __init__(self, again: Script, buffers: tuple[Place, ...]) -> None:
         self.again, self.buffers = again, buffers
@@ -108,10 +106,8 @@ class Ahead(Ending):
 
 
 def tentative(worker: Worker, op: Op) -> None:
-    """TENTATIVE: writes a stage's working weights as if its step were final, once its gradients are all-reduced.
-
-    The learning rate stays set until the next one: COMMIT and REDO come before it and belong to this step.
-    """
+    """TENTATIVE: writes a stage's working weights as if its step were final, once its gradients are all-reduced. The
+    learning rate stays set until the next one: COMMIT and REDO come before it and belong to this step."""
     worker.settle(op.stage)
     worker.before_update()
     masters = _masters_of(worker, op.stage)

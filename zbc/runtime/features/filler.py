@@ -134,9 +134,7 @@ class Filling(Around):
 
 def install(worker: Worker, tell: Callable[[str], None]) -> Filling | None:
     """Makes the task of [filler], and fills the worker's waits with it; None if there is no task, or too little memory.
-
-    The factory gets `rank` and `ranks` (of the run). Raises E502 (it cannot be imported, or fails).
-    """
+    The factory gets `rank` and `ranks` (of the run). Raises E502 (it cannot be imported, or fails)."""
     manifest = worker.plan.manifest
     asked = spec.Filler.model_validate(manifest.training.get("filler", {}), strict=False)
     if asked.task is None:

@@ -82,9 +82,7 @@ def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) ->
 
 def scale(stage: Stage, optimizer: StageOptimizer, turns: Turns, step: int) -> None:
     """Scales a stage's gradients, summed over all replicas, to means over the microbatches that trained each layer.
-
-    Raises E509 for a layer that has gradients although none trained it.
-    """
+    Raises E509 for a layer that has gradients although none trained it."""
     of = {
         f"{layer.name}.{name}": i for i, layer in enumerate(stage.layers) for name, _ in layer.module.named_parameters()
     }

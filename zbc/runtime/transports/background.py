@@ -144,11 +144,9 @@ _Send = tuple[dist.Work, Tensor, Callable[[BaseException], ZbcError]]  # the las
 
 
 class EventSends:
-    """For NCCL, whose work objects can be polled: the sends to one rank, which complete in order.
-
-    NCCL never raises: a failed send is completed, too, and returns its exception on request. `drain` does not block the
-    host; it makes the compute stream wait, so that the memory is reused after the send only.
-    """
+    """For NCCL, whose work objects can be polled: the sends to one rank, which complete in order. NCCL never raises: a
+    failed send is completed, too, and returns its exception on request. `drain` does not block the host; it makes the
+    compute stream wait, so that the memory is reused after the send only."""
 
     def __init__(self) -> None:
         self._under_way: deque[_Send] = deque()
@@ -184,11 +182,9 @@ def _check(send: _Send) -> None:
 
 
 class ThreadSends:
-    """For gloo, whose work objects complete only in a call of `wait`: a thread calls it.
-
-    Waking a thread costs the rank more than starting a send, so the thread looks for new sends, two hundred times a
-    second, and delivered tensors are kept that much longer: with ops of a millisecond, a few tensors.
-    """
+    """For gloo, whose work objects complete only in a call of `wait`: a thread calls it. Waking a thread costs the rank
+    more than starting a send, so the thread looks for new sends, two hundred times a second, and delivered tensors are
+    kept that much longer: with ops of a millisecond, a few tensors."""
 
     def __init__(self) -> None:
         self._under_way: deque[_Send] = deque()

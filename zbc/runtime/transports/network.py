@@ -69,11 +69,9 @@ def directions(placement: Placement) -> list[tuple[int, int]]:
 
 
 def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The ordered pairs in rounds, in each of which a rank is in at most one pair.
-
-    Ranks that go through their own pairs round by round never wait for each other in a cycle. A chain of any length
-    takes four rounds: pairs of an even rank and the next one first, then the others.
-    """
+    """The ordered pairs in rounds, in each of which a rank is in at most one pair. Ranks that go through their own
+    pairs round by round never wait for each other in a cycle. A chain of any length takes four rounds: pairs of an even
+    rank and the next one first, then the others."""
     return in_turns(sorted(set(pairs), key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)), int)
 
 
@@ -283,10 +281,8 @@ class Network(Transport):
             table.clear()
 
     def _way(self, message: Letter, peer: int, *, sending: bool) -> _Way:
-        """The function, rank and tag that start a message.
-
-        Looked up once: dist.isend and irecv do so on each call, which takes as long as starting the transfer.
-        """
+        """The function, rank and tag that start a message. Looked up once: dist.isend and irecv do so on each call,
+        which takes as long as starting the transfer."""
         group = self._pair(*((self.rank, peer) if sending else (peer, self.rank)), message)
         number, lost = dist.get_group_rank(group, peer), partial(self._lost, message, peer, sending)
         backend = self._backend(group)
@@ -324,11 +320,9 @@ class Network(Transport):
         return ZbcError("E702", f"run: {name(self.rank)} lost {name(peer)} at {op}", details=[_first_line(error)])
 
     def _connect(self, device: torch.device) -> None:
-        """Uses every group once, in the order in which they were made, the same on all ranks; see `rounds`.
-
-        NCCL builds a communicator at its first use, which blocks both ends: within a step that would be a wait that is
-        not in the plan. training/warm.py sets up the additional resources of large transfers.
-        """
+        """Uses every group once, in the order in which they were made, the same on all ranks; see `rounds`. NCCL builds
+        a communicator at its first use, which blocks both ends: within a step that would be a wait that is not in the
+        plan. training/warm.py sets up the additional resources of large transfers."""
         number = torch.zeros(1, device=device)
         groups = [(pair, table[pair]) for table in (self._pairs, self._signals) for pair in table]
         for (source, target), group in groups:
@@ -359,11 +353,9 @@ def _swift() -> Any:
 
 
 def _group(ranks: tuple[int, ...], timeout: timedelta, make_options: Callable[[], Any] | None = None) -> Any:
-    """A process group of `ranks`, made by all ranks in one order.
-
-    Not by its members only: the names of such groups depend on the number of groups a rank is in (torch 2.13), so that
-    two ranks would wait for each other under different names.
-    """
+    """A process group of `ranks`, made by all ranks in one order. Not by its members only: the names of such groups
+    depend on the number of groups a rank is in (torch 2.13), so that two ranks would wait for each other under
+    different names."""
     options = None
     if make_options is not None:  # torch writes the group's name into them: each has its own
         options = make_options()

@@ -75,11 +75,8 @@ class Offer(NamedTuple):
 
 
 class Pending(Protocol):
-    """A collective that was started. A rank's collectives run in the order in which it starts them.
-
-    It holds its tensors until `wait` has returned: on cuda another stream works on them, and freed memory is reused at
-    once.
-    """
+    """A collective that was started. A rank's collectives run in the order in which it starts them. It holds its
+    tensors until `wait` has returned: on cuda another stream works on them, and freed memory is reused at once."""
 
     def wait(self) -> None:
         """Blocks until it has completed (on cuda: makes the current stream wait)."""
@@ -152,10 +149,8 @@ class Transport(Protocol):
         return pending
 
     def finish_step(self, *, drain: bool = True) -> None:
-        """Blocks until every started send is delivered, unless `drain` is False.
-
-        Raises E703 if a posted message was never waited for.
-        """
+        """Blocks until every started send is delivered, unless `drain` is False. Raises E703 if a posted message was
+        never waited for."""
 
     def close(self) -> None:
         """Releases the transport's resources; no further calls."""

@@ -40,11 +40,9 @@ def current_pair() -> Pair | None:
 
 
 class Pair:
-    """The thread that calls `run`, which runs the first piece, and another one, which runs the second.
-
-    `switched` is called with the side (0 or 1) that runs from now on. A failure of either ends both: `run` raises it,
-    and the other piece ends with `Left` at the point where it last yielded its turn.
-    """
+    """The thread that calls `run`, which runs the first piece, and another one, which runs the second. `switched` is
+    called with the side (0 or 1) that runs from now on. A failure of either ends both: `run` raises it, and the other
+    piece ends with `Left` at the point where it last yielded its turn."""
 
     def __init__(self, device: torch.device, switched: Callable[[int], None] = lambda side: None) -> None:
         self._device, self._switched = device, switched

@@ -34,10 +34,8 @@ _WHOLE = {torch.int16, torch.int32, torch.int64}
 
 
 class Pool:
-    """The slabs of a rank: the plan has their number per stage; they are made for the first parcel, and reused.
-
-    A slab grows if a layer saves more for one microbatch than for another.
-    """
+    """The slabs of a rank: the plan has their number per stage; they are made for the first parcel, and reused. A slab
+    grows if a layer saves more for one microbatch than for another."""
 
     def __init__(self, copier: Copier, counts: dict[int, int]) -> None:
         self.copier = copier
@@ -105,10 +103,8 @@ def _changed(layer: str) -> ZbcError:
 
 
 class Parcel:
-    """The saved activations of one forward of `x`, which runs inside `with parcel.hooks():`.
-
-    It takes the place of the stage's input, whose gradient is in `grad`.
-    """
+    """The saved activations of one forward of `x`, which runs inside `with parcel.hooks():`. It takes the place of the
+    stage's input, whose gradient is in `grad`."""
 
     def __init__(self, pool: Pool, x: Tensor) -> None:
         self.pool, self.device = pool, x.device
@@ -204,10 +200,8 @@ class Parcel:
         self._ticket = slab.read = self.pool.copier.back(slab, self._pieces(), gone)
 
     def arrive(self, op: Op) -> Tensor | Parcel:
-        """B, BW: waits for the reload; returns the object that will have the stage input's gradient in `grad`.
-
-        From here on only the graph holds the reloaded tensors, so each is freed after its last use.
-        """
+        """B, BW: waits for the reload; returns the object that will have the stage input's gradient in `grad`. From
+        here on only the graph holds the reloaded tensors, so each is freed after its last use."""
         self._turn(op, "coming", "back")
         self.pool.wait(self._awaited())
         if self._slab is not None:

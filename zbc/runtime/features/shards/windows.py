@@ -46,10 +46,8 @@ _CPU = torch.device("cpu")
 
 
 class Window:
-    """This rank's window, and its view of the windows of all `ranks`, which open theirs together.
-
-    `weights`: bytes of its shard of the weights; `slot`: elements of type `kind` of the gradients of one shard.
-    """
+    """This rank's window, and its view of the windows of all `ranks`, which open theirs together. `weights`: bytes of
+    its shard of the weights; `slot`: elements of type `kind` of the gradients of one shard."""
 
     def __init__(
         self,

@@ -32,10 +32,8 @@ from zbc.runtime.features.words.words import wide
 
 
 class Past:
-    """K and V of one attention for one microbatch, (.., length, features), and their gradients.
-
-    Raises E703 if the forwards of slices do not run in order, or their backwards not in reverse.
-    """
+    """K and V of one attention for one microbatch, (.., length, features), and their gradients. Raises E703 if the
+    forwards of slices do not run in order, or their backwards not in reverse."""
 
     __slots__ = ("_grads", "_left", "_written", "keys", "length", "values")
 
@@ -53,11 +51,9 @@ class Past:
         return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
 
     def write(self, start: int, stop: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes rows [start, stop); returns K and V of rows [0, stop), as views with separate version counters.
-
-        Rows saved by earlier slices are not written to, so their versions need not change. With recompute a forward
-        runs again right before its backward, when its rows are already written.
-        """
+        """Writes rows [start, stop); returns K and V of rows [0, stop), as views with separate version counters. Rows
+        saved by earlier slices are not written to, so their versions need not change. With recompute a forward runs
+        again right before its backward, when its rows are already written."""
         if start != self._written and not (stop == self._left and self.keys is not None):
             text = f"run: forward of rows [{start}, {stop}): the next to run are those that begin at {self._written}"
             raise ZbcError("E703", text, hint="plan again")

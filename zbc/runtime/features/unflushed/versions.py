@@ -173,11 +173,8 @@ class TwoVersions(Unflushed):
 
 
 class OneVersion(Unflushed):
-    """Steps while microbatches are between their forward and their backward.
-
-    `lookahead`: the number of steps by which forwards extrapolate weights, 0 for none; the older weights are then those
-    before the last step.
-    """
+    """Steps while microbatches are between their forward and their backward. `lookahead`: the number of steps by which
+    forwards extrapolate weights, 0 for none; the older weights are then those before the last step."""
 
     def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = (), lookahead: int = 0) -> None:
         super().__init__(inner, casts)
@@ -219,11 +216,9 @@ def versioned(options: spec.Optimizer, inner: StageOptimizer, casts: Iterable[Sp
 
 
 class Feedback(StageOptimizer):
-    """A `StageOptimizer` whose steps correct a `share` of the last step's error (after arXiv 2606.30634).
-
-    Each step applies the update of the previous one, u(t - 1) in place of u(t). The error is known a step later:
-    W(t + 1) = W(t) + u(t - 1) + c (u(t - 1) - u(t - 2)).
-    """
+    """A `StageOptimizer` whose steps correct a `share` of the last step's error (after arXiv 2606.30634). Each step
+    applies the update of the previous one, u(t - 1) in place of u(t). The error is known a step later: W(t + 1) = W(t)
+    + u(t - 1) + c (u(t - 1) - u(t - 2))."""
 
     def __init__(self, inner: StageOptimizer, share: float) -> None:
         super().__init__(inner)

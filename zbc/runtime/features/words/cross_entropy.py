@@ -57,10 +57,7 @@ class How(NamedTuple):
 
 class _CrossEntropy(torch.autograd.Function):
     """The mean of `Terms.losses` over targets that count. `x` are logits (N, words of this rank), or with chunks the
-    inputs (N, H) of the layer with `weight`.
-
-    Ranks exchange three numbers per token; see words.py.
-    """
+    inputs (N, H) of the layer with `weight`. Ranks exchange three numbers per token; see words.py."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, targets: Tensor, how: How) -> Tensor:

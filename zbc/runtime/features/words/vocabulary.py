@@ -37,8 +37,7 @@ from zbc.runtime.features.words.words import AS_IS, PLAIN, Own, Shaped, Terms
 class Told:
     """The results of S for N tokens: for T `hidden` (N, H) and `soft` (N, rows); for MEET `mine` (3, N); with 1 sum
     `spread` and `row`, both (N, H), the terms of the gradient of `hidden`. `weight` (N): the weight of each token in
-    the loss of its microbatch, which has the weight `step` in the loss of a step.
-    """
+    the loss of its microbatch, which has the weight `step` in the loss of a step."""
 
     hidden: Tensor
     soft: Tensor
@@ -74,10 +73,8 @@ class Told:
 
 
 class Output:
-    """This rank's rows of the output layer, `weight` (rows, H), the words from `first` on.
-
-    `dtype`: the type of products under autocast, if it is not the weight's.
-    """
+    """This rank's rows of the output layer, `weight` (rows, H), the words from `first` on. `dtype`: the type of
+    products under autocast, if it is not the weight's."""
 
     def __init__(
         self,
@@ -100,9 +97,7 @@ class Output:
         self, hidden: Tensor, targets: Tensor, weight: Tensor, step: float, *, early: bool, keep: bool = True
     ) -> Told:
         """S, for `hidden` (.., H) and `targets` (..); `weight` and `step` as in `Told`, one number for all that count.
-
-        `early`: makes the terms of the gradient, too; without `keep` nothing is saved for T.
-        """
+        `early`: makes the terms of the gradient, too; without `keep` nothing is saved for T."""
         by = self._multiplier()
         flat, wanted = hidden.detach().reshape(-1, hidden.shape[-1]).to(by.dtype), targets.reshape(-1)
         target = words.own(wanted, self.first, by.shape[0])
@@ -124,8 +119,7 @@ class Output:
 
     def learn(self, told: Told, log: Tensor, *, part: bool) -> Tensor | None:
         """T: accumulates the gradient of the rows, unless they are frozen; with `part` returns this rank's part of the
-        gradient of `hidden`, (N, H). Consumes `told`: `soft` becomes the gradient of the logits.
-        """
+        gradient of `hidden`, (N, H). Consumes `told`: `soft` becomes the gradient of the logits."""
         if not (part or self.weight.requires_grad):
             return None
         slope = self._shaped.slope(told.soft, told.mine[0])

@@ -80,11 +80,9 @@ def own(tokens: Tensor, first: int, rows: int) -> Own:
 
 
 def tell(logits: Tensor, target: Own, terms: Terms = PLAIN, *, over: bool = False) -> tuple[Tensor, Tensor]:
-    """Statistics (3, N) of float32 or float64 `logits` (N, rows), and exp(logits - maximum), (N, rows).
-
-    The statistics: the maximum, the sum of exp(logit - maximum), the target's logit, 0 if another rank has it. `over`:
-    overwrites the logits.
-    """
+    """Statistics (3, N) of float32 or float64 `logits` (N, rows), and exp(logits - maximum), (N, rows). The statistics:
+    the maximum, the sum of exp(logit - maximum), the target's logit, 0 if another rank has it. `over`: overwrites the
+    logits."""
     most = logits.max(-1).values
     logit = logits.gather(-1, target.row[:, None])[:, 0].where(target.mine, logits.new_zeros(()))
     logit = terms.logit(logit, logits)
