@@ -132,5 +132,5 @@ def test_a_side_stream_that_has_not_run_keeps_what_meet_reads(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.add((id(tensor), id(stream))))
     work = SimpleNamespace(wait=lambda: True)
-    StreamChains(torch.device("cuda", 0)).start(lambda: work, met.make, lambda made: work)
+    StreamChains(torch.device("cuda", 0)).chain(lambda: work, met.make, lambda made: work)
     assert told.row is None and {(id(tensor), id(side)) for tensor in read} <= recorded

@@ -10,7 +10,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Op
 from zbc.runtime.core.optimizer import set_rate, squares
 from zbc.runtime.core.route import Left
-from zbc.runtime.core.slot import Slot, between, swap_slot
+from zbc.runtime.core.slot import BETWEEN, Slot, swap_slot
 from zbc.runtime.core.stage import mismatch
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tape import Inputs
@@ -83,7 +83,7 @@ def _walk(worker: Worker, op: Op, left: Left, grad: Tensor | None) -> None:
     if halved:
         worker.slots[op.key] = slot
     elif slot.split:
-        slot.run(between())
+        slot.run(BETWEEN.value)
 
 
 def backward_weight(worker: Worker, op: Op) -> None:
@@ -92,7 +92,7 @@ def backward_weight(worker: Worker, op: Op) -> None:
     if slot is None:
         raise ZbcError("E703", f"run: W {op.key.name}: its B has not run")
     began = worker.clock.start()
-    slot.run(between())
+    slot.run(BETWEEN.value)
     worker.clock.stop(began)
 
 

@@ -6,7 +6,7 @@ updates, a low-precision copy of them, or weights of which this rank updates a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -59,6 +59,10 @@ class StageOptimizer:
         self.parameters, self.optimizer = inner.parameters, inner.optimizer
         self.also = list[str]()  # keys of wrappers in the optimizer's state of a parameter
 
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients with which this rank updates, and the names of their parameters."""
+        return self._inner.gradients()
+
     def squares(self) -> dict[str, Tensor]:
         """Sums of squares of each gradient this rank reports, one float64 number per chunk, by global name."""
         return self._inner.squares()
@@ -103,8 +107,11 @@ class InPlace(StageOptimizer):
     ) -> None:
         self.parameters, self.optimizer, self._casts = parameters, optimizer, casts
 
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
+
     def squares(self) -> dict[str, Tensor]:
-        return squares_of({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+        return squares_of(dict(self.gradients()))
 
     def step(self, scale: float | None) -> None:
         _scale(self.parameters.values(), scale)
@@ -258,8 +265,7 @@ def build_optimizer(
 
 
 def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if scale is not None and grads:
+    if scale is not None and (grads := [p.grad for p in parameters if p.grad is not None]):
         scale_all(grads, scale)
 
 

@@ -12,7 +12,7 @@ differently, the gradients would be those of another model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 from torch import Tensor, nn
@@ -61,14 +61,9 @@ def as_before(buffers: Sequence[Place], before: Sequence[Kept]) -> Iterator[None
         put_back(buffers, now)
 
 
-@contextmanager
-def left_alone(buffers: Sequence[Place]) -> Iterator[None]:
+def left_alone(buffers: Sequence[Place]) -> AbstractContextManager[None]:
     """Runs its body on copies of the buffers, then restores them."""
-    before = renew(buffers)
-    try:
-        yield
-    finally:
-        put_back(buffers, before)
+    return as_before(buffers, present(buffers))
 
 
 class Decisions:

@@ -70,23 +70,14 @@ class Slot:
 
 
 _slots = Current[Slot]()
-_between = Current[Callable[[int], None]]()
+# Called by W between the weight gradients of two layers, with the number left.
+BETWEEN = Current[Callable[[int], None]]()
 using, swap_slot = _slots.using, _slots.swap
 
 
 def current_slot() -> Slot | None:
     """The slot of the forward that runs on this thread; None outside a pipeline step (evaluation, tests)."""
     return _slots.value
-
-
-def call_between(function: Callable[[int], None] | None) -> None:
-    """Sets a function that W on this thread calls between the weight gradients of two layers, with the number left."""
-    _between.value = function
-
-
-def between() -> Callable[[int], None] | None:
-    """The function that W calls between the weight gradients of two layers."""
-    return _between.value
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:

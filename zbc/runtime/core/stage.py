@@ -299,8 +299,8 @@ class Stage:
         gives = self.gives
         if gives is None or (y.dtype is gives.dtype and y.shape == gives.shape):
             return y
-        autocast = not isinstance(self.autocast, nullcontext)
-        if autocast and y.shape == gives.shape and y.dtype.is_floating_point and gives.dtype.is_floating_point:
+        cast = self.casts_weights and y.dtype.is_floating_point and gives.dtype.is_floating_point
+        if cast and y.shape == gives.shape:
             return y.to(gives.dtype)
         raise mismatch(f"output of stage {self.index}", y, gives)
 

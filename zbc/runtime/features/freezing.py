@@ -14,7 +14,7 @@ and optimizer state stay as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,12 +26,11 @@ from zbc.job.sections import Freeze
 from zbc.ops import owners_among
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.feature import Context, Feature
-from zbc.runtime.core.optimizer import StageOptimizer, inside
+from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.route import KEEPS, Keeps, Made, Route
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Finish, Stage
 from zbc.runtime.core.state import PhaseRun, Worker
-from zbc.runtime.features.shards.sharded import Sharded
 from zbc.runtime.seeding import seed_of
 
 
@@ -87,7 +86,7 @@ def scale(stage: Stage, optimizer: StageOptimizer, turns: Turns, step: int) -> N
         f"{layer.name}.{name}": i for i, layer in enumerate(stage.layers) for name, _ in layer.module.named_parameters()
     }
     trained, m = turns.trained(step), turns.microbatches
-    for name, grad in _gradients(optimizer):
+    for name, grad in optimizer.gradients():
         count = trained.get(of[name], m)
         if not count:
             text = f"model: layer {stage.layers[of[name]].name} computes weight gradients although it is frozen"
@@ -111,8 +110,8 @@ class Resting(Feature):
     """The turns by plan and stage; scales gradients of layers that were frozen in some microbatches to means over the
     others."""
 
-    def __init__(self, turns: Iterable[tuple[RankPlan, Mapping[int, Turns]]]) -> None:
-        self._turns = {id(plan): stages for plan, stages in turns}
+    def __init__(self, turns: Mapping[int, Mapping[int, Turns]]) -> None:
+        self._turns = turns  # by the id of a plan
 
     def of(self, run: PhaseRun) -> Mapping[int, Turns]:
         return self._turns.get(id(run.plan), {})
@@ -127,13 +126,6 @@ class Resting(Feature):
                 scale(worker.stages[stage], worker.optimizers[owner], turns, worker.step)
 
 
-def _gradients(optimizer: StageOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """The gradients with which this rank updates, and the names of their parameters."""
-    if (sharded := inside(optimizer, Sharded)) is not None:
-        return sharded.gradients()
-    return ((name, p.grad) for name, p in optimizer.parameters.items() if p.grad is not None)
-
-
 def build(context: Context) -> Resting:
     after = Freeze.model_validate(context.manifest.planning.get("freeze", {}), strict=False).after
 
@@ -141,4 +133,4 @@ def build(context: Context) -> Resting:
         found = {s: turns_of(plan.ops, stage, plan.manifest, after) for s, stage in context.stages.items()}
         return {s: turns for s, turns in found.items() if turns is not None}
 
-    return Resting((plan, of(plan)) for plan in context.plans)
+    return Resting({id(plan): of(plan) for plan in context.plans})

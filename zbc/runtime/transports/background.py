@@ -65,13 +65,10 @@ First = Callable[[], dist.Work]
 Second = Callable[[Tensor], dist.Work]
 
 
-class ThreadChains:
+class ThreadChains(Background):
     """Runs chains in a thread; `first` starts in the rank's own, to keep its order among other collectives."""
 
-    def __init__(self) -> None:
-        self._background = Background("zbc-chains")
-
-    def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
+    def chain(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
         """Starts `first` now; when it has completed, calls `make`, and `second` with its result."""
         work = first()
 
@@ -79,10 +76,7 @@ class ThreadChains:
             work.wait()
             second(make()).wait()
 
-        return Threaded(self._background.start(rest))
-
-    def close(self) -> None:
-        self._background.close()
+        return Threaded(self.start(rest))
 
 
 class Threaded:
@@ -107,7 +101,7 @@ class StreamChains:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
+    def chain(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():

@@ -200,7 +200,7 @@ class Network(Transport):
     def _chained(self, offer: Offer, then: Then, ranks: Ranks) -> Pending:
         gather = partial(_STARTS[offer.what], offer, self._circle(ranks))
         reduce = partial(dist.reduce, dst=then.root, group=self._after[ranks], async_op=True)
-        chain = self._chains.start(gather, then.make, reduce)
+        chain = self._chains.chain(gather, then.make, reduce)
         return _Collective(chain, partial(self._lost_sum, ranks))
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
@@ -234,7 +234,7 @@ class Network(Transport):
 
     @functools.cached_property
     def _chains(self) -> background.Chains:
-        return background.StreamChains(self._device) if self._nccl else background.ThreadChains()
+        return background.StreamChains(self._device) if self._nccl else background.ThreadChains("zbc-chains")
 
     def _circle(self, ranks: tuple[int, ...]) -> Any:
         group = self._circles.get(ranks)

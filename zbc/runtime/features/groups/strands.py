@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from zbc.runtime.core.slot import call_between
+from zbc.runtime.core.slot import BETWEEN
 
 Work = Callable[[], None]
 
@@ -71,7 +71,7 @@ class Pair:
         self._second, self._over, self._error, self._failed = second, [False, False], None, False
         self._turn, self._names, self.begun, self._rest = 0, names, [0, 0], 0
         _local.pair, _local.side = self, 0
-        call_between(self.part_done)
+        BETWEEN.value = self.part_done
         self._switched(0)
         try:
             first()
@@ -86,7 +86,7 @@ class Pair:
             raise
         finally:
             _local.pair = None
-            call_between(None)
+            BETWEEN.value = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -156,7 +156,7 @@ class Pair:
             if second is None:
                 return
             _local.pair, _local.side = self, 1
-            call_between(self.part_done)
+            BETWEEN.value = self.part_done
             try:
                 if not self._failed:
                     recording, stream = self._settings

@@ -211,7 +211,6 @@ class Sharded(StageOptimizer, GradientSum):
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The reduced gradients of this rank's pieces and whole parameters, with their parameters' names."""
         grads = [(piece.name, p.grad) for piece, p in self._own.items()]
         grads += [(name, p.grad) for name, p in self._whole.items()]
         return ((name, grad) for name, grad in grads if grad is not None)
