@@ -36,6 +36,9 @@ class Whole(NamedTuple):
     of: Callable[[Tensor], Tensor]
 
 
+Wholes = Mapping[str, Whole]  # by the name of the matrix
+
+
 def of_groups(options: spec.Optimizer, name: str) -> OptimizerGroup | None:
     """The first of [[optimizer.groups]] that names a parameter, or a piece of one; None if none does."""
     name = name.partition("[")[0]
@@ -128,7 +131,7 @@ def muon(
     options: spec.Optimizer,
     named: Mapping[str, nn.Parameter],
     adamw: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    wholes: Mapping[str, Whole],
+    wholes: Wholes,
 ) -> torch.optim.Optimizer:
     """Muon for the matrices among the parameters, and `adamw` for the rest."""
     matrices = {name: p for name, p in named.items() if is_matrix(options, name, p)}

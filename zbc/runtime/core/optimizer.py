@@ -17,7 +17,7 @@ from zbc.job import spec
 from zbc.ops import EXPERTS, WORDS, home_of
 from zbc.plan import dealing
 from zbc.runtime.core import rounded
-from zbc.runtime.core.muon import Whole, grouped, muon
+from zbc.runtime.core.muon import Wholes, grouped, muon
 from zbc.runtime.core.private import scale_all
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tensors import lower_precision
@@ -27,7 +27,9 @@ from zbc.runtime.transports.transport import Transport
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
 
-NO_WHOLES: Mapping[str, Whole] = {}
+Named = Mapping[str, nn.Parameter]  # by global name
+Torch = torch.optim.Optimizer | None  # None if nothing trains
+NO_WHOLES: Wholes = {}
 
 
 class Held(NamedTuple):
@@ -50,8 +52,8 @@ class StageOptimizer:
     `apart`: other ranks with a replica of the stage update other shards; `mirrored`: others have the same shard.
     """
 
-    parameters: Mapping[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | None
+    parameters: Named
+    optimizer: Torch
     apart = mirrored = False
 
     def __init__(self, inner: StageOptimizer) -> None:
@@ -99,12 +101,7 @@ class StageOptimizer:
 class InPlace(StageOptimizer):
     """The default `StageOptimizer`: torch's optimizer updates the working weights themselves, also `lowered` ones."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
-        casts: Sequence[SplitLinear] = (),
-    ) -> None:
+    def __init__(self, parameters: Named, optimizer: Torch, casts: Sequence[SplitLinear] = ()) -> None:
         self.parameters, self.optimizer, self._casts = parameters, optimizer, casts
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -143,13 +140,7 @@ class Masters(InPlace):
     """Working weights that are copies: the optimizer updates master weights, which are then published. Working weights
     that are `lowered` to another type have float32 gradients, summed over microbatches in float32."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
-        casts: Sequence[SplitLinear],
-        masters: Mapping[str, nn.Parameter],
-    ) -> None:
+    def __init__(self, parameters: Named, optimizer: Torch, casts: Sequence[SplitLinear], masters: Named) -> None:
         super().__init__(parameters, optimizer, casts)
         self.masters, self._pairs = masters, [(parameters[name], master) for name, master in masters.items()]
 
@@ -243,9 +234,9 @@ def set_rate(stage: StageOptimizer, rate: float) -> None:
 
 def build_optimizer(
     options: spec.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Named,
     casts: Iterable[SplitLinear] = (),
-    wholes: Mapping[str, Whole] = NO_WHOLES,
+    wholes: Wholes = NO_WHOLES,
     *,
     lowered: torch.dtype | None,
     masters: bool = True,
@@ -282,9 +273,7 @@ def kept_by(options: spec.Optimizer, *, matrix: bool = False) -> dict[str, bool]
     return {key: state[key].shape == tried.shape for key in sorted(state) if isinstance(state[key], Tensor)}
 
 
-def torch_optimizer(
-    options: spec.Optimizer, named: Mapping[str, nn.Parameter], wholes: Mapping[str, Whole] = NO_WHOLES
-) -> torch.optim.Optimizer | None:
+def torch_optimizer(options: spec.Optimizer, named: Named, wholes: Wholes = NO_WHOLES) -> Torch:
     """`torch.optim` AdamW, Adam or SGD, or Muon, over the parameters that train; None if none does. On cuda it uses the
     fused kernels, if no number is complex: one launch for all parameters instead of several each."""
     trained = {name: p for name, p in named.items() if p.requires_grad}

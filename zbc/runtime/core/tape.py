@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -49,6 +50,7 @@ class RecordedGraph:
             engine((edge,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+@dataclass(slots=True)
 class Inputs:
     """The inputs of a stage's first layers; `run(i, x)` is the forward of layer i, and the loss after the last stage's
     last. `rest`: the input and the graph of the layers after these.
@@ -57,42 +59,28 @@ class Inputs:
     ends: the first one whose input or parameters need a gradient.
     """
 
-    __slots__ = ("_again", "_first", "_rest", "_run", "inputs")
-
-    def __init__(
-        self,
-        inputs: list[Tensor],
-        run: Callable[[int, Tensor], Tensor],
-        again: Callable[[int], AbstractContextManager[None]],
-        first: int,
-        rest: tuple[Tensor, RecordedGraph] | None = None,
-    ) -> None:
-        self.inputs, self._run, self._again, self._first, self._rest = inputs, run, again, first, rest
+    inputs: list[Tensor]
+    run: Callable[[int, Tensor], Tensor]
+    again: Callable[[int], AbstractContextManager[None]]
+    first: int
+    rest: tuple[Tensor, RecordedGraph] | None = None
 
     def backward(self, grad: Tensor | None) -> None:
-        if self._rest is not None:
-            x, graph = self._rest
-            self._rest = None
+        goes_on = True
+        if self.rest is not None:
+            (x, graph), self.rest = self.rest, None
             graph.backward(grad)
             grad = x.grad
+            goes_on = grad is not None
             del x, graph
-            if grad is None:
-                self.inputs.clear()
-        while len(self.inputs) > self._first:
-            grad = self._layer(grad)
-            if grad is None:  # the stage's input, or the input of a layer, has no gradient
-                break
+        while goes_on and len(self.inputs) > self.first:
+            index = len(self.inputs) - 1
+            x = input_of(index, self.inputs.pop(), self.first)
+            with self.again(index):
+                RecordedGraph(self.run(index, x)).backward(grad)
+            grad = x.grad
+            goes_on = grad is not None  # else the stage's input, or the input of a layer, has no gradient
         self.inputs.clear()
-
-    def _layer(self, grad: Tensor | None) -> Tensor | None:
-        """Runs the backward of the last remaining layer; returns the gradient of its input, None if it has none."""
-        x = self.inputs.pop()
-        index = len(self.inputs)
-        x = input_of(index, x, self._first)
-        with self._again(index):
-            graph = RecordedGraph(self._run(index, x))
-            graph.backward(grad)
-        return x.grad
 
 
 def input_of(index: int, x: Tensor, first: int) -> Tensor:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -114,17 +114,17 @@ class StreamChains:
         self._stream.synchronize()
 
 
-class _Streamed:
-    def __init__(self, over: torch.cuda.Event, made: Tensor) -> None:
-        self._over, self._made = over, made
+class _Streamed(NamedTuple):
+    over: torch.cuda.Event
+    made: Tensor
 
     def wait(self) -> None:
         current = torch.cuda.current_stream()
-        current.wait_event(self._over)
-        self._made.record_stream(current)
+        current.wait_event(self.over)
+        self.made.record_stream(current)
 
     def is_completed(self) -> bool:
-        return bool(self._over.query())  # type: ignore[no-untyped-call]
+        return bool(self.over.query())  # type: ignore[no-untyped-call]
 
 
 Chains = ThreadChains | StreamChains

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,22 +55,23 @@ class Offloads(Feature):
             self.pool.copier.close()
 
 
+@dataclass(frozen=True)
 class Moves(Keeps):
     """Keeps activations in a parcel, which may be offloaded. `anchor`: a leaf to which gradients of stage inputs flow;
     it never gets one."""
 
-    def __init__(self, pool: Pool, anchor: Tensor) -> None:
-        self._pool, self._anchor = pool, anchor
+    pool: Pool
+    anchor: Tensor
 
     def forward(self, stage: Stage, x: Tensor, step: int, number: int, finish: Finish, slot: Slot | None) -> Made:
-        parcel, flows = Parcel(self._pool, x), stage.flows
+        parcel, flows = Parcel(self.pool, x), stage.flows
         if stage.recompute:
             y, tape = stage.forward(x.requires_grad_() if flows else x, step, number, finish, slot)
             assert isinstance(tape, Inputs)
             parcel.adopt(tape.inputs, [layer.name for layer in stage.layers], flows=flows)
         else:
             with parcel.hooks():
-                entered = parcel.enter(x, self._anchor) if flows else x
+                entered = parcel.enter(x, self.anchor) if flows else x
                 y, tape = stage.forward(entered, step, number, finish, slot, parcel)
         parcel.leave(y, *(() if flows else (x,)))
         return y.detach(), Left(parcel, tape, slot)

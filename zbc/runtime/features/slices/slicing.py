@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -86,21 +87,21 @@ class Past:
 Pasts = dict[tuple[str, int], Past]  # of one stage and microbatch: by layer and index of the attention in it
 
 
+@dataclass(slots=True)
 class Inside:
     """One forward of a layer in a slice; `pasts` is None if only shapes are computed."""
 
-    __slots__ = ("_calls", "_layer", "part", "pasts")
-
-    def __init__(self, part: Part, pasts: Pasts | None = None, layer: str = "") -> None:
-        self.part, self.pasts = part, pasts
-        self._layer, self._calls = layer, 0
+    part: Part
+    pasts: Pasts | None = None
+    layer: str = ""
+    calls: int = 0  # of attention so far
 
     def past(self, ranks: int = 1) -> Past | None:
         """The Past of the layer's next attention, in the same order in every slice; tokens are sharded over `ranks`."""
         if self.pasts is None:
             return None
-        key = self._layer, self._calls
-        self._calls += 1
+        key = self.layer, self.calls
+        self.calls += 1
         past = self.pasts.get(key)
         if past is None:
             past = self.pasts[key] = Past(ranks * self.part.length)
@@ -121,8 +122,7 @@ def _again() -> Around | None:
     inside = now()
     if inside is None:
         return None
-    again = Inside(inside.part, inside.pasts, inside._layer)
-    again._calls = inside._calls
+    again = replace(inside)
     return lambda: within(again)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -53,17 +53,16 @@ class StageSlice(Stage):
             return super()._run(layer, call, x, *place, self.part.number)
 
 
-class _Last:
+class _Last(NamedTuple):
     """The tape of the first slice, whose backward is the last one of a microbatch: frees its keys and values."""
 
-    __slots__ = ("_at", "_pasts", "_tape")
-
-    def __init__(self, tape: Tape, pasts: dict[Place, Pasts], at: Place) -> None:
-        self._tape, self._pasts, self._at = tape, pasts, at
+    tape: Tape
+    pasts: dict[Place, Pasts]
+    at: Place
 
     def backward(self, grad: Tensor | None) -> None:
-        self._tape.backward(grad)
-        self._pasts.pop(self._at, None)
+        self.tape.backward(grad)
+        self.pasts.pop(self.at, None)
 
 
 def in_slices(stage: Stage, parts: Sequence[Part], shapes: Sequence[dict[str, Any]]) -> None:
