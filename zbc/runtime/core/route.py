@@ -103,13 +103,11 @@ class Several(NamedTuple):
         return self.join([source.take(worker, number) for source in self.sources])
 
 
+Side = Literal["inputs", "targets"]
+
+
 def read(
-    worker: Worker,
-    batches: BatchSource | None,
-    kind: Literal["inputs", "targets"],
-    number: int,
-    part: Part | None,
-    stage: Stage | None = None,
+    worker: Worker, batches: BatchSource | None, kind: Side, number: int, part: Part | None, stage: Stage | None = None
 ) -> tuple[Any, float]:
     """The inputs or targets of a microbatch, or of a slice of it, on the rank's device; and the slice's share in the
     loss. `stage`: the one that the inputs are for, if they may be several. Each microbatch is looked up once, for all

@@ -29,25 +29,17 @@ from zbc.runtime.core.slot import Slot, accumulate, accumulate_product, current_
 # ---- linear --------------------------------------------------------------------------------------------------
 
 
+_How = tuple[Slot, Remade | None, bool, Groups | None]  # of `_Linear`: slot, remade, fused, groups
+
+
 class _Linear(torch.autograd.Function):
     """`y = x w^T + b`. `low` is w in the autocast type, or None outside autocast; `remade` recomputes x; `fused`: the
     weight gradient is added to its sum inside the product. With `groups` the rows of x are those of a stack of weights,
     one group after the other."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        low: Tensor | None,
-        slot: Slot,
-        remade: Remade | None,
-        fused: bool,
-        groups: Groups | None,
-    ) -> Tensor:
-        ctx.slot, ctx.shape, ctx.weight, ctx.bias, ctx.remade = slot, x.shape, weight, bias, remade
-        ctx.fused, ctx.groups = fused, groups
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, how: _How) -> Tensor:
+        ctx.shape, ctx.weight, ctx.bias, ctx.how, (_, remade, _, groups) = x.shape, weight, bias, how, how
         multiplier = weight
         if low is not None:
             multiplier, x = low, x.to(low.dtype)
@@ -65,8 +57,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, multiplier = ctx.saved_tensors
-        groups: Groups | None = ctx.groups
+        (x, multiplier), how = ctx.saved_tensors, cast(_How, ctx.how)
+        slot, remade, fused, groups = how
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         if groups is not None:
             grad = grad.contiguous()
@@ -75,15 +67,14 @@ class _Linear(torch.autograd.Function):
         if multiplier is not None:
             made = grad.mm(multiplier) if groups is None else grouped.backward(grad, multiplier, groups)
             grad_x = made.view(ctx.shape)  # autograd casts it to x's type
-        if needs_weight and ctx.remade is not None:
-            x = ctx.remade.value(grad.dtype)
+        if needs_weight and remade is not None:
+            x = remade.value(grad.dtype)
         rows: Tensor | None = None if x is None else x.detach().reshape(-1, x.shape[-1])
-        fused: bool = ctx.fused
         weight, bias = ctx.weight, ctx.bias
-        if not ctx.slot.split and not fused and groups is None:
+        if not slot.split and not fused and groups is None:
             grad_weight = None if rows is None else grad.t().mm(rows).to(weight.dtype)
             grad_bias = grad.sum(0).to(bias.dtype) if needs_bias else None
-            return grad_x, grad_weight, grad_bias, None, None, None, None, None
+            return grad_x, grad_weight, grad_bias, None, None
 
         def weight_grad() -> None:
             if rows is not None and groups is not None:
@@ -97,8 +88,8 @@ class _Linear(torch.autograd.Function):
                 accumulate(bias, (torch.stack([one.sum(0) for one in parts]) if parts else grad.sum(0)).to(bias.dtype))
 
         if needs_weight or needs_bias:
-            ctx.slot.defer(weight_grad)
-        return grad_x, None, None, None, None, None, None, None
+            slot.defer(weight_grad)
+        return grad_x, None, None, None, None
 
 
 class SplitLinear:
@@ -117,7 +108,8 @@ class SplitLinear:
             return nn.Linear.forward(cast(nn.Linear, module), input)
         kind = input.device.type
         low = self.cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        return _apply(_Linear, input, module.weight, module.bias, low, slot, remade_of(input), self._fused, groups)
+        how = slot, remade_of(input), self._fused, groups
+        return _apply(_Linear, input, module.weight, module.bias, low, how)
 
     @property
     def low(self) -> Tensor | None:

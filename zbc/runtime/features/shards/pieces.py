@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.plan import dealing
+from zbc.runtime.core.optimizer import Named
 from zbc.runtime.core.private import copy_all
 from zbc.runtime.core.split import SplitLinear
 
@@ -124,13 +125,7 @@ class Weights:
     are freed and gathered within a step; `quiet`: graphs are still used after they were written."""
 
     def __init__(
-        self,
-        trained: Mapping[str, nn.Parameter],
-        shares: Sequence[Sequence[Piece]],
-        mine: int,
-        *,
-        frees: bool,
-        quiet: bool,
+        self, trained: Named, shares: Sequence[Sequence[Piece]], mine: int, *, frees: bool, quiet: bool
     ) -> None:
         self._trained, self._shares, self._mine, self._frees, self._quiet = trained, shares, mine, frees, quiet
         self.length = max(sum(piece.size for piece in share) for share in shares)

@@ -350,7 +350,7 @@ class Sharded(StageOptimizer, GradientSum):
         if not self._trained:
             return
         first, row = next(iter(self._trained.values())), self.weights.row_bytes(self.weights.lowers)
-        self._window = Window(transport, self._ranks, row, self._width, gradient_type(first), first.device, copier)
+        self._window = Window(transport, self._ranks, row, self._width, gradient_type(first), copier)
         self.publish()
 
     def stepped(self, transport: Transport, *, skipped: bool) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.runtime.features.shards.pieces import ALIGNED
 from zbc.runtime.transports.background import Background, Threaded
-from zbc.runtime.transports.transport import Transport
+from zbc.runtime.transports.transport import Ranks, Transport
 
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls of counters
 _COUNTER = 8  # bytes: an int64
@@ -50,19 +50,12 @@ class Window:
     its shard of the weights; `slot`: elements of type `kind` of the gradients of one shard."""
 
     def __init__(
-        self,
-        transport: Transport,
-        ranks: tuple[int, ...],
-        weights: int,
-        slot: int,
-        kind: torch.dtype,
-        device: torch.device,
-        copier: WindowCopier,
+        self, transport: Transport, ranks: Ranks, weights: int, slot: int, kind: torch.dtype, copier: WindowCopier
     ) -> None:
         self._mine, self._copier = ranks.index(transport.rank), copier
         start, width = _aligned(weights), _aligned(slot * kind.itemsize)
         counters = transport.share(2 * _COUNTER, ranks, _CPU)
-        memory = transport.share(start + len(ranks) * width, ranks, device)
+        memory = transport.share(start + len(ranks) * width, ranks, copier.device)
         self._counters = [part.view(torch.int64) for part in counters.tensors]
         self._alive = counters.alive
         self._weights = [part[:weights] for part in memory.tensors]
@@ -149,6 +142,7 @@ class WindowCopier:
     stream. Has not run on GPUs."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._background = Background("zbc-windows")
 
