@@ -19,9 +19,8 @@ from pydantic import Field
 
 from zbc.errors import ZbcError
 from zbc.job import hfmodel, hfnames
-from zbc.job.extent import LAYERS
 from zbc.job.model_section import Model
-from zbc.job.section import Positive, Section, key
+from zbc.job.section import LAYERS, Positive, Section, key
 
 if TYPE_CHECKING:
     from zbc.job.job import Draft
@@ -179,11 +178,9 @@ def unknown(
             yield ZbcError("E110", text, where=where, hint=f"there are {', '.join([*last][:12])}")
 
 
-def problems(draft: Draft) -> Iterator[ZbcError]:
+def problems(draft: Draft, adapter: Adapter, model: Model) -> Iterator[ZbcError]:
     """E110 for targets that a built-in model does not have."""
-    adapter, model = draft.sections.get("adapter"), draft.sections.get("model")
-    if adapter is None or not (adapter.rank and adapter.targets) or model is None or not model.builtin:
-        return
-    few = model.model_copy(update={"layers": min(model.layers, LAYERS)})  # another rule rejects more layers
-    where = draft.document.where(("adapter", "targets"))
-    yield from unknown(adapter, called(few), [ends(few, name) for name in ENDS], stacks(few), where)
+    if model.builtin:
+        few = model.model_copy(update={"layers": min(model.layers, LAYERS)})  # another rule rejects more layers
+        where = draft.document.where(("adapter", "targets"))
+        yield from unknown(adapter, called(few), [ends(few, name) for name in ENDS], stacks(few), where)

@@ -14,10 +14,10 @@ from itertools import pairwise
 from math import lcm, sqrt
 from typing import TYPE_CHECKING
 
-from zbc.errors import ZbcError
 from zbc.job.flops import of_block
-from zbc.job.job import Draft, Job
+from zbc.job.job import Job
 from zbc.job.model_section import Model
+from zbc.job.section import Problem
 from zbc.job.sections import Hardware, Parallel, Schedule
 
 if TYPE_CHECKING:
@@ -94,54 +94,39 @@ def balanced(length: int, count: int, linear: float, attend: float, multiple: in
 # ---- invalid settings ------------------------------------------------------------------------------------------------
 
 
-def problems(draft: Draft) -> Iterator[ZbcError]:
+def problems(schedule: Schedule, model: Model, hardware: Hardware, parallel: Parallel) -> Iterator[Problem]:
     """E103 for slices and cuts that do not fit the sequence, E110 if there is no sequence to cut."""
-    schedule: Schedule | None = draft.sections.get("schedule")
-    model: Model | None = draft.sections.get("model")
-    hardware: Hardware | None = draft.sections.get("hardware")
-    parallel: Parallel | None = draft.sections.get("parallel")
-    if schedule is None or model is None or hardware is None or parallel is None:
-        return
-    where = draft.document.where(("schedule", "slices"))
-    if schedule.slices == 1:
-        if schedule.cuts != "balanced":
-            text = "config: schedule.cuts says where slices end, and schedule.slices is 1"
-            count = len(schedule.cuts) if isinstance(schedule.cuts, list) else 4
-            place = draft.document.where(("schedule", "cuts"))
-            yield ZbcError("E110", text, where=place, hint=f"set schedule.slices = {count}, or drop it")
-        return
-    if model.seq_len is None:
-        text = "config: schedule.slices cuts sequences of tokens, and there is no model.seq_len"
-        yield ZbcError("E110", text, where=where, hint="give model.seq_len, or drop it")
-    elif schedule.slices != "auto":
-        yield from _misplaced(draft, schedule, schedule.slices, model.seq_len, multiple_of(hardware, parallel))
-    elif isinstance(schedule.cuts, list):
-        text = 'config: schedule.cuts are lengths of a given number of slices, and schedule.slices is "auto"'
-        hint = f"set schedule.slices = {len(schedule.cuts)}, or drop schedule.cuts"
-        yield ZbcError("E110", text, where=draft.document.where(("schedule", "cuts")), hint=hint)
+    count, cuts, length = schedule.slices, schedule.cuts, model.seq_len
+    if count == 1:
+        if cuts != "balanced":
+            text = "schedule.cuts says where slices end, and schedule.slices is 1"
+            given = len(cuts) if isinstance(cuts, list) else 4
+            yield "E110", "schedule.cuts", text, f"set schedule.slices = {given}, or drop it"
+    elif length is None:
+        text = "schedule.slices cuts sequences of tokens, and there is no model.seq_len"
+        yield "E110", "schedule.slices", text, "give model.seq_len, or drop it"
+    elif count != "auto":
+        yield from _misplaced(cuts, count, length, multiple_of(hardware, parallel))
+    elif isinstance(cuts, list):
+        text = 'schedule.cuts are lengths of a given number of slices, and schedule.slices is "auto"'
+        yield "E110", "schedule.cuts", text, f"set schedule.slices = {len(cuts)}, or drop schedule.cuts"
 
 
-def _misplaced(draft: Draft, schedule: Schedule, count: int, length: int, multiple: int) -> Iterator[ZbcError]:
+def _misplaced(cuts: str | list[int], count: int, length: int, multiple: int) -> Iterator[Problem]:
     most = -(-length // multiple)
     if count > most:
-        text = f"config: schedule.slices = {count} slices do not fit into model.seq_len = {length} tokens"
+        text = f"schedule.slices = {count} slices do not fit into model.seq_len = {length} tokens"
         text += f" in multiples of {multiple}" if multiple > 1 else ""
-        yield ZbcError("E103", text, where=draft.document.where(("schedule", "slices")), hint=f"use {most} or fewer")
-        return
-    cuts = schedule.cuts
-    if not isinstance(cuts, list):
-        return
-    where = draft.document.where(("schedule", "cuts"))
-    if len(cuts) != count:
-        text = f"config: schedule.cuts has {len(cuts)} lengths, schedule.slices is {count}"
-        yield ZbcError("E103", text, where=where, hint=f"set schedule.slices = {len(cuts)}, or give {count} lengths")
-    elif sum(cuts) != length or any(part % multiple for part in cuts[:-1]):
-        text = f"config: schedule.cuts are lengths that add up to {sum(cuts)}, model.seq_len is {length}"
+        yield "E103", "schedule.slices", text, f"use {most} or fewer"
+    elif isinstance(cuts, list) and len(cuts) != count:
+        text = f"schedule.cuts has {len(cuts)} lengths, schedule.slices is {count}"
+        yield "E103", "schedule.cuts", text, f"set schedule.slices = {len(cuts)}, or give {count} lengths"
+    elif isinstance(cuts, list) and (sum(cuts) != length or any(part % multiple for part in cuts[:-1])):
+        text = f"schedule.cuts are lengths that add up to {sum(cuts)}, model.seq_len is {length}"
         if sum(cuts) == length:
-            text = f"config: schedule.cuts has lengths that are no multiples of {multiple}, as tiles of a GPU's kernels"
+            text = f"schedule.cuts has lengths that are no multiples of {multiple}, as tiles of a GPU's kernels"
             text += " and ranks that share tokens need them"
-        near = _nearest(cuts, length, multiple)
-        yield ZbcError("E103", text, where=where, hint=f'set schedule.cuts = {near}, or "balanced"')
+        yield "E103", "schedule.cuts", text, f'set schedule.cuts = {_nearest(cuts, length, multiple)}, or "balanced"'
 
 
 def _nearest(cuts: list[int], length: int, multiple: int) -> list[int]:

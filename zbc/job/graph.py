@@ -9,10 +9,10 @@ each group after the groups it reads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from zbc.errors import ZbcError
-from zbc.job.toml import Document
+from zbc.job.section import Problem
 
 if TYPE_CHECKING:
     from zbc.job.model_section import Model
@@ -44,19 +44,16 @@ def names(model: Model) -> list[str]:
     return [f"{name}.{i}" for name, layers in spans(model).items() for i in range(len(layers))]
 
 
-def problems(model: Model, document: Document) -> Iterator[ZbcError]:
+def problems(model: Model) -> Iterator[Problem]:
     """E110 for groups of a built-in model, and for an invalid graph."""
-    where = document.where(("model", "graph"))
     if model.builtin and model.graph:
-        text = f"config: model.graph is for layers of a factory, family is {model.family}"
-        yield ZbcError("E110", text, where=where, hint='drop it, or set family = "package.module:factory"')
+        text = f"model.graph is for layers of a factory, family is {model.family}"
+        yield "E110", "model.graph", text, 'drop it, or set family = "package.module:factory"'
     elif model.graph:
-        wrong = next(_wrong(model), None)
-        if wrong is not None:
-            yield ZbcError("E110", f"config: {wrong[0]}", where=where, hint=wrong[1])
+        yield from (("E110", "model.graph", *wrong) for wrong in islice(_wrong(model), 1))
         if model.ties:
-            text = "config: model.ties names layers by their numbers, and those of a graph have names"
-            yield ZbcError("E110", text, where=document.where(("model", "ties")), hint="drop it, or model.graph")
+            text = "model.ties names layers by their numbers, and those of a graph have names"
+            yield "E110", "model.ties", text, "drop it, or model.graph"
 
 
 def _wrong(model: Model) -> Iterator[tuple[str, str]]:

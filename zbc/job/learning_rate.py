@@ -16,9 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zbc.errors import ZbcError
-from zbc.job.section import Count, NotNegative, Section, key
-from zbc.job.toml import Document
+from zbc.job.section import Count, NotNegative, Problem, Section, key
 
 
 class RateSchedule(Section):
@@ -60,30 +58,24 @@ def rate_after(lr: float, schedule: RateSchedule, steps: float, done: float) -> 
     return lr + (schedule.min_lr - lr) * part
 
 
-def problems(lr: float, schedule: RateSchedule, steps: float, document: Document) -> Iterator[ZbcError]:
+def problems(lr: float, schedule: RateSchedule, steps: float) -> Iterator[Problem]:
     """E110 for settings that contradict each other."""
-
-    def found(key: str, text: str, hint: str) -> ZbcError:
-        where = document.where(("optimizer", "schedule", key))
-        return ZbcError("E110", f"config: optimizer.schedule.{text}", where=where, hint=hint)
-
-    warmup, down = schedule.warmup_steps, schedule.decay_steps
+    key, warmup, down = "optimizer.schedule", schedule.warmup_steps, schedule.decay_steps
+    of = f"the {steps:g} full steps that the samples of train.steps make"
+    of = f"train.steps = {int(steps)}" if schedule.by == "steps" else of
     if warmup > steps:
-        yield found("warmup_steps", f"warmup_steps = {warmup} is more than {_of(schedule, steps)}", "shorten it")
+        yield "E110", f"{key}.warmup_steps", f"{key}.warmup_steps = {warmup} is more than {of}", "shorten it"
     elif down is not None and warmup + down > steps:
-        text = f"decay_steps = {down} and warmup_steps = {warmup} are more than {_of(schedule, steps)}"
-        yield found("decay_steps", text, f"use {max(1, int(steps) - warmup)} or fewer")
+        text = f"{key}.decay_steps = {down} and warmup_steps = {warmup} are more than {of}"
+        yield "E110", f"{key}.decay_steps", text, f"use {max(1, int(steps) - warmup)} or fewer"
     if schedule.min_lr > lr:
-        yield found("min_lr", f"min_lr = {schedule.min_lr:g} is above optimizer.lr = {lr:g}", "lower it")
+        text = f"{key}.min_lr = {schedule.min_lr:g} is above optimizer.lr = {lr:g}"
+        yield "E110", f"{key}.min_lr", text, "lower it"
     if schedule.kind == "constant" and (down is not None or schedule.min_lr):
-        key = "min_lr" if down is None else "decay_steps"
-        yield found(key, f'{key} does nothing with kind = "constant"', 'drop it, or use "cosine", "linear" or "wsd"')
+        idle = f"{key}.{'min_lr' if down is None else 'decay_steps'}"
+        text, hint = f'{idle} does nothing with kind = "constant"', 'drop it, or use "cosine", "linear" or "wsd"'
+        yield "E110", idle, text, hint
     elif schedule.kind == "constant" and schedule.by == "samples" and not warmup:
+        text = f'{key}.by = "samples" does nothing where the rate is the same in all steps'
         hint = 'drop it, give warmup_steps, or use kind = "cosine", "linear" or "wsd"'
-        yield found("by", 'by = "samples" does nothing where the rate is the same in all steps', hint)
-
-
-def _of(schedule: RateSchedule, steps: float) -> str:
-    if schedule.by == "steps":
-        return f"train.steps = {int(steps)}"
-    return f"the {steps:g} full steps that the samples of train.steps make"
+        yield "E110", f"{key}.by", text, hint

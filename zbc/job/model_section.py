@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zbc.errors import ZbcError
 from zbc.excludes import TRANSFORMERS as TRANSFORMERS
 from zbc.job import graph
-from zbc.job.section import FACTORY, Count, NotNegative, Positive, Section, Width, key
+from zbc.job.section import FACTORY, Count, NotNegative, Positive, Problem, Section, Width, key
 from zbc.job.toml import Document
 from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
+
+if TYPE_CHECKING:
+    from zbc.job.job import Draft
 
 BUILTIN = ("gpt", "llama")
 Scale = Annotated[Positive, Field(ge=2.0**-126, lt=2.0**127)]
@@ -238,104 +240,80 @@ class Model(Section):
         return self.met > 1 and self.router != "softmax of all"
 
 
-def problems(model: Model, document: Document) -> Iterator[ZbcError]:
+def problems(model: Model, draft: Draft) -> Iterator[Problem]:
     """Problems of a section that could be parsed: E103, E105, E110."""
     if model.builtin:
-        yield from _missing(model, document)
-        yield from _sizes(model, document)
+        for name in ("hidden", "heads", "vocab", "seq_len"):
+            if getattr(model, name) is None:
+                text = f"model.{name} is missing (family {model.family} needs it)"
+                yield "E105", "[model]", text, f"add {name} = ... ({Model.model_fields[name].description})"
+        yield from _sizes(model)
     elif not FACTORY.fullmatch(model.family):
         hint = did_you_mean(model.family, BUILTIN) or 'use "gpt", "llama" or "package.module:factory"'
-        where = document.where(("model", "family"))
-        yield ZbcError("E103", f"config: unknown model.family {model.family!r}", where=where, hint=hint)
-    yield from _misplaced(model, document)
-    yield from _precision(model, document)
-    yield from _experts(model, document)
-    yield from _ties(model, document)
-    yield from graph.problems(model, document)
+        yield "E103", "model.family", f"unknown model.family {model.family!r}", hint
+    yield from _misplaced(model, draft.document)
+    if model.lowered and model.dtype not in ("bfloat16", "fp8"):
+        text = f'model.parameters = "{model.parameters}" computes in bfloat16, model.dtype is "{model.dtype}"'
+        yield "E110", "model.parameters", text, 'set model.dtype = "bfloat16"'
+    if model.dtype == "fp8" and not model.builtin:
+        yield "E110", "model.dtype", 'model.dtype = "fp8" is for built-in models', 'set model.dtype = "bfloat16"'
+    if model.builtin:
+        yield from _experts(model)
+    yield from _ties(model)
+    yield from graph.problems(model)
     if model.loss not in ("cross_entropy", "mse") and not FACTORY.fullmatch(model.loss):
         hint = 'use "cross_entropy", "mse" or "package.module:function"'
-        where = document.where(("model", "loss"))
-        yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where, hint=hint)
+        yield "E103", "model.loss", f"unknown model.loss {model.loss!r}", hint
     for name in _OF_LOSS if model.causal and model.loss != "cross_entropy" else ():
         if asks(model, name):
-            text = f"config: model.{name} is for cross_entropy, model.loss is {model.loss!r}"
-            yield ZbcError("E110", text, where=document.where(("model", name)), hint="drop it, or model.loss")
+            text = f"model.{name} is for cross_entropy, model.loss is {model.loss!r}"
+            yield "E110", f"model.{name}", text, "drop it, or model.loss"
 
 
-def _ties(model: Model, document: Document) -> Iterator[ZbcError]:
+def _ties(model: Model) -> Iterator[Problem]:
     """Problems of `ties` that show before the layers are known."""
     if model.tied if model.builtin else model.tie_embeddings:
-        text = f"config: model.ties names parameters of a factory's layers, or is true; family is {model.family}"
+        text = f"model.ties names parameters of a factory's layers, or is true; family is {model.family}"
         hint = "set ties = true for embedding and head, or drop it" if model.builtin else "name them, or drop it"
-        yield ZbcError("E110", text, where=document.where(("model", "ties")), hint=hint)
+        yield "E110", "model.ties", text, hint
     for name, owner in model.tied.items():
-        where = document.where(("model", "ties", name))
-        places = [_TIE.fullmatch(text) for text in (name, owner)]
-        layers = [int(match[1]) for match in places if match]
+        key, text = ("model", "ties", name), f"model.ties has {name!r} = {owner!r}"
+        layers = [int(match[1]) for match in map(_TIE.fullmatch, (name, owner)) if match]
         if len(layers) < 2 or max(layers) >= model.layers:
-            text = f"config: model.ties has {name!r} = {owner!r}"
-            hint = f'write "layers.N.name" = "layers.M.name", layers 0 to {model.layers - 1}'
-            yield ZbcError("E110", text, where=where, hint=hint)
+            yield "E110", key, text, f'write "layers.N.name" = "layers.M.name", layers 0 to {model.layers - 1}'
         elif layers[0] == layers[1] or owner in model.tied:
             why = "is in the same layer" if layers[0] == layers[1] else f"is itself tied ({owner})"
-            text = f"config: model.ties has {name!r} = {owner!r}, which {why}"
-            hint = "name one owner in another layer for all that share a weight"
-            yield ZbcError("E110", text, where=where, hint=hint)
+            yield "E110", key, f"{text}, which {why}", "name one owner in another layer for all that share a weight"
 
 
-def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
-    if model.lowered and model.dtype not in ("bfloat16", "fp8"):
-        text = f'config: model.parameters = "{model.parameters}" computes in bfloat16, model.dtype is "{model.dtype}"'
-        where = document.where(("model", "parameters"))
-        yield ZbcError("E110", text, where=where, hint='set model.dtype = "bfloat16"')
-    if model.dtype == "fp8" and not model.builtin:
-        text = 'config: model.dtype = "fp8" is for built-in models'
-        yield ZbcError("E110", text, where=document.where(("model", "dtype")), hint='set model.dtype = "bfloat16"')
-
-
-def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
-    if not model.builtin:
-        return
+def _experts(model: Model) -> Iterator[Problem]:
     for name in _EXPERTS[1:]:
         if model.experts is None and asks(model, name):
-            text = f"config: model.{name} is for models with experts, model.experts is not set"
-            yield ZbcError("E110", text, where=document.where(("model", name)), hint="set model.experts, or drop it")
+            text = f"model.{name} is for models with experts, model.experts is not set"
+            yield "E110", f"model.{name}", text, "set model.experts, or drop it"
     if model.experts and model.top_k and model.top_k > model.experts:
-        text = f"config: model.top_k = {model.top_k} is more than model.experts = {model.experts}"
-        where = document.where(("model", "top_k"))
-        yield ZbcError("E110", text, where=where, hint=f"use top_k = {model.experts} or less")
-    yield from _groups(model, document)
+        text = f"model.top_k = {model.top_k} is more than model.experts = {model.experts}"
+        yield "E110", "model.top_k", text, f"use top_k = {model.experts} or less"
+    yield from _groups(model)
     for name, there in (("ffn_hidden", model.shared_hidden), ("z_loss", model.z_losses[1])):
         if there and model.experts is None:
-            text = f"config: the second number of model.{name} is for models with experts, model.experts is not set"
-            yield ZbcError("E110", text, where=document.where(("model", name)), hint="set model.experts, or give one")
+            text = f"the second number of model.{name} is for models with experts, model.experts is not set"
+            yield "E110", f"model.{name}", text, "set model.experts, or give one"
 
 
-def _groups(model: Model, document: Document) -> Iterator[ZbcError]:
+def _groups(model: Model) -> Iterator[Problem]:
     experts = model.experts
     if experts is None or model.expert_groups is None:
         return
-    groups, limit = model.expert_groups
+    key, (groups, limit) = "model.expert_groups", model.expert_groups
     if experts % groups:
-        text = f"has {groups} groups, which does not divide model.experts = {experts}"
-        hint = "use a divisor, such as the number of nodes that have the experts of a block"
+        text = f"{key} has {groups} groups, which does not divide model.experts = {experts}"
+        yield "E110", key, text, "use a divisor, such as the number of nodes that have the experts of a block"
     elif limit > groups:
-        text, hint = f"has {limit} of {groups} groups", f"use [{groups}, {groups}], or fewer of them"
+        yield "E110", key, f"{key} has {limit} of {groups} groups", f"use [{groups}, {groups}], or fewer of them"
     elif model.met > limit * experts // groups:
-        text = f"leaves a token {limit * experts // groups} experts, and it meets model.top_k = {model.met}"
-        hint = f"use [{groups}, {-(-model.met * groups // experts)}], or more of them"
-    else:
-        return
-    text = f"config: model.expert_groups {text}"
-    yield ZbcError("E110", text, where=document.where(("model", "expert_groups")), hint=hint)
-
-
-def _missing(model: Model, document: Document) -> Iterator[ZbcError]:
-    for name in ("hidden", "heads", "vocab", "seq_len"):
-        if getattr(model, name) is None:
-            text = f"config: model.{name} is missing (family {model.family} needs it)"
-            hint = f"add {name} = ... ({Model.model_fields[name].description})"
-            yield ZbcError("E105", text, where=document.where(("model",), key=True), hint=hint)
+        text = f"{key} leaves a token {limit * experts // groups} experts, and it meets model.top_k = {model.met}"
+        yield "E110", key, text, f"use [{groups}, {-(-model.met * groups // experts)}], or more of them"
 
 
 def foreign(model: Model) -> tuple[str, ...]:
@@ -343,47 +321,40 @@ def foreign(model: Model) -> tuple[str, ...]:
     return _FOREIGN.get(model.family, _ONLY_BUILTIN)
 
 
-def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
+def _misplaced(model: Model, document: Document) -> Iterator[Problem]:
     """E110 for keys of another family, which are refused rather than ignored."""
     if not model.builtin and not FACTORY.fullmatch(model.family):  # another rule rejects the family
         return
     for name in foreign(model):
         if document.has(("model", name)) and (name not in _PLAIN or asks(model, name)):
-            text = f"config: model.{name} is not for family {model.family}"
             hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"
-            yield ZbcError("E110", text, where=document.where(("model", name)), hint=hint)
+            yield "E110", f"model.{name}", f"model.{name} is not for family {model.family}", hint
     known = VARIANTS.get(model.family, (model.variant,))
     if model.variant not in known:
-        text = f'config: model.variant = "{model.variant}" is not for family {model.family}'
-        hint = f"use {' or '.join(map(json.dumps, known[1:]))}, or drop it"
-        yield ZbcError("E110", text, where=document.where(("model", "variant")), hint=hint)
+        text = f'model.variant = "{model.variant}" is not for family {model.family}'
+        yield "E110", "model.variant", text, f"use {' or '.join(map(json.dumps, known[1:]))}, or drop it"
     if model.args and model.builtin:
-        text = f"config: model.args belongs to a factory, family is {model.family}"
-        hint = 'drop it, or set family = "package.module:factory"'
-        yield ZbcError("E110", text, where=document.where(("model", "args")), hint=hint)
+        text = f"model.args belongs to a factory, family is {model.family}"
+        yield "E110", "model.args", text, 'drop it, or set family = "package.module:factory"'
 
 
-def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
+def _sizes(model: Model) -> Iterator[Problem]:
     hidden, heads = model.hidden, model.heads
     if not hidden or not heads:
         return
     if model.head_size is None and hidden % heads:
         text = f"model.heads = {heads} does not divide model.hidden = {hidden}"
-        hint = f"use heads = {_divisors_near(hidden, heads)}"
-        yield ZbcError("E110", f"config: {text}", where=document.where(("model", "heads")), hint=hint)
+        yield "E110", "model.heads", text, f"use heads = {_divisors_near(hidden, heads)}"
     elif model.rotary and model.head_width % 2:
         text = f"rotary positions need an even head size, it is {model.head_width}"
         fix = "drop variant, or use other heads" if model.family == "gpt" else "use other heads or head_size"
-        name = "variant" if model.family == "gpt" else "heads"
-        yield ZbcError("E110", f"config: {text}", where=document.where(("model", name)), hint=fix)
+        yield "E110", "model.variant" if model.family == "gpt" else "model.heads", text, fix
     if model.kv_heads is not None and heads % model.kv_heads:
         text = f"model.kv_heads = {model.kv_heads} does not divide model.heads = {heads}"
-        hint = f"use kv_heads = {_divisors_near(heads, model.kv_heads)}"
-        yield ZbcError("E110", f"config: {text}", where=document.where(("model", "kv_heads")), hint=hint)
+        yield "E110", "model.kv_heads", text, f"use kv_heads = {_divisors_near(heads, model.kv_heads)}"
     if not model.rotary and asks(model, "rope_theta"):
-        text = "config: model.rope_theta needs rotary positions"
-        hint = 'set variant = "rotary", or drop it'
-        yield ZbcError("E110", text, where=document.where(("model", "rope_theta")), hint=hint)
+        text = "model.rope_theta needs rotary positions"
+        yield "E110", "model.rope_theta", text, 'set variant = "rotary", or drop it'
 
 
 def _divisors_near(whole: int, number: int) -> str:

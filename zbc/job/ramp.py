@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zbc.errors import ZbcError
-from zbc.job.section import Count, Section, key
-from zbc.job.toml import Document
+from zbc.job.section import Count, Problem, Section, key
 
 
 class Phase(Section):
@@ -34,27 +32,21 @@ def full_steps(phases: Sequence[Phase], microbatches: int, per_microbatch: int, 
     return steps - sum(lengths) + small / microbatches
 
 
-def problems(
-    phases: Sequence[Phase], microbatches: int, per_microbatch: int, steps: int, document: Document
-) -> Iterator[ZbcError]:
+def problems(phases: Sequence[Phase], microbatches: int, per_microbatch: int, steps: int) -> Iterator[Problem]:
     """E110 for entries that contradict each other or the training."""
-
-    def found(number: int, key: str, text: str, hint: str) -> ZbcError:
-        where = document.where(("schedule", "ramp", number, key))
-        return ZbcError("E110", f"config: entry {number} of schedule.ramp {text}", where=where, hint=hint)
-
     before, total = 0, 0
     for number, phase in enumerate(phases):
+        key, of = ("schedule", "ramp", number), f"entry {number} of schedule.ramp"
         if (phase.steps is None) == (phase.samples is None):
             how = "neither" if phase.steps is None else "both"
-            yield found(number, "steps", f"has {how} of steps and samples", "give one of them")
+            yield "E110", (*key, "steps"), f"{of} has {how} of steps and samples", "give one of them"
             continue
         if not before < phase.microbatches < microbatches:
-            text = f"has {phase.microbatches} microbatches, after {before} and before {microbatches}"
-            yield found(number, "microbatches", text, "let them grow up to schedule.microbatches")
+            text = f"{of} has {phase.microbatches} microbatches, after {before} and before {microbatches}"
+            yield "E110", (*key, "microbatches"), text, "let them grow up to schedule.microbatches"
         before = phase.microbatches
         total += phase.length(per_microbatch)
         if total >= steps:
-            text = f"ends after step {total}, train.steps is {steps}"
-            yield found(number, "steps", text, "a ramp ends before the training does")
+            text = f"{of} ends after step {total}, train.steps is {steps}"
+            yield "E110", (*key, "steps"), text, "a ramp ends before the training does"
             return

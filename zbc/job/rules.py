@@ -11,12 +11,13 @@ from typing import Any
 
 from zbc import excludes
 from zbc.errors import ZbcError, raise_all
-from zbc.job import adapter, cuts, extent, gpu, learning_rate, model_section, ramp, tokens, toml
-from zbc.job import unread as idle
+from zbc.job import adapter as lora
+from zbc.job import cuts, gpu, learning_rate, model_section, ramp, tokens, unread
+from zbc.job.adapter import Adapter
 from zbc.job.hfmodel import check_shared, unshareable_words
 from zbc.job.job import Draft, Job
 from zbc.job.model_section import TRANSFORMERS, Model
-from zbc.job.section import FACTORY
+from zbc.job.section import FACTORY, LAYERS, OPS, RANKS, Problem
 from zbc.job.sections import (
     ACTIVATIONS,
     BY_RANK,
@@ -36,10 +37,10 @@ from zbc.job.sections import (
     Train,
     parse_limit,
 )
-from zbc.job.unread import KINDS_OF_FILES, asks
+from zbc.job.unread import KINDS_OF_FILES, asks, reads_attention
 from zbc.job.wording import did_you_mean
 
-Found = Iterator[ZbcError | tuple[str, str | toml.KeyPath, str, str]]  # or: code, key, text and hint of an error
+Found = Iterator[ZbcError | Problem] | Iterator[Problem]
 REPLICATED = "replicated-1f1b"  # the schedule that reads parallel.replicas
 RULES: list[Callable[[Draft], Iterator[ZbcError]]] = []  # in the order of their errors
 
@@ -68,20 +69,32 @@ def given(rule: Callable[..., Found]) -> Callable[[Draft], Iterator[ZbcError]]:
     return asked
 
 
-@given
-def _model_rules(draft: Draft, model: Model) -> Found:
-    yield from model_section.problems(model, draft.document)
+given(model_section.problems)
 
 
 @given
 def _extent_rule(
     draft: Draft, model: Model | None = None, parallel: Parallel | None = None, schedule: Schedule | None = None
 ) -> Found:
-    ranks, ops = None if parallel is None else parallel.ranks, None
+    """E114 for more layers, ranks or ops of a step than zbc plans."""
+    ops = 0
     if parallel is not None and schedule is not None:
         slices = schedule.slices if isinstance(schedule.slices, int) else 1
         ops = 3 * parallel.pp * (schedule.chunks or 1) * schedule.microbatches * slices
-    yield from extent.problems(draft.document, model.layers if model is not None else None, ranks, ops)
+    if model is not None and model.layers > LAYERS:
+        text = f"model.layers = {model.layers} are more than zbc plans, {LAYERS}"
+        yield "E114", "model.layers", text, f"use {LAYERS} or fewer"
+    elif parallel is not None and parallel.ranks > RANKS:
+        text = f"the job has {parallel.ranks} ranks (pp dp tp), more than zbc plans for, {RANKS}"
+        yield "E114", "parallel.dp", text, "use fewer replicas or ranks"
+    elif ops > OPS:
+        hint = "use fewer microbatches (a larger microbatch_size), ranks or chunks"
+        where, details = (
+            draft.document.where(("schedule", "microbatches")),
+            [f"= {OPS} take some 15 minutes and 19 GiB"],
+        )
+        text = f"config: a step of this job has {ops} ops, zbc plans up to {OPS}"
+        yield ZbcError("E114", text, where=where, hint=hint, details=details)
 
 
 @given
@@ -144,7 +157,7 @@ def _memory_limit_rule(schedule: Schedule) -> Found:
         yield "E103", "schedule.memory_limit", text, 'write "1.0x" or "40 GiB"'
 
 
-RULES.append(cuts.problems)
+given(cuts.problems)
 
 
 @given
@@ -177,20 +190,19 @@ def _activation_rules(memory: Memory) -> Found:
 
 @given
 def _rate_rules(
-    draft: Draft, optimizer: Optimizer, train: Train, parallel: Parallel | None = None, schedule: Schedule | None = None
+    optimizer: Optimizer, train: Train, parallel: Parallel | None = None, schedule: Schedule | None = None
 ) -> Found:
     steps = float(train.steps)
     if schedule is not None and schedule.ramp and parallel is not None and optimizer.schedule.by == "samples":
         per = schedule.microbatch_size * parallel.dp
         steps = ramp.full_steps(schedule.ramp, schedule.microbatches, per, train.steps)
-    yield from learning_rate.problems(optimizer.peak_lr, optimizer.schedule, steps, draft.document)
+    yield from learning_rate.problems(optimizer.peak_lr, optimizer.schedule, steps)
 
 
 @given
-def _ramp_rules(draft: Draft, schedule: Schedule, parallel: Parallel, train: Train) -> Found:
-    if schedule.ramp:
-        per = schedule.microbatch_size * parallel.dp
-        yield from ramp.problems(schedule.ramp, schedule.microbatches, per, train.steps, draft.document)
+def _ramp_rules(schedule: Schedule, parallel: Parallel, train: Train) -> Found:
+    per = schedule.microbatch_size * parallel.dp
+    yield from ramp.problems(schedule.ramp, schedule.microbatches, per, train.steps)
 
 
 @given
@@ -392,7 +404,7 @@ def _sharding_rules(parallel: Parallel, memory: Memory) -> Found:
         yield "E110", "parallel.exchange", text, fix
 
 
-RULES.append(adapter.problems)
+given(lora.problems)
 
 
 @given
@@ -413,7 +425,7 @@ def _balance_rules(data: Data, schedule: Schedule, model: Model | None = None) -
         yield "E110", "data.balance", text, "set model.seq_len"
 
 
-RULES.append(tokens.problems)
+given(tokens.problems)
 
 
 @given
@@ -461,11 +473,42 @@ def _expert_rules(parallel: Parallel, model: Model) -> Found:
         yield "E110", "parallel.ep", f"parallel.ep = {parallel.ep} {text}", hint
 
 
-def _idle_rules(draft: Draft) -> Iterator[ZbcError]:
-    yield from idle.problems(draft.sections, draft.document)
-
-
-RULES.append(_idle_rules)
+@given
+def _idle_rules(
+    draft: Draft,
+    optimizer: Optimizer | None = None,
+    memory: Memory | None = None,
+    adapter: Adapter | None = None,
+    data: Data | None = None,
+) -> Found:
+    """Keys that have no effect because of another key of their table."""
+    yield from unread.problems(draft.sections)
+    if optimizer and optimizer.split and asks(optimizer, "lr"):
+        text = "optimizer.lr is two rates, of matrices and of the rest, which are for muon, optimizer.kind is another"
+        yield "E110", "optimizer.lr", text, 'write one, or use kind = "muon"'
+    if optimizer and optimizer.name == "sgd, bfloat16" and asks(optimizer, "state"):
+        text = "optimizer.state is of moments, which sgd without momentum does not have"
+        yield "E110", "optimizer.state", text, "drop it, or set momentum"
+    if memory and not reads_attention(memory.activations) and asks(memory, "attention"):
+        text = f"memory.attention is of selective recompute, memory.activations is {memory.activations!r}"
+        yield "E110", "memory.attention", text, 'drop it, or use activations = "selective"'
+    for name in ("alpha", "dropout", "targets") if adapter and not adapter.rank else ():
+        if adapter and asks(adapter, name):
+            text = f"adapter.{name} is of adapters, and with adapter.rank = 0 there are none"
+            yield "E110", f"adapter.{name}", text, "set adapter.rank, or drop it"
+    if data is None:
+        return
+    own, kind = 'set kind = "package.module:factory"', f"data.kind is {data.kind!r}"
+    if data.kind not in KINDS_OF_FILES and asks(data, "path"):
+        text = f"data.path names files of text, tokens or chat, {kind}"
+        yield "E150", "data.path", text, "drop it; what a factory of data needs goes into [data.args]"
+    if data.kind in (*KINDS_OF_FILES, "synthetic") and asks(data, "items"):
+        yield "E150", "data.items", f"data.items is of a dataset of yours, {kind}", f"drop it, or {own}"
+    if data.items == "steps" and asks(data, "validation"):
+        text = "data.validation keeps samples, and with data.items = 'steps' there are none"
+        yield "E110", "data.validation", text, "drop it"
+    if data.kind in ("text", "tokens", "synthetic") and asks(data, "args"):
+        yield "E150", "data.args", f"data.args belong to a factory or a chat template, {kind}", f"drop them, or {own}"
 
 
 @given

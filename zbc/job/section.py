@@ -20,6 +20,10 @@ Rate = Annotated[float, Field(gt=1e-9, le=1e9, allow_inf_nan=False)]  # GB/s, Gb
 Gib = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]  # bytes are a typo
 Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]  # of memory, in any unit
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:name
+Problem = tuple[str, str | tuple[str | int, ...], str, str]  # code, key, text and hint of an error: see rules.py
+# The largest jobs that are planned: beyond, planning would take hours or run out of memory.
+LAYERS, RANKS = 100_000, 100_000  # ranks of a run, over all replicas of the pipeline
+OPS = 10_000_000  # compute ops of a step, over all ranks: a quarter of an hour and some 19 GiB
 
 
 class Section(BaseModel):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zbc.errors import ZbcError
 from zbc.job.cuts import part_of
 from zbc.job.job import Draft, Job
 from zbc.job.model_section import Model
+from zbc.job.section import Problem
 from zbc.job.sections import Data, Schedule
 from zbc.job.unread import asks
 
@@ -49,43 +49,27 @@ def settle(draft: Draft) -> None:
             draft.sections["schedule"] = planned.model_copy(update={"tokens": None, "renumber": True})
 
 
-def problems(draft: Draft) -> Iterator[ZbcError]:
+def problems(schedule: Schedule, model: Model | None = None, data: Data | None = None) -> Iterator[Problem]:
     """E103 and E110."""
-    planned: Schedule | None = draft.sections.get("schedule")
-    model = draft.sections.get("model")
-    if planned is None:
-        return
-    where, tokens = draft.document.where, planned.tokens
-    yield from _dealing(draft, planned, model)
-    if tokens == "recorded":  # which `recorded` has refused
-        return
+    tokens, length = schedule.tokens, None if model is None else model.seq_len
+    if data is not None and model is not None:
+        if data.balance == "tokens" and (tokens is None or length is None):
+            missing = "schedule.tokens" if tokens is None else "model.seq_len"
+            text = f'data.balance = "tokens" deals samples by the lengths of microbatches, and {missing} is not set'
+            yield "E110", "data.balance", text, f'set {missing}, or balance = "length"'
+        own = data.kind not in ("text", "tokens", "synthetic") and data.items == "samples"
+        if own and data.balance == "none" and tokens and length is not None:
+            text = f"schedule.tokens has shorter microbatches, and nothing says which of {data.kind} they get"
+            hint = 'set data.balance = "tokens", and give the dataset its lengths; or items = "steps"'
+            yield "E110", "schedule.tokens", text, hint
     if tokens is None:
-        if asks(planned, "renumber"):
-            text = "config: schedule.renumber is for microbatches of unequal length, and schedule.tokens is not set"
-            yield ZbcError("E110", text, where=where(("schedule", "renumber")), hint="set schedule.tokens, or drop it")
-        return
-    if len(tokens) != planned.microbatches:
-        text = f"config: schedule.tokens has {len(tokens)} numbers, schedule.microbatches is {planned.microbatches}"
-        hint = f"set microbatches = {len(tokens)}, or give {planned.microbatches} numbers"
-        yield ZbcError("E103", text, where=where(("schedule", "tokens")), hint=hint if tokens else "drop tokens")
-    elif model is not None and model.seq_len is not None and max(tokens) > model.seq_len:
-        most = max(tokens)
-        text = f"config: schedule.tokens has rows of {most} tokens, model.seq_len is {model.seq_len}"
-        yield ZbcError("E103", text, where=where(("schedule", "tokens")), hint=f"set model.seq_len = {most}")
-
-
-def _dealing(draft: Draft, planned: Schedule, model: Model | None) -> Iterator[ZbcError]:
-    """E110 for data that do not say which samples a microbatch gets."""
-    data: Data | None = draft.sections.get("data")
-    if data is None or model is None:
-        return
-    where = draft.document.where
-    if data.balance == "tokens" and (planned.tokens is None or model.seq_len is None):
-        missing = "schedule.tokens" if planned.tokens is None else "model.seq_len"
-        text = f'config: data.balance = "tokens" deals samples by the lengths of microbatches, and {missing} is not set'
-        yield ZbcError("E110", text, where=where(("data", "balance")), hint=f'set {missing}, or balance = "length"')
-    own = data.kind not in ("text", "tokens", "synthetic") and data.items == "samples"
-    if own and data.balance == "none" and planned.tokens and model.seq_len is not None:
-        text = f"config: schedule.tokens has shorter microbatches, and nothing says which of {data.kind} they get"
-        hint = 'set data.balance = "tokens", and give the dataset its lengths; or items = "steps"'
-        yield ZbcError("E110", text, where=where(("schedule", "tokens")), hint=hint)
+        if asks(schedule, "renumber"):
+            text = "schedule.renumber is for microbatches of unequal length, and schedule.tokens is not set"
+            yield "E110", "schedule.renumber", text, "set schedule.tokens, or drop it"
+    elif tokens != "recorded" and len(tokens) != schedule.microbatches:  # `recorded` has refused the word
+        text = f"schedule.tokens has {len(tokens)} numbers, schedule.microbatches is {schedule.microbatches}"
+        hint = f"set microbatches = {len(tokens)}, or give {schedule.microbatches} numbers"
+        yield "E103", "schedule.tokens", text, hint if tokens else "drop tokens"
+    elif tokens != "recorded" and length is not None and max(tokens) > length:
+        text = f"schedule.tokens has rows of {max(tokens)} tokens, model.seq_len is {length}"
+        yield "E103", "schedule.tokens", text, f"set model.seq_len = {max(tokens)}"

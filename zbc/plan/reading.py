@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from zbc.errors import ZbcError
 from zbc.host.contents import contents
 from zbc.ir import NEXT, Kind, Op, parse_line
-from zbc.job.extent import RANKS
+from zbc.job.section import RANKS
 from zbc.job.sections import PLANNING, SECTIONS
 from zbc.job.wording import sentence
 from zbc.ops import UNIT_SCOPES
