@@ -29,7 +29,7 @@ from tests.recorded_runs import World, record  # noqa: E402
 from tests.viz import browser  # noqa: E402
 from zbc import cli  # noqa: E402
 from zbc.api import Plan  # noqa: E402
-from zbc.commands.cards import card_parts  # noqa: E402
+from zbc.commands.explaining import card_parts  # noqa: E402
 from zbc.compiler.check import survival  # noqa: E402
 from zbc.compiler.compile import compile_job  # noqa: E402
 from zbc.compiler.cost.cost import Costs  # noqa: E402

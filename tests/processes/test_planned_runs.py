@@ -10,9 +10,9 @@ import pytest
 
 from tests.jobs import toml_text, write_job
 from tests.processes.plans import metrics
-from zbc.commands import tuner as tuning
+from zbc.commands import tuning
 from zbc.commands.opening import Changes
-from zbc.commands.tuner import Tuner
+from zbc.commands.tuning import Tuner
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan, read_manifest
 

@@ -1,9 +1,11 @@
-"""`advise`: the best ways to train a model on a number of GPUs."""
+"""`advise`: the best ways to train a model on a number of GPUs; and the first job of a Hugging Face folder, `init`."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os.path import isfile
@@ -12,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zbc.commands.advice import count
 from zbc.commands.console import labelled, progress, refuse_unwritable, show, show_json, table, tell, write_text
-from zbc.commands.fromhf import data_for
-from zbc.commands.jobs import toml_value
+from zbc.commands.jobs import template_text, toml_value
 from zbc.commands.summary import throughput_lines
 from zbc.errors import ZbcError
 from zbc.job import gpu as gpus_known
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.compiler.whatif.advise import Advice, Row, State
+
 
 TOKENS = 4 * 2**20  # of a step, by default
 LONGEST = 8192  # tokens of a sequence, by default, if the model takes more
@@ -323,3 +325,47 @@ def job_text(found: Advice, number: int, source: Path) -> str:
             table = sorted(given.items(), key=lambda entry: keys.index(entry[0]))
             lines += ["", f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in table)]
     return "\n".join(lines) + "\n"
+
+
+# ---- `zbc init --from-hf` -----------------------------------------------------------------------------------------
+
+
+_SMALL = 2e9  # most parameters of a model that is tried on a CPU
+_LONGEST = 2048  # tokens per sequence to begin with; the longest of a model can be far more than fits
+
+
+def text_for(folder: Path) -> str:
+    """The text of a zbc.toml that starts from the weights of `folder`, on this machine's CPU.
+
+    Raises E520, E521, and E105 for a model too large for a CPU.
+    """
+    if (size := parameters_of(folder)) > _SMALL:
+        text = f"init: a model of {size / 1e9:.3g}B parameters is for GPUs, and init writes jobs for this machine"
+        raise ZbcError("E105", text, hint=f"zbc advise {folder} --gpus 64 --gpu h100-sxm -o zbc.toml")
+    values, longest = hfmodel.described(folder, _LONGEST)
+    values = {**values, "pretrained": str(folder)} if "config" not in values else values
+    lines = [
+        f"# Made from {folder / hfconfig.CONFIG}; weights are read when the plan runs.",
+        "#   zbc plan zbc.toml  &&  zbc run plan --local 2 --save-hf trained",
+        "",
+        "[model]                       # what is split into stages",
+        *_model_lines(hfmodel.written(values), longest),
+    ]
+    rest = template_text("from-hf").replace("FOLDER", str(folder))
+    if data_for(values) == "synthetic":
+        synthetic = 'kind = "synthetic"            # shows that all works. To train, take your own tokens:'
+        rest = re.sub('kind = "text" .*', synthetic, rest)
+    if values["layers"] < 4:
+        rest = rest.replace("pp = 2 ", "pp = 1 ").replace("microbatches = 8 ", "microbatches = 4 ")
+    return "\n".join([*lines, "", rest])
+
+
+def data_for(model: Mapping[str, Any]) -> str:
+    """The kind of data that any machine has: text, or for fewer words than bytes synthetic tokens."""
+    return "text" if model["vocab"] >= 256 else "synthetic"
+
+
+def _model_lines(values: dict[str, Any], longest: int) -> Iterator[str]:
+    for key, value in values.items():
+        line = f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        yield f"{line:<29} # to train with; the model takes {longest}" if key == "seq_len" else line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +15,22 @@ import typer
 from zbc.commands.console import labelled, show, show_json, tell, write_text
 from zbc.commands.opening import NO_CHANGES, Changes
 from zbc.commands.options import AsJson, Budget, PlanJobOrCsv, ProfileFile, Quiet, ScheduleName, Settings, Verbose
-from zbc.commands.summary import PROVEN, outlives
+from zbc.commands.summary import PROVEN, outlives, ranges
 from zbc.errors import ZbcError, raise_all
 from zbc.text import short
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import RenderableType
 
+    from zbc.commands.opening import Changes
     from zbc.compiler.check import Survival
     from zbc.compiler.sim.simulate import Transfers
     from zbc.ir import Op, Program
     from zbc.job.spec import Job
-    from zbc.plan.directory import Manifest
+    from zbc.plan.directory import Manifest, StoredPlan
+    from zbc.training.probing.checkup import Checkup
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ def check(
     """
     changes = Changes(settings, schedule, profile, budget)
     if gradients:
-        from zbc.commands.gradients import examine
+        from zbc.commands.checking import examine
 
         examine(target, changes, json=json, quiet=quiet)
         return
@@ -288,3 +293,79 @@ def verdict(checked: Checked, target: Path, *, verbose: bool) -> Iterator[Render
         yield labelled("step", *checked.step, "at F = B = W = 1 ms per rank and microbatch")
     elif checked.transfers is not None:
         yield labelled("memory", "fits what [hardware] and [schedule] allow")
+
+
+_SHOWN = 8  # parameters of an error
+
+
+def examine(target: Path, changes: Changes, *, json: bool, quiet: bool) -> None:
+    """Plans the job, runs two microbatches both ways and prints the comparison.
+
+    Raises E510 if gradients differ, E704 if they are not finite.
+    """
+    from zbc.compiler.compile import compile_job
+    from zbc.compiler.shapes import load_job
+    from zbc.plan.directory import StoredPlan
+
+    job = load_job(target, changes.settings or (), changes.schedule, changes.profile, counts=False)
+    compiled = compile_job(job, budget=changes.budget or 0.0)
+    manifest, _ = compiled.assemble()
+    plan = StoredPlan(manifest, compiled.program)
+    from zbc.training.probing.checkup import check_up  # slow: torch; after planning, which may fail
+
+    checkup = check_up(plan)
+    if not checkup.fine:
+        raise _differs(checkup)
+    overflowing = [parameter.name for parameter in checkup.parameters if not parameter.finite]
+    if not math.isfinite(checkup.loss) and not overflowing:
+        text = f"model: the loss is {checkup.loss:.9g}, by plain autograd as through the stages"
+        raise ZbcError("E704", text, hint="look at the loss, and at data it is not defined for")
+    if overflowing:
+        text = f"model: the gradients of {len(overflowing)} of {len(checkup.parameters)} parameters are not finite,"
+        text += " by plain autograd as through the stages"
+        hint = "torch.autograd.set_detect_anomaly(True) in the factory names the operation they come from"
+        raise ZbcError("E704", text, hint=hint, details=[f"loss {checkup.loss:.9g}", *_first(overflowing)])
+    if json:
+        show_json(checkup.as_json())
+    elif not quiet:
+        _report(compiled.schedule, plan, checkup)
+
+
+def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
+    manifest = plan.manifest
+    layers = sum(map(len, manifest.layers))
+    show(labelled("model", f"{layers} layers, {len(found.parameters)} parameters"))
+    ways: dict[str, list[int]] = {}
+    for stage, way in enumerate(found.stages):
+        ways.setdefault(way, []).append(stage)
+    show(labelled("plan", f"{schedule}, {manifest.stages} stages", *(f"{ranges(s)}: {way}" for way, s in ways.items())))
+    show(labelled("loss", f"{found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"))
+    rest = sum(parameter.error != 0 for parameter in found.parameters)
+    lines = [f"bit by bit the same for {len(found.parameters) - rest} of {len(found.parameters)} parameters"]
+    if rest:
+        worst = max(found.parameters, key=lambda parameter: parameter.error)
+        lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
+    show(labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right"))
+    if found.unscaled:
+        from zbc.training.probing.trials import unscaled
+
+        show(labelled("warning", *unscaled(found.unscaled)))
+
+
+def _differs(found: Checkup) -> ZbcError:
+    wrong = sorted(found.wrong, key=lambda row: -row.error)
+    count = f"{len(wrong)} of {len(found.parameters)} parameters get"
+    text = f"model: {count} another gradient than from plain autograd"
+    if not wrong:
+        text = f"model: the loss is {found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"
+    missing = "missing on one side, or finite on one side only"
+    lines = [
+        f"{row.name}: {missing if math.isinf(row.error) else f'off by {row.error:.1e} of its largest'}" for row in wrong
+    ]
+    hint = "a layer may keep state between forwards or look at where it runs: see docs/models.md"
+    return ZbcError("E510", text, hint=hint, details=_first(lines))
+
+
+def _first(lines: list[str]) -> list[str]:
+    rest = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"and {rest} more"] if rest > 0 else [])]

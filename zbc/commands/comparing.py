@@ -18,7 +18,7 @@ from zbc.commands.console import progress, refuse_unwritable, show, show_json, t
 from zbc.commands.opening import Changes, say_if_compiling
 from zbc.commands.options import AsJson, Budget, ProfileFile, Quiet, Settings, Verbose, again, complete_schedule, share
 from zbc.commands.shortlist import Shortlist, by_world, failures
-from zbc.commands.worlds import chosen_of
+from zbc.commands.summary import chosen_of
 from zbc.text import GIB, aligned, percent, short, wrap
 
 if TYPE_CHECKING:

@@ -55,9 +55,9 @@ def init(
     if from_hf is None:
         text = template_text(template)
     else:
-        from zbc.commands.fromhf import job_text
+        from zbc.commands.advising import text_for
 
-        text = job_text(from_hf)
+        text = text_for(from_hf)
     write_text(path, text if schedule is None else _scheduled(text, schedule, path.parent))
     if json:
         show_json({"format": "zbc-init", "version": 1, "job": str(path)})

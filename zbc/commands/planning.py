@@ -47,7 +47,7 @@ def plan(
     """
     from zbc.commands import summary
     from zbc.commands.options import again
-    from zbc.commands.worlds import of_world
+    from zbc.commands.summary import of_world
     from zbc.compiler.compile import compile_job
     from zbc.compiler.shapes import load_job
     from zbc.compiler.whatif.others import Others, kept, others, sharing, speedup

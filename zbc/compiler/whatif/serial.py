@@ -22,8 +22,7 @@ from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import Op, Program, forward
 from zbc.job import toml
-from zbc.job.section import OPS
-from zbc.job.section import Count, Ms, Section
+from zbc.job.section import OPS, Count, Ms, Section
 from zbc.job.wording import convert, unknown
 
 
