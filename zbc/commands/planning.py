@@ -133,10 +133,10 @@ def _activity(job: Job) -> str:
 def _gain(manifest: Manifest) -> dict[str, Any]:
     """The gain of unequal over equal counts in the first steps, or the microbatches of them, from the lengths of the
     samples; {} if the data cannot be read here."""
-    from zbc.training.data.unequal import dealt, predicted
+    from zbc.training.data.unequal import dealt
 
     try:
-        return (dealt if manifest.balance is None else predicted)(manifest)._asdict()
+        return dealt(manifest)
     except ZbcError as error:
         if error.code in ("E110", "E504"):
             raise

@@ -136,7 +136,9 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
     worker.prepare(run)
     run.row, shape = row or run.row, list[int]()
     own = () if tokens is None else (slice(None), tokens.rows)
-    with _plain(worker), nullcontext() if worker.rank else closing(_Rows(out, name)) as file:
+    if shared is not None:
+        shared.output.terms = PLAIN  # without z loss and label smoothing
+    with nullcontext() if worker.rank else closing(_Rows(out, name)) as file:
         for batch in forwards(worker, run, count):
             rows = {n: torch.cat(parts, 1) if len(parts) > 1 else parts[0] for n, parts in run.rows.items()}
             run.rows.clear()
@@ -152,20 +154,6 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
         if file is not None:
             file.end()
     return name, 0 if file is None else file.count
-
-
-@contextmanager
-def _plain(worker: Worker) -> Iterator[None]:
-    """Leaves z loss and label smoothing out of a shared vocabulary."""
-    shared = worker.features.find(Vocabulary)
-    if shared is None:
-        yield
-        return
-    terms, shared.output.terms = shared.output.terms, PLAIN
-    try:
-        yield
-    finally:
-        shared.output.terms = terms
 
 
 def _shape(worker: Worker, rows: dict[int, Tensor], tokens: Tokens | None) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -46,8 +46,6 @@ from zbc.training.probing.trials import unscaled
 
 _FILL = "zbc.training.models.hfweights:fill"  # imports transformers
 
-_Section = TypeVar("_Section", bound=spec.Section)
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -67,8 +65,9 @@ class Settings:
     def of(cls, manifest: Manifest) -> Settings:
         every = {**manifest.planning, **manifest.training}  # planning has some keys of what training has whole
         *names, _ = (field.name for field in fields(cls))
-        found: dict[str, Any] = {name: section(spec.SECTIONS[name], every.get(name, {})) for name in names}
-        return cls(**found, pretrained=every.get("pretrained"))
+        # JSON has lists where the models have tuples.
+        read: dict[str, Any] = {n: spec.SECTIONS[n].model_validate(every.get(n, {}), strict=False) for n in names}
+        return cls(**read, pretrained=every.get("pretrained"))
 
     @property
     def lowered(self) -> torch.dtype | None:
@@ -79,10 +78,6 @@ class Settings:
     def where(self) -> str:
         """The source of the samples, for messages."""
         return place(self.data, self.model)
-
-
-def section(section: type[_Section], values: Any) -> _Section:
-    return section.model_validate(values, strict=False)  # JSON has lists where the models have tuples
 
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:

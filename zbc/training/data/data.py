@@ -469,7 +469,7 @@ def _token_length(data: spec.Data, model: spec.Model) -> int:
 
 _ROUNDS = 6
 _MASK = 2**64 - 1
-_REMEMBERED = 4096  # cached values of a round; all values for up to 2**24 items
+_REMEMBERED = 4096  # values of a round, all for up to 2**24 items: mixing takes ten times as long as a look-up
 
 
 class Permutation:
@@ -484,7 +484,7 @@ class Permutation:
         self._half = max(1, ((count - 1).bit_length() + 1) // 2)
         self._low = (1 << self._half) - 1
         keys = (_mix(seed + round_ * 0x9E3779B97F4A7C15) for round_ in range(1, _ROUNDS + 1))
-        self._rounds = [_Round(key, self._low) for key in keys]
+        self._rounds = [lru_cache(_REMEMBERED)(partial(_round, key, self._low)) for key in keys]
 
     def __len__(self) -> int:
         return self._count
@@ -495,25 +495,15 @@ class Permutation:
         half, low, rounds, count = self._half, self._low, self._rounds, self._count
         while True:
             left, right = index >> half, index & low
-            for values in rounds:
-                left, right = right, left ^ values[right]
+            for mixed in rounds:
+                left, right = right, left ^ mixed(right)
             index = left << half | right
             if index < count:
                 return index
 
 
-class _Round(dict[int, int]):
-    """The round function, with cached values: mixing takes ten times as long as a look-up."""
-
-    def __init__(self, key: int, low: int) -> None:
-        super().__init__()
-        self._key, self._low = key, low
-
-    def __missing__(self, half: int) -> int:
-        value = _mix(half ^ self._key) & self._low
-        if len(self) < _REMEMBERED:
-            self[half] = value
-        return value
+def _round(key: int, low: int, half: int) -> int:
+    return _mix(half ^ key) & low
 
 
 def _mix(x: int) -> int:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import median_low
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,8 +157,8 @@ class PairDocuments(Documents):
         return self._pairs.digest()
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
-        ((x, y),), index = self._pairs.read([number]), number % len(self)
-        wanted = int(self.lengths[index])
+        epoch, index = divmod(number, len(self))  # of the pairs the last ones may be kept for validation
+        ((x, y),), wanted = self._pairs.read([index + epoch * len(self._pairs)]), int(self.lengths[index])
         for what, found in (("input", x), ("target", y)):
             if found.dim() == 0 or len(found) != wanted:
                 text = f"data: the {what} of sample {index} of {self._name} has shape {list(found.shape)}"
@@ -166,21 +166,6 @@ class PairDocuments(Documents):
         for which, found in enumerate((x, y)):
             self._pairs.words.checked(found, which, lambda row: f"sample {index} of {self._name}")
         return x, y
-
-
-class Some(Documents):
-    """The first `count` of `documents`."""
-
-    def __init__(self, documents: Documents, count: int) -> None:
-        self._documents, self.padding, self.room = documents, documents.padding, documents.room
-        self.lengths = documents.lengths[:count]
-
-    def looks(self) -> int:
-        return self._documents.looks()
-
-    def pair(self, number: int) -> tuple[Tensor, Tensor]:
-        epoch, index = divmod(number, len(self))
-        return self._documents.pair(index + epoch * len(self._documents))
 
 
 LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a step
@@ -209,8 +194,8 @@ def dealer_of(manifest: Manifest, own: Tokens | None = None) -> Dealer | None:
 def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     """The training samples of `[data]`. Raises E110, E501 to E505."""
     found = all_documents(data, model, seed)
-    kept = kept_of(data, found)
-    return Some(found, len(found) - kept) if kept else found
+    found.lengths = found.lengths[: len(found) - kept_of(data, found)]
+    return found
 
 
 def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
@@ -346,22 +331,19 @@ class ByTokens(Dealer):
         return Length(min(room, -(-longest // self._unit) * self._unit), room)
 
 
-class Gain(NamedTuple):
-    """The gain of unequal numbers of microbatches in some steps."""
+def dealt(manifest: Manifest, steps: int = 20) -> dict[str, Any]:
+    """What dealing makes of the first `steps` of a plan, by the lengths of samples. Raises E110, E501 to E505.
 
-    steps: int
-    samples: int  # of a step
-    fill: float  # share of the tokens of microbatches that is not padding
-    counts: tuple[int, int]  # minimum and maximum of microbatches of a replica
-    gain: float  # time of steps with equally many samples for each replica, divided by the time of these
-
-
-def predicted(manifest: Manifest, steps: int = 20) -> Gain:
-    """The gain in the first steps of a plan, by the cost of samples. Raises E110, E501 to E505."""
-    dealer = dealer_of(manifest)
-    if dealer is None:
-        raise ValueError("replicas of this plan have equally many microbatches")
-    steps, equal, unequal = min(steps, int(manifest.training["train"]["steps"])), 0.0, 0.0
+    `fill`: the share of tokens that is not padding. Of unequal counts: the `samples` of a step, the fewest and the most
+    microbatches of a replica, and the `gain`, the time with equally many samples for each replica divided by the time
+    of these. Of dealing by tokens: the `tokens` of the rows of each microbatch, the median of all steps and replicas,
+    and in how many steps one is `longer` than planned.
+    """
+    dealer, steps = dealer_of(manifest), min(steps, int(manifest.training["train"]["steps"]))
+    assert dealer is not None
+    if isinstance(dealer, ByTokens):
+        return _by_tokens(dealer, manifest, steps)
+    equal = unequal = 0.0
     tokens, counts, shape = 0, list[int](), dealer.shape
     for step in range(steps):
         work = dealer.step(step)
@@ -369,31 +351,18 @@ def predicted(manifest: Manifest, steps: int = 20) -> Gain:
         unequal += max(shape.time(batches, work.lengths) for batches in work.replicas)
         tokens += sum(work.lengths)
         counts += map(len, work.replicas)
-    fill = tokens / (sum(counts) * shape.tokens)
-    return Gain(steps, dealer.samples, fill, (min(counts), max(counts)), equal / unequal if unequal else 1.0)
+    fill, ends = tokens / (sum(counts) * shape.tokens), (min(counts), max(counts))
+    gain = equal / unequal if unequal else 1.0
+    return {"steps": steps, "samples": dealer.samples, "fill": fill, "counts": ends, "gain": gain}
 
 
-class Dealt(NamedTuple):
-    """The microbatches of some steps whose samples are dealt by tokens."""
-
-    steps: int
-    tokens: tuple[int, ...]  # of the rows of each microbatch, the median of all steps and replicas
-    longer: int  # steps in which one is longer than planned
-    fill: float  # share of the tokens of rows that is not padding
-
-
-def dealt(manifest: Manifest, steps: int = 20) -> Dealt:
-    """The microbatches of the first steps of a plan. Raises E110, E501 to E505."""
-    dealer, planned = dealer_of(manifest), manifest.tokens
-    if dealer is None:
-        raise ValueError("samples of this plan are not dealt")
-    steps, batch = min(steps, int(manifest.training["train"]["steps"])), manifest.topology.batch
-    found = [[length.tokens for n in range(batch) if (length := dealer.length(step, n))] for step in range(steps)]
-    every = [[tokens for step in found for tokens in step[mb :: len(planned)]] for mb in range(len(planned))]
-    rows = dealer.shape.rows * sum(map(sum, found))
+def _by_tokens(dealer: ByTokens, manifest: Manifest, steps: int) -> dict[str, Any]:
+    planned, batch = manifest.tokens, manifest.topology.batch
+    found = [[dealer.length(step, n).tokens for n in range(batch)] for step in range(steps)]
+    medians = [median_low([n for step in found for n in step[mb :: len(planned)]]) for mb in range(len(planned))]
     longer = sum(any(n > planned[k % len(planned)] for k, n in enumerate(step)) for step in found)
-    fill = sum(map(dealer.tokens, range(steps))) / rows
-    return Dealt(steps, tuple(map(median_low, every)), longer, fill)
+    fill = sum(map(dealer.tokens, range(steps))) / (dealer.shape.rows * sum(map(sum, found)))
+    return {"steps": steps, "tokens": medians, "longer": longer, "fill": fill}
 
 
 class Fixed(Work):

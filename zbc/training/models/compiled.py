@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +34,12 @@ def compile_layer(layer: nn.Module, patches: Sequence[Patch]) -> Callable[[Tenso
     """The forward of `layer`, compiled when it first runs, but for experts in it, whose numbers of rows change, and for
     `patches`, with frozen layers beside adapters: traced code would know whether the current backward is split."""
     for patch in patches:
-        patch.module.forward = Outside(patch)
+        patch.module.forward = partial(_outside, patch)
     for module in layer.modules():
         if isinstance(module, Experts):
-            module.forward = Outside(module.forward)  # type: ignore[assignment]
+            module.forward = partial(_outside, module.forward)  # type: ignore[method-assign]
         elif patches and isinstance(module, LoraLinear):
-            module.untraced = Outside(module.frozen)
+            module.untraced = partial(_outside, module.frozen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of modules that torch imports for it
         compiled: Callable[[Tensor], Tensor] = torch.compile(layer, dynamic=False, **BACKEND)
@@ -50,16 +51,7 @@ def make_room(layers: int) -> None:
     compile_here(_WAYS * layers, _WAYS * _WAYS * layers)
 
 
-class Outside:
-    """A forward that compiled code calls without tracing it."""
-
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        self.forward = forward
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        return _outside(self.forward, *inputs)
-
-
+# Calls a forward without tracing it, in compiled code.
 _outside: Callable[..., Tensor] = torch.compiler.disable(lambda forward, *x: forward(*x))  # type: ignore[no-untyped-call]
 
 

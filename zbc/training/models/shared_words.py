@@ -106,16 +106,14 @@ def without_words(layer: Any) -> list[tuple[str, Tensor]]:
 
 def trunk(plans: Iterable[LayerPlan]) -> list[LayerPlan]:
     """The layers without the tables, to derive shapes from."""
-    return [replace(plan, make=_made(plan.make), ties={}, fill=None, whole=i == 0) for i, plan in enumerate(plans)]
+    made = [replace(plan, make=partial(_made, plan.make), ties={}, fill=None) for plan in plans]
+    return [replace(plan, whole=i == 0) for i, plan in enumerate(made)]
 
 
-def _made(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        layer = make()
-        without_words(layer)
-        return layer
-
-    return build
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    layer = make()
+    without_words(layer)
+    return layer
 
 
 class TableLayer(nn.Module):
