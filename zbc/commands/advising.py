@@ -55,7 +55,6 @@ def advised(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """`zbc advise`."""
     from zbc.compiler.whatif import advise as core
 
     source = _document(model, gpus, gpu, batch, seq_len, settings or ())

@@ -277,7 +277,6 @@ def not_strict(program: Program) -> ZbcError:
 
 
 def verdict(checked: Checked, target: Path, *, verbose: bool) -> Iterator[RenderableType]:
-    """The proven properties, for people."""
     from zbc.viz.words import title
 
     yield f"{title(checked.program)}, {checked.program.size} ops"

@@ -109,8 +109,6 @@ COLUMNS = (
 
 
 class Format(StrEnum):
-    """The forms of a comparison."""
-
     CSV = "csv"
     MD = "md"
     TEX = "tex"
@@ -243,7 +241,6 @@ def compare(
 
 
 def _form_of(output: Path) -> Format:
-    """The format of a file by its ending."""
     ending = output.suffix.lower()[1:]
     if ending not in [*Format]:
         raise typer.BadParameter(f"{output} ends in none of {', '.join(Format)}; add --format", param_hint="-o")
@@ -410,7 +407,6 @@ class _Cells(NamedTuple):
 
 
 def as_markdown(rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> str:
-    """The table in Markdown."""
     names, heads, cells, failed = _Cells.of(rows, verbose=verbose, everything=everything)
     marks = ["---"] * len(names) + ["---:"] * len(heads)
     width = len(names) + len(heads)

@@ -40,8 +40,6 @@ NARROWEST = 60
 
 
 class Form(StrEnum):
-    """The formats of a picture."""
-
     TERM = "term"
     SVG = "svg"
     PNG = "png"
@@ -60,7 +58,6 @@ _PNG_SCALE = 2.0
 
 
 def form_of(output: Path | None) -> Form:
-    """The format for the name of a file."""
     suffix = "" if output is None else output.suffix.lower()
     if suffix in _NEVER:
         raise typer.BadParameter(f"zbc makes no {suffix} files; name a .svg, .png, .pdf, .html, .json or .txt file")
@@ -155,8 +152,6 @@ _MOST_STEPS = 100  # of a picture
 
 
 class By(StrEnum):
-    """The unit of a cell of a picture."""
-
     TIME = "time"
     SLOT = "slot"
 

@@ -19,8 +19,6 @@ from zbc.errors import ZbcError
 
 
 class Template(StrEnum):
-    """The jobs that `zbc init` can write."""
-
     TINY = "tiny"
     GPT = "gpt-1.5b"
     LLAMA = "llama-8b"

@@ -20,7 +20,6 @@ class Device(StrEnum):
 
 
 def complete_schedule(incomplete: str) -> list[tuple[str, str]]:
-    """Shell completion of schedule names."""
     from zbc.compiler.schedules import SCHEDULES
 
     return [(name, card.summary) for name, card in SCHEDULES.items() if name.startswith(incomplete)]

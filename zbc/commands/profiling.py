@@ -163,7 +163,6 @@ def _write(
 
 
 def summary(found: Profile) -> Iterator[RenderableType]:
-    """The measurements, for people."""
     on = found.on
     how = [f"{on.name or on.device}" + (f", torch {on.torch}" if on.torch else "")]
     if on.source == "trace":

@@ -244,7 +244,6 @@ def _ending(found: RunLog, job: Path | None) -> Iterator[str]:
 
 
 def _prediction(compiled: Compiled, folder: Path, *, verbose: bool) -> str:
-    """The plan and its predicted step time, for people."""
     from zbc.viz.words import title
 
     lines = [f"{title(compiled.program)}; {short(compiled.settled_ms)} ms a step predicted, plan {folder}"]

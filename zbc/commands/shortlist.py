@@ -25,8 +25,6 @@ _SPARE = (_TOKENS, _SAMPLES, _FACTOR)
 
 
 class Brief(NamedTuple):
-    """A column: its head, its cells, and its meaning."""
-
     head: str
     cells: list[str]
     meaning: str  # "" if the head is clear

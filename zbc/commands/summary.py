@@ -158,7 +158,6 @@ def crowd(ranks: int, busy: Sequence[float], step: float) -> str | None:
 
 
 def recompute_lines(compiled: Compiled, plain: Other) -> Iterator[str]:
-    """The cost of recompute if it saves little memory."""
     longer = f"{100 * (compiled.settled_ms / plain.ms - 1):.0f}%"
     saved = 1 - max(rank.bytes for rank in compiled.memory) / (plain.bytes or 1.0)
     yield f"makes a step {longer} longer and saves {percent(max(0.0, saved))} of memory: B leaves W what F would keep"
@@ -181,7 +180,6 @@ def _words(words: Sharing, compiled: Compiled, *, hint: bool) -> Iterator[str]:
 
 
 def _freezing(found: Facts, ms: float, after: int) -> Iterator[str]:
-    """The gain of freezing, and the share of weight gradients that it leaves out."""
     before = found.unfrozen_ms
     yield f"makespan {short(ms)} ms instead of {short(before)} ms ({change(ms, before)}),"
     yield f"{percent(found.frozen)} of all weight gradients are left out;"
@@ -191,7 +189,6 @@ def _freezing(found: Facts, ms: float, after: int) -> Iterator[str]:
 
 
 def adapter_lines(found: Facts, ms: float, ranks: Sequence[Facts]) -> Iterator[str]:
-    """The number of trained parameters, and the saved time and memory."""
     share = f" ({percent(found.trained / found.whole)})" if found.whole else ""
     yield f"rank {found.rank}: {found.trained:,} of {found.whole:,} parameters train{share}"
     if found.whole_ms is not None:
@@ -358,14 +355,12 @@ def balance_lines(compiled: Compiled, gain: Mapping[str, Any]) -> Iterator[str]:
 
 
 def dealt_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
-    """The lengths of microbatches by the samples."""
     yield f"by the samples of {dealt['steps']} steps, rows have at the median"
     yield from wrap(list(map(str, dealt["tokens"])), _TEXT, between=", ")
     yield f"{percent(1 - dealt['fill'])} padding; longer than planned in {dealt['longer']} of the steps"
 
 
 def _ramp(compiled: Compiled) -> Iterator[str]:
-    """The steps of a ramp before this plan, with their times."""
     first, per = 1, compiled.job.schedule.microbatch_size * compiled.job.parallel.dp
     counts = [start.compiled.program.microbatches for start in compiled.ramp]
     times = aligned([start.compiled.report.makespan_ms for start in compiled.ramp])
@@ -510,7 +505,6 @@ def _weighed(compiled: Compiled) -> Iterator[str]:
 
 
 def _limits(compiled: Compiled) -> Iterator[str]:
-    """The memory limits of a rank."""
     most, job = compiled.report.limits, compiled.job
     limits = [] if most.activation_units is None else [f"{short(most.activation_units)} units"]
     limits += [] if most.activation_bytes is None else [f"{size(most.activation_bytes)} of activations"]
@@ -592,7 +586,6 @@ def _slices_note(report: Report) -> Iterator[str]:
 
 
 def _slices(report: Report) -> RenderableType:
-    """One row per slice."""
     from zbc.compiler.report.report import slice_ms
 
     times = [aligned([part[key] for part in report.slices]) for key in ("f_ms", "b_ms", "w_ms")]

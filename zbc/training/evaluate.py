@@ -201,7 +201,6 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
 
 
 def _evaluated(worker: Worker, run: EvaluationRun, name: str, step: int) -> EvaluationResult:
-    """The result of one set."""
     began = time.monotonic()
     manifest, progress, given = worker.plan.manifest, worker.progress, run.sets[name]
     run.batches = given.batches

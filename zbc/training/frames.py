@@ -20,7 +20,6 @@ _MOST = 8  # frames of a stack
 
 
 def of_error(error: BaseException) -> list[str]:
-    """The traceback of an error, as lines."""
     return _lines(traceback.extract_tb(error.__traceback__))
 
 

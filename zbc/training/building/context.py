@@ -152,7 +152,6 @@ class Site:
 
     @cached_property
     def layers(self) -> Sequence[model.LayerPlan]:
-        """The layers of the model."""
         return layer_plans(self.settings) if self.given is None else self.given
 
     @cached_property

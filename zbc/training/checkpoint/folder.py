@@ -44,8 +44,6 @@ class _Checked(BaseModel):
 
 
 class File(_Checked):
-    """Size and checksum of a file."""
-
     bytes: _Index
     crc32: _Index  # to find damage, not forgery: a quarter of the time of sha256
 
@@ -60,8 +58,6 @@ class StoredPart(_Checked):
 
 
 class StoredTensor(_Checked):
-    """A tensor, in parts."""
-
     dtype: Type
     shape: list[_Index]
     parts: list[StoredPart]
@@ -73,8 +69,6 @@ class StoredTensor(_Checked):
 
 
 class Contents(_Checked):
-    """Files, and the tensors in them."""
-
     files: dict[_File, File]
     tensors: dict[str, StoredTensor]
 

@@ -94,7 +94,6 @@ def choose(options: RunOptions, manifest: Manifest) -> Start:
 
 
 def save_folder(manifest: Manifest, run: Path) -> Path:
-    """The folder of a run's checkpoints."""
     return Path(_options(manifest).get("dir") or run / disk.FOLDER)
 
 

@@ -63,7 +63,6 @@ class Arena:
         return {k: self._memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for (k, t), at in places}
 
     def close(self) -> None:
-        """Frees the memory."""
         if self._held is not None:
             self._held.close()
         self._held, self._memory = None, torch.empty(0, dtype=torch.uint8)

@@ -47,7 +47,6 @@ class Chat:
 
     @classmethod
     def of(cls, data: spec.Data, model: spec.Model) -> Chat:
-        """The samples of a job."""
         paths = [data.path] if isinstance(data.path, str) else data.path or []
         return cls(paths, data.tokenizer or "", model.seq_len or 1, data.args, padded=data.balance == "none")
 

@@ -145,7 +145,6 @@ class Tokens:
 
 
 def sidecar(path: Path) -> Path:
-    """The JSON sidecar that describes a token file."""
     return path.with_name(path.name + ".json")
 
 
@@ -185,6 +184,5 @@ def _parse(path: Path, text: bytes) -> Tokens:
 
 
 def write_sidecar(path: Path, tokens: Tokens) -> None:
-    """Writes the JSON that `describe` reads."""
     about: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(tokens)}
     sidecar(path).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -56,7 +56,6 @@ def counting(target: Tensor) -> float:
 
 
 def rows_of(batch: Batch) -> int:
-    """The number of samples of a batch."""
     return len(batch if isinstance(batch, Tensor) else next(iter(batch.values())))
 
 

@@ -191,8 +191,6 @@ def _raw(tensor: Tensor) -> bytes:
 
 
 class SampleRange(Samples):
-    """The samples `start` to `stop` of `samples`."""
-
     def __init__(self, samples: Samples, start: int, stop: int) -> None:
         self._samples, self._start, self._stop = samples, start, stop
 

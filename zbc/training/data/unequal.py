@@ -258,7 +258,6 @@ class Dealer(Work):
         return self.shape.replicas, 1
 
     def _samples(self, microbatches: int) -> int:
-        """The number of samples of a step."""
         some = [self._lengths[i] for i in self._order.taken(0, min(LOOKED_AT, len(self.documents)))]
         return min(len(self.documents), samples_of_step(some, self.shape, microbatches))
 

@@ -241,7 +241,6 @@ def _unlike(said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> Zb
 
 
 def hosts_of(processes: Iterable[str]) -> list[str]:
-    """The hosts of `host:pid`."""
     return [process.rpartition(":")[0] for process in processes]
 
 
@@ -297,7 +296,6 @@ def open_store(host: str, port: int, *, host_it: bool) -> Store:
 
 
 def prefixed(prefix: str, store: Store) -> Store:
-    """`store` with all keys under `prefix`."""
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 

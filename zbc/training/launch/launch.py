@@ -273,7 +273,6 @@ def _check_world(options: RunOptions, manifest: Manifest) -> None:
 
 
 def _place() -> Place:
-    """The place of this rank, from torchrun's environment variables."""
     from zbc.training.launch.board import Place
 
     env = os.environ

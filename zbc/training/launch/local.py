@@ -58,8 +58,6 @@ _LAST_WORD_S = 20.0  # for a rank that is about to report why the run ends
 
 @dataclass
 class Child:
-    """The parent's handle of a rank."""
-
     process: BaseProcess
     pipe: Connection
     ended: Ended | None = None
@@ -67,8 +65,6 @@ class Child:
 
 @dataclass
 class Parent:
-    """The supervisor's state."""
-
     emit: Callable[[str], None]
     board: Board | None = None
     children: dict[int, Child] = field(default_factory=dict)
@@ -219,7 +215,6 @@ def _supervise(parent: Parent, wake: int) -> None:
 
 
 def _listen(parent: Parent, child: Child) -> None:
-    """Handles one message of a rank."""
     try:
         kind, content = child.pipe.recv()
     except (EOFError, OSError):
@@ -284,7 +279,6 @@ def _last_seen(parent: Parent, rank: int) -> list[str]:
 
 
 def _rank(place: Place, options: RunOptions, pipe: Connection) -> None:
-    """The main function of a rank's process."""
     for number in handled():
         signal.signal(number, signal.SIG_IGN)  # the terminal sends them to all; the parent asks to stop
     lock, stop = threading.Lock(), StopFlag()

@@ -151,8 +151,6 @@ def _shared(manifest: Manifest, device: torch.device, board: Board, limit: timed
 
 
 class Interface(NamedTuple):
-    """A network interface with an IPv4 address."""
-
     name: str
     address: str
 

@@ -76,7 +76,6 @@ def _ask(store: Store, patience: float) -> int:
 
 
 def _answer(store: Store, number: int, ranks: int, done: threading.Event) -> None:
-    """Answers until all ranks have joined."""
     try:
         while store.add(f"joined/{number}", 0) < ranks - 1 and not done.is_set():
             # Counted before it is given: no rank that asks later reads it.

@@ -206,7 +206,6 @@ class RunRecord:
         return {"expert_load": sum(over) / len(over), "expert_load_worst": max(over)} if over else {}
 
     def live(self, result: StepResult) -> str:
-        """The progress of the run, in one line."""
         numbers, done = self._numbers(result), result.step + 1
         full = 20 * done // self._steps
         rate = self._rate_text(numbers)

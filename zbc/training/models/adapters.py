@@ -65,7 +65,6 @@ class WithAdapters:
     spans: tuple[tuple[str, int, int], ...]  # of each adapter its name, and the bounds of its outputs
 
     def pair(self, key: str) -> Lora:
-        """The adapter of that name."""
         found: Lora = getattr(self.lora, key)
         return found
 
@@ -76,8 +75,6 @@ class WithAdapters:
 
 
 class LoraLinear(WithAdapters, nn.Linear):
-    """A frozen linear layer with adapters."""
-
     untraced: Callable[[Tensor], Tensor] | None = None  # `frozen` for compiled code that splits its backward
 
     def forward(self, x: Tensor) -> Tensor:

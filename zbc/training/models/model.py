@@ -127,7 +127,6 @@ def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
 
 
 def _family(model: spec.Model) -> list[LayerPlan]:
-    """The layers of a built-in family: embed, the blocks, head."""
     if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
         text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
         raise ZbcError("E105", text)

@@ -85,7 +85,6 @@ class Rig:
         return replace(self.of({*self.kinds} - {IDLE}), job=replace(self.job, model=model))
 
     def of(self, some: Container[str]) -> Rig:
-        """The rig of some kinds of layers."""
         at = [i for i, kind in enumerate(self.kinds) if kind in some]
         names = ("layers", "kinds", "inputs", "outputs")
         kept: dict[str, Any] = {name: tuple(getattr(self, name)[i] for i in at) for name in names}
@@ -93,8 +92,6 @@ class Rig:
 
 
 class Idle(nn.Module):
-    """A layer that does nothing."""
-
     def forward(self, *x: Tensor) -> Tensor | tuple[Tensor, ...]:
         return x[0] if len(x) == 1 else x
 
@@ -192,7 +189,6 @@ def _ops(program: Program, microbatches: int, slices: int, split: Sequence[int])
 def _program(
     job: Job, names: Sequence[str], ops: Sequence[Op], count: int, slices: int = 1, placement: Placement | None = None
 ) -> Program:
-    """The program of one rank with one stage per layer."""
     parallel, blocks = job.parallel, {f"layers.{i - 1}" for i in job.model.routed} if job.model.builtin else {*names}
     return Program(
         placement or Placement(((0,) * len(names),)),
@@ -218,7 +214,6 @@ def _plan(
     placement: Placement | None = None,
     policy: str = "keep",
 ) -> StoredPlan:
-    """A plan of one rank with one stage per layer."""
     program = _program(job, names, ops, microbatches, max(1, len(cuts) - 1), placement)
     planning = job.with_tokens(()).planning()
     training = replace(job, optimizer=job.optimizer.still()).training()

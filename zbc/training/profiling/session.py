@@ -87,8 +87,6 @@ def effort(job: Job, *, device: str | None, threads: int | None, rounds: int) ->
 
 @dataclass(frozen=True)
 class Measurements:
-    """The measurements of all ranks."""
-
     times: Samples
     bytes: dict[str, LayerProfile]  # without times
     order: tuple[str, ...]
@@ -123,7 +121,6 @@ def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) ->
 
 
 def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
-    """The profile made from measurements."""
     times = found.times
     host = {name: median(times[IDLE, name]) for name in ("f", "b", "w", "step", "norm")}
     moves = [quick(found.link.get(name, ())) for name in ("post", "send", "take")]
@@ -200,7 +197,6 @@ def _layers(job: Job, how: Sampling, done: Callable[[], None]) -> dict[str, Any]
 
 
 def _pooled(samples: Iterable[Mapping[K, Sequence[float]]]) -> dict[K, list[float]]:
-    """The samples of all ranks, by key."""
     found: dict[K, list[float]] = {}
     for key, values in (item for of_rank in samples for item in of_rank.items()):
         found.setdefault(key, []).extend(values)

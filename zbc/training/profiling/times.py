@@ -152,7 +152,6 @@ def slice_times(rig: Rig, device: torch.device) -> Took:
 
 
 def _measured(rig: Rig, device: torch.device, cuts: list[int]) -> dict[tuple[int, str], list[float]]:
-    """ms of each slice's ops on the block's stage."""
     worker, stage = rig.worker(device, microbatches=2, cuts=cuts), rig.kinds.index(BLOCK)
     took: dict[tuple[int, str], list[float]] = defaultdict(list)
     laps = Laps(device)

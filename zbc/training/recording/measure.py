@@ -210,7 +210,6 @@ class Scale:
         self._clock, worker.clock = worker.clock, Begins(worker.clock, self._begin)
 
     def close(self) -> None:
-        """Restores the worker."""
         self.worker.script[:] = self._plain
         self.worker.clock = self._clock
         self.worker.features.of(Braids).one_by_one = False

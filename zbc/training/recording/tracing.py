@@ -74,7 +74,6 @@ class Tracer:
         self._weighed = self._last + 1 if self._last + 1 < self.total else before
 
     def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
-        """`run_step`, recorded or not."""
         if self.steps and step == self._weighed:
             return self._weigh(worker, step, stop)
         if step not in self.steps:
@@ -125,7 +124,6 @@ class Tracers(dict[int, Tracer]):
     """A tracer for each phase with recorded steps, of this run or of the one it resumes."""
 
     def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
-        """`run_step`, recorded or not."""
         tracer = self.get(worker.phases.index(step))
         return run_step(worker, step, stop=stop) if tracer is None else tracer.step(worker, step, stop=stop)
 
@@ -296,8 +294,6 @@ class Recorder:
 
 
 class _Transport(Around):
-    """Records its waits."""
-
     def __init__(
         self, inner: Transport, worker: Worker, stamp: Callable[[], Any], waits: tuple[list[int], list[Any]]
     ) -> None:
