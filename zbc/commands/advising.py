@@ -126,12 +126,7 @@ def _counter(more: Callable[..., None]) -> Callable[[str, float], None]:
 
 
 def _document(
-    path: Path,
-    gpus: int | None,
-    name: str | None,
-    batch: str | None,
-    seq_len: int | None,
-    settings: Sequence[str],
+    path: Path, gpus: int | None, name: str | None, batch: str | None, seq_len: int | None, settings: Sequence[str]
 ) -> toml.Document:
     """A job of this model, with all choices of `advise` left open. Raises E1xx and E52x."""
     if name is not None:
@@ -196,12 +191,7 @@ def of_folder(path: Path) -> dict[str, Any]:
         raise ZbcError("E520", f"model: {path} is not there", hint=hint)
     values = {**hfmodel.described(path, LONGEST)[0], "dtype": "bfloat16", "parameters": "bfloat16"}
     optimizer = {"kind": "adamw", "lr": 2e-5 if "pretrained" in values else 3e-4, "clip_grad_norm": 1.0}
-    return {
-        "model": values,
-        "optimizer": optimizer,
-        "train": {"steps": 1000},
-        "data": {"kind": data_for(values)},
-    }
+    return {"model": values, "optimizer": optimizer, "train": {"steps": 1000}, "data": {"kind": data_for(values)}}
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------

@@ -140,10 +140,9 @@ def _set_queues(folder: Path, manifest: Manifest) -> None:
         return
     phases = [manifest, *(its for _, its in read_ramp(folder, manifest))]
     if not all(phase.predicted.get("survives_one_queue", False) for phase in phases):
-        text = (
-            f"run: {_QUEUES} is 1: all streams of a GPU then share one queue, and ranks of this plan may wait forever"
-        )
-        raise ZbcError("E603", text, hint=f"unset {_QUEUES}, or set it to {_MOST_QUEUES}")
+        text = f"run: {_QUEUES} is 1: all streams of a GPU then share one queue"
+        hint = f"unset {_QUEUES}, or set it to {_MOST_QUEUES}"
+        raise ZbcError("E603", f"{text}, and ranks of this plan may wait forever", hint=hint)
 
 
 def _check_cuda(options: RunOptions, manifest: Manifest) -> None:
@@ -208,10 +207,8 @@ def check_forward(options: RunOptions, manifest: Manifest, *, begun: bool = Fals
     asked = {"--trace": options.trace or None, "--save-hf": options.save_hf, "-o": options.out}
     asked["--save-adapter"] = options.save_adapter
     if given := [name for name, value in asked.items() if value is not None]:
-        text = (
-            f"run: --forward trains nothing, {' and '.join(given)} {'is' if len(given) == 1 else 'are'} of a training"
-        )
-        raise ZbcError("E604", text, hint="leave out one of them")
+        found = f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} of a training"
+        raise ZbcError("E604", f"run: --forward trains nothing, {found}", hint="leave out one of them")
     model = manifest.planning["model"]
     if (begun or options.resume in (None, "none")) and not model.get("pretrained") and model["family"] in BUILTIN:
         text = "run: --forward, and no weights are given" + (": no checkpoint was found" if begun else "")

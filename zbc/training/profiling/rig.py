@@ -223,9 +223,6 @@ def _plan(
         microbatch_size=job.schedule.microbatch_size,
         cuts=cuts,
         planning={**planning, "memory": {**planning.get("memory", {}), "activations": policy}},
-        training={
-            **training,
-            "train": {**training["train"], "eval_every": 0},
-        },
+        training={**training, "train": {**training["train"], "eval_every": 0}},
     )
     return StoredPlan(manifest, program)
