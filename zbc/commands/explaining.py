@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from os.path import isfile
@@ -74,36 +74,39 @@ def explain(
     """
     if topic is not None and (topic.endswith(".toml") or isfile(Path(topic, "plan.json"))):
         job = Changes(settings, schedule, profile).job(Path(topic))
-        if json:
-            show_json({"format": "zbc-config", "version": 1, "sections": _values(job)})
-        elif not quiet:
-            show("\n".join(listing(job)))
-        return
-    Changes(settings, schedule, profile).refuse(Path(topic or "nothing"))
-    rest = " ".join(more or ())
-    if topic is None:
-        _everything(json=json, quiet=quiet)
-    elif (known := _TOPICS.get(topic.lower())) is not None:
-        known(rest, json=json, quiet=quiet)
-    elif re.fullmatch(r"\[?[eE]\d+\]?", topic.strip()):
-        _code(topic, json=json, quiet=quiet)
+        answer: Answer = {"format": "zbc-config", "version": 1, "sections": _values(job)}, listing(job)
     else:
-        _word(f"{topic} {rest}".strip(), json=json, quiet=quiet)
+        Changes(settings, schedule, profile).refuse(Path(topic or "nothing"))
+        answer = _answer(topic, " ".join(more or ()))
+    if json:
+        show_json(answer[0])
+    elif not quiet:
+        show(*answer[1])
 
 
-def _everything(*, json: bool, quiet: bool) -> None:
+Answer = tuple[Mapping[str, Any], "Iterable[RenderableType]"]  # for --json, and for readers
+
+
+def _answer(topic: str | None, rest: str) -> Answer:
+    if topic is None:
+        return _everything()
+    if (known := _TOPICS.get(topic.lower())) is not None:
+        return known(rest)
+    if re.fullmatch(r"\[?[eE]\d+\]?", topic.strip()):
+        return _code(topic)
+    return _word(f"{topic} {rest}".strip())
+
+
+def _everything() -> Answer:
     from zbc.explain import CATALOGUE, glossary
 
-    if json:
-        show_json(_explained(CATALOGUE))
-    elif not quiet:
-        show(table(("code", "meaning"), ((key, entry.title) for key, entry in CATALOGUE.items()), left=2))
-        names = ", ".join(entry.names[0] for entry in glossary.WORDS).split(" ")
-        show("", *wrap(["and words of the field:", *names], 78, between=" "))
+    codes = table(("code", "meaning"), ((key, entry.title) for key, entry in CATALOGUE.items()), left=2)
+    names = ", ".join(entry.names[0] for entry in glossary.WORDS).split(" ")
+    return _explained(CATALOGUE), [codes, "", *wrap(["and words of the field:", *names], 78, between=" ")]
 
 
-def _code(text: str, *, json: bool, quiet: bool) -> None:
-    """Explains a code of errors. Raises E104 for an unknown one."""
+def _code(text: str) -> Answer:
+    """An error by its code. Raises E104 for an unknown one."""
     from zbc.explain import CATALOGUE, FAMILIES, GONE
 
     asked = text.strip().strip("[]").upper()
@@ -113,54 +116,45 @@ def _code(text: str, *, json: bool, quiet: bool) -> None:
         hint = f"known: {', '.join(family)}" if family else "`zbc explain` lists all codes"
         raise ZbcError("E104", f"explain: no error has the code {text!r}", hint=hint)
     entry = CATALOGUE[wanted]
-    if json:
-        show_json(_explained({wanted: entry}))
-    elif not quiet and wanted != asked:
-        show(f"{asked} is {wanted} now, {entry.title}: zbc explain {wanted}")
-    elif not quiet:
-        show(f"{wanted}: {entry.title}", f"{FAMILIES[wanted[1]]}", "", entry.text)
+    moved = f"{asked} is {wanted} now, {entry.title}: zbc explain {wanted}"
+    own = (f"{wanted}: {entry.title}", f"{FAMILIES[wanted[1]]}", "", entry.text)
+    return _explained({wanted: entry}), own if wanted == asked else [moved]
 
 
-def _word(text: str, *, json: bool, quiet: bool) -> None:
-    """Explains a word of the field, a key or a schedule. Raises E104 for an unknown one."""
+def _word(text: str) -> Answer:
+    """A word of the field, a key or a schedule. Raises E104 for an unknown one."""
     from zbc.explain import glossary
 
     entry = glossary.find(text) or _described(text)
     if entry is None:
         with suppress(ZbcError):
-            schedules(text, json=json, quiet=quiet)
-            return
+            return _schedules(text)
         near = glossary.near(text)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`zbc explain` lists all codes and words"
         raise ZbcError("E104", f"explain: neither an error nor a word is called {text!r}", hint=hint)
-    if json:
-        show_json({"format": "zbc-word", "version": 1, **entry._asdict()})
-    elif not quiet:
-        own, *aliases = entry.names
-        show(own, *wrap(f"{entry.text}".split(" "), 78, between=" "))
-        show(*([labelled("also", *wrap([*aliases], 67, between=", "))] if aliases else []))
-        show(labelled("more", f"docs/{entry.page}" if entry.page else "`zbc explain keys` has all keys"))
+    own, *aliases = entry.names
+    also = [labelled("also", *wrap([*aliases], 67, between=", "))] if aliases else []
+    more = labelled("more", f"docs/{entry.page}" if entry.page else "`zbc explain keys` has all keys")
+    document = {"format": "zbc-word", "version": 1, **entry._asdict()}
+    return document, [own, *wrap(f"{entry.text}".split(" "), 78, between=" "), *also, more]
 
 
-def _keys(_: str, *, json: bool, quiet: bool) -> None:
-    """Prints all keys of a job with their meaning, or the JSON Schema of job files."""
+def _keys(_: str) -> Answer:
+    """All keys of a job with their meaning, or the JSON Schema of job files."""
     from zbc.job.spec import SECTIONS, json_schema
 
-    if json:
-        show_json(json_schema())
-    elif not quiet:
-        for name, kind in SECTIONS.items():
-            for key, field in kind.model_fields.items():
-                about = wrap((field.description or "").split(" "), 76, between=" ")
-                show(f"{name}.{key}", *(f"    {line}" for line in about))
+    shown = list[str]()
+    for name, kind in SECTIONS.items():
+        for key, field in kind.model_fields.items():
+            about = wrap((field.description or "").split(" "), 76, between=" ")
+            shown += [f"{name}.{key}", *(f"    {line}" for line in about)]
+    return json_schema(), shown
 
 
-def _machine(_: str, *, json: bool, quiet: bool) -> None:
+def _machine(_: str) -> Answer:
     report = _inspected()
-    if json:
-        show_json({"format": "zbc-doctor", "version": 1, **report})
-    elif not quiet:
-        show(*(labelled(label, *lines) for label, lines in report.items()))
+    blocks = (labelled(label, *lines) for label, lines in report.items())
+    return {"format": "zbc-doctor", "version": 1, **report}, blocks
 
 
 def _described(text: str) -> Word | None:
@@ -183,36 +177,32 @@ def _described(text: str) -> Word | None:
     return next((Word((name,), about, "") for name, about in keys.items()), None)
 
 
-def _limits(word: str, *, json: bool, quiet: bool) -> None:
-    pairs = [*excludes.table(word)]
+def _limits(word: str) -> Answer:
+    pairs, shown = [*excludes.table(word)], list[str]()
     if not pairs:
         raise ZbcError("E104", f"explain: no limit is about {word!r}", hint="`zbc explain limits` lists all")
-    if json:
-        limits = [{"one": trait, "other": excluded, "why": why} for trait, excluded, why in pairs]
-        show_json({"format": "zbc-limits", "version": 1, "limits": limits})
-    elif not quiet:
-        for trait, rows in groupby(pairs, lambda row: row[0]):
-            show(f"{trait} does not go with")
-            show(*(f"  {excluded}: {why}" for _, excluded, why in rows))
+    limits = [{"one": trait, "other": excluded, "why": why} for trait, excluded, why in pairs]
+    for trait, rows in groupby(pairs, lambda row: row[0]):
+        shown += [f"{trait} does not go with", *(f"  {excluded}: {why}" for _, excluded, why in rows)]
+    return {"format": "zbc-limits", "version": 1, "limits": limits}, shown
 
 
-def _gpus(_: str, *, json: bool, quiet: bool) -> None:
-    """Prints the values of `hardware.gpu` with their data sheets."""
+def _gpus(_: str) -> Answer:
+    """The values of `hardware.gpu` with their data sheets."""
     from zbc.job import gpu
 
-    if json:
-        rows = [{"name": name, **sheet._asdict(), "planned": _planned(sheet)} for name, sheet in gpu.GPUS.items()]
-        show_json({"format": "zbc-gpus", "version": 1, "gpus": rows})
-    elif not quiet:
-        heads = ("gpu", "TFLOPS", "GiB", "GB/s", "link", "between nodes")
-        show(
-            table(heads, ((name, *(f"{value:g}" for value in sheet[:5])) for name, sheet in gpu.GPUS.items())),
-            "",
-            "Peaks: bfloat16 without sparsity; links in Gbit/s, one way, between nodes per",
-            f"GPU. Planned with {gpu.SUSTAINED}, links too,",
-            "until `zbc profile` measures. Keys beside hardware.gpu count before it.",
-        )
-        show("", *(f"{name}: {sheet.link}; {sheet.source}" for name, sheet in gpu.GPUS.items()))
+    rows = [{"name": name, **sheet._asdict(), "planned": _planned(sheet)} for name, sheet in gpu.GPUS.items()]
+    heads = ("gpu", "TFLOPS", "GiB", "GB/s", "link", "between nodes")
+    blocks: list[RenderableType] = [
+        table(heads, ((name, *(f"{value:g}" for value in sheet[:5])) for name, sheet in gpu.GPUS.items())),
+        "",
+        "Peaks: bfloat16 without sparsity; links in Gbit/s, one way, between nodes per",
+        f"GPU. Planned with {gpu.SUSTAINED}, links too,",
+        "until `zbc profile` measures. Keys beside hardware.gpu count before it.",
+        "",
+        *(f"{name}: {sheet.link}; {sheet.source}" for name, sheet in gpu.GPUS.items()),
+    ]
+    return {"format": "zbc-gpus", "version": 1, "gpus": rows}, blocks
 
 
 def _planned(sheet: Gpu) -> dict[str, float | str]:
@@ -333,17 +323,15 @@ _EVERYTHING = 1000  # columns of a list off a terminal
 _CARD = (4, 6)  # ranks and microbatches of the picture on a schedule's card
 
 
-def schedules(name: str, *, json: bool, quiet: bool) -> None:
-    """Prints all schedules, or the card of one. Raises E104 for an unknown one."""
+def _schedules(name: str) -> Answer:
+    """All schedules, or the card of one. Raises E104 for an unknown one."""
     from zbc.compiler.schedules import AUTO, SCHEDULES, find
 
     cards = [*SCHEDULES.values()] if not name else [] if name.lower() == AUTO else [find(name)]
-    if json:
-        show_json({"format": "zbc-schedules", "version": 1, "schedules": [_card(card) for card in cards]})
-    elif not quiet and not name:
-        show(*_list(cards, AUTO))
-    elif not quiet:
-        show(*(card_parts(cards[0], columns_here()) if cards else _AUTO))
+    document = {"format": "zbc-schedules", "version": 1, "schedules": [_card(card) for card in cards]}
+    if not name:
+        return document, _list(cards, AUTO)
+    return document, card_parts(cards[0], columns_here()) if cards else _AUTO
 
 
 def _card(card: ScheduleCard) -> dict[str, Any]:
@@ -427,5 +415,5 @@ def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
     yield draw([picture], View(width=width, by="slot", unicode=False))
 
 
-_TOPICS: dict[str, Callable[..., None]] = dict.fromkeys(("gpu", "gpus", "hardware.gpu"), _gpus)
-_TOPICS |= {"schedules": schedules, "keys": _keys, "limits": _limits, "machine": _machine}
+_TOPICS: dict[str, Callable[[str], Answer]] = dict.fromkeys(("gpu", "gpus", "hardware.gpu"), _gpus)
+_TOPICS |= {"schedules": _schedules, "keys": _keys, "limits": _limits, "machine": _machine}
