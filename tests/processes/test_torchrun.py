@@ -173,7 +173,7 @@ def test_a_rank_that_failed_because_another_did_ends_with_the_exit_code_of_that_
 
     place = SimpleNamespace(rank=0, board=lambda: Board(store, 0, 2))
     context = train.RankContext(place, RunOptions(Path()), torch.device("cpu"), print, pytest.fail, leave)
-    watchdog = SimpleNamespace(stand_down=lambda: None, await_report=lambda: reported)
+    watchdog = SimpleNamespace(await_report=lambda: reported)
     with pytest.raises(SystemExit) as left:
         train._give_up(ZbcError("E702", "run: rank 0 lost rank 1"), context, watchdog)
     assert left.value.code == code

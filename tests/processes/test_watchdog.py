@@ -200,7 +200,7 @@ def test_ranks_that_were_never_heard_and_ranks_outside_of_steps_have_a_line(watc
 def test_a_rank_that_fails_itself_is_not_ended_by_its_watchdog():
     store = dist.HashStore()
     dog, ends = make(0, 2, limit=0.3, store=store)
-    dog.stand_down()
+    dog.standing_down = True
     dog.start()
     dog.watch(in_op("F s0 m0", since=0.0))
     other = Board(store, 1, 2)
@@ -249,7 +249,7 @@ def test_ranks_whose_store_is_gone_end_and_the_first_says_why(monkeypatch):
         dog.start()
         dog.watch(in_op("F s0 m0", since=0.0))
         if rank == 2:
-            dog.nearly_done()
+            dog.nearly_done = True
     until(lambda: all(len(dog._listener.heard) == 3 for dog, _ in dogs))
     store.dead.set()
     (_, first), (_, second), (last, third) = dogs

@@ -519,7 +519,7 @@ def _end(run: _Run) -> None:
         fullest = functools.partial(devices.fullest, name=run.name)
         run.show(run.board.meet("memory", run.limit, devices.in_use(device), fullest))
     run.board.meet("ended", run.limit)
-    run.watchdog.nearly_done()
+    run.watchdog.nearly_done = True
     if run.stopped is not None:
         run.show(run.stopped)
     run.worker.close()
@@ -533,7 +533,7 @@ def _end(run: _Run) -> None:
 def _give_up(error: BaseException, context: RankContext, watchdog: Watchdog | None) -> NoReturn:
     """Ends the process: the first rank that fails reports why, all others end silently."""
     if watchdog is not None:
-        watchdog.stand_down()
+        watchdog.standing_down = True
     failure = explain(error, context.place.rank)
     claimed = in_time(lambda: context.place.board().claim(), 5.0)
     if claimed is False:

@@ -124,7 +124,9 @@ class Watchdog:
         self._patience = self._long = max(60.0, 2 * limit)
         self._progress = Progress(since=time.monotonic())
         self._awake_since = time.monotonic()
-        self._standing_down = self._nearly_done = False
+        # The rank's own thread ends the process: from here on the watchdog only publishes and reads.
+        self.standing_down = False
+        self.nearly_done = False  # the last collective of all ranks has completed: the store may end
         self._main = threading.get_ident()  # the thread that is watched
         self._changed, self._heard = threading.Event(), threading.Event()  # a phase began; it was published
         self._done = threading.Event()
@@ -176,14 +178,6 @@ class Watchdog:
             time.sleep(self.tick / 4)
         return []
 
-    def stand_down(self) -> None:
-        """The rank's own thread ends the process; from here on the watchdog only publishes and reads."""
-        self._standing_down = True
-
-    def nearly_done(self) -> None:
-        """The last collective of all ranks has completed: from here on the store may end."""
-        self._nearly_done = True
-
     def await_report(self) -> int | None:
         """For a rank that failed because another did: waits for that one's report, so that it still sees this rank.
 
@@ -204,7 +198,9 @@ class Watchdog:
 
     def _run(self) -> None:
         count, ticked, failed_at, alone_since = 0, time.monotonic(), None, None
-        board: Board | None = self._connect()
+        board: Board | None = None
+        with suppress(RuntimeError, ZbcError):
+            board = self._board()
         while not self._over(self.tick if count else 0.0):
             now = time.monotonic()
             if now - ticked > 3 * self.tick + 2.0:
@@ -225,9 +221,9 @@ class Watchdog:
                     failed_at = now
                     self._tell_stack(board)
                 reported = self._listener.reported
-                if (reported is not None or now - failed_at > _GRACE_S) and not self._standing_down:
+                if (reported is not None or now - failed_at > _GRACE_S) and not self.standing_down:
                     self._orphaned(_ENDED if reported is None else reported)
-            elif self._listener.cut_off and not (self._standing_down or self._nearly_done):
+            elif self._listener.cut_off and not (self.standing_down or self.nearly_done):
                 alone_since = alone_since or now
                 if now - alone_since > _ALONE_S:  # without the store ranks cannot meet for a checkpoint or the end
                     text = "run: the store of the run is gone, so its ranks cannot meet again"
@@ -235,17 +231,11 @@ class Watchdog:
                     error = ZbcError("E702", text, hint=f"{hint} --resume auto")
                     self._hung(error) if self.rank == 0 else self._orphaned(_ENDED)
                     return
-            elif self._stuck(now) and not self._standing_down:
+            elif self._stuck(now) and not self.standing_down:
                 if self._report(now):
                     return
                 failed_at = now  # another one reports, and still needs this one's heartbeats
                 self._tell_stack(board)
-
-    def _connect(self) -> Board | None:
-        try:
-            return self._board()
-        except (RuntimeError, ZbcError):
-            return None
 
     def _beat(self, count: int, now: float) -> Beat:
         p = self._progress.seen(now)

@@ -168,11 +168,7 @@ class Checkpoints(Guest):
         places = self._aside.places({entry.part.key: entry.part.tensor for entry in found})
         pairs = [(places[entry.part.key], entry.part.tensor) for entry in found]
         self.worker.copied = copied = copy_beside(self.worker.device, pairs)
-        staged = [
-            replace(entry, part=entry.part._replace(tensor=place))
-            for entry, (place, _) in zip(found, pairs, strict=True)
-        ]
-        return staged, copied
+        return [replace(e, part=e.part._replace(tensor=places[e.part.key])) for e in found], copied
 
     def _save(
         self, found: list[HeldPart], staged: Sequence[HeldPart], copied: torch.cuda.Event | None, step: int

@@ -143,13 +143,9 @@ def host_store() -> tuple[Store, int]:
     """A store that listens on the loopback interface only."""
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
+    limit = timedelta(seconds=30)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        HOST,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),
+        HOST, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
     )
     return store, port
 
@@ -251,10 +247,7 @@ def _bury(parent: Parent, rank: int) -> None:
         other = None if reporter is None or reporter == rank else parent.children.get(reporter)
         while other is not None and not other.pipe.closed and other.pipe.poll(_LAST_WORD_S):
             _listen(parent, other)
-    if code is not None and code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-    else:
-        how = f"ended with exit code {code}"
+    how = f"ended with exit code {code}" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
     memory = "if nobody killed it, the kernel did for want of memory: see its log (dmesg)"
     hints = [memory] * (code == -signal.SIGKILL) + ["--resume auto goes on from the newest checkpoint"] * parent.saves
     seen = _last_seen(parent, rank)
@@ -389,18 +382,8 @@ def _in_thread(run: _Run, rank: int) -> None:
         except SystemExit:  # the output is closed
             end(EXIT_PIPE)
 
-    context = RankContext(
-        place,
-        run.options,
-        run.device,
-        show,
-        report,
-        leave,
-        run.screen.show,
-        run.stops[rank],
-        transport=run.hub.end(rank),
-        building=run.building,
-    )
+    how: Any = {"live": run.screen.show, "stop": run.stops[rank], "transport": run.hub.end(rank)}
+    context = RankContext(place, run.options, run.device, show, report, leave, **how, building=run.building)
     with suppress(SystemExit), own_stream(run.device):
         run.ends.put((rank, run_rank(context)))
 

@@ -42,6 +42,7 @@ from zbc.training.launch.launch import RunOptions
 from zbc.training.metrics import sinks
 
 _ONE_LINE = 10_000  # columns without COLUMNS and a terminal: lines are not wrapped
+_OF_PLAN = ("schedule", "ranks", "copies", "node", "order", "stages", "microbatches", "microbatch_size")  # in run.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,8 @@ class RunRecord:
             self.folder, self._file = go_on, rundir.gone_on(go_on, self._first, about)
             self._sinks = sinks.open_sinks(self._log, go_on, about, self._first)
             return
-        with rundir.begun(RUNS, self._options.plan.resolve().name, self._options.out, about) as (
-            self.folder,
-            self._file,
-        ):
+        name, out = self._options.plan.resolve().name, self._options.out
+        with rundir.begun(RUNS, name, out, about) as (self.folder, self._file):
             self._sinks = sinks.open_sinks(self._log, self.folder, about)
 
     def __enter__(self) -> RunRecord:
@@ -248,15 +247,8 @@ class RunRecord:
             "version": 1,
             "plan": m.id,
             "plan_folder": str(self._options.plan),
-            "schedule": m.schedule,
-            "ranks": m.ranks,
-            "copies": m.copies,
-            "node": m.node,
+            **{name: getattr(m, name) for name in _OF_PLAN},
             **{axis.name: count for axis, count in zip(INNER, m.topology.inner, strict=True)},
-            "order": m.order,
-            "stages": m.stages,
-            "microbatches": m.microbatches,
-            "microbatch_size": m.microbatch_size,
             "steps": self._steps,
             "device": self._options.device,
             "processes": self._settings.processes,

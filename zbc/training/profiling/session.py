@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as ready
@@ -125,14 +125,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
     host = {name: median(times[IDLE, name]) for name in ("f", "b", "w", "step", "norm")}
     moves = [quick(found.link.get(name, ())) for name in ("post", "send", "take")]
     return Profile(
-        on=Origin(
-            device="cuda" if how.device == "cuda" else "cpu",
-            name=found.name,
-            threads=how.threads,
-            together=how.together,
-            rounds=how.rounds,
-            torch=torch.__version__,
-        ),
+        on=Origin(name=found.name, torch=torch.__version__, **asdict(how)),
         **profile.about(job),
         layers={kind: _layer(found, kind, host) for kind in dict.fromkeys(found.order)},
         order=profile.order_of(found.order),
