@@ -324,10 +324,8 @@ _LONGEST = 2048  # tokens per sequence to begin with; the longest of a model can
 
 
 def text_for(folder: Path) -> str:
-    """The text of a zbc.toml that starts from the weights of `folder`, on this machine's CPU.
-
-    Raises E520, E521, and E105 for a model too large for a CPU.
-    """
+    """The text of a zbc.toml that starts from the weights of `folder`, on this machine's CPU. Raises E520, E521, and
+    E105 for a model too large for a CPU."""
     if (size := parameters_of(folder)) > _SMALL:
         text = f"init: a model of {size / 1e9:.3g}B parameters is for GPUs, and init writes jobs for this machine"
         raise ZbcError("E105", text, hint=f"zbc advise {folder} --gpus 64 --gpu h100-sxm -o zbc.toml")

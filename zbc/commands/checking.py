@@ -298,10 +298,8 @@ _SHOWN = 8  # parameters of an error
 
 
 def examine(target: Path, changes: Changes, *, json: bool, quiet: bool) -> None:
-    """Plans the job, runs two microbatches both ways and prints the comparison.
-
-    Raises E510 if gradients differ, E704 if they are not finite.
-    """
+    """Plans the job, runs two microbatches both ways and prints the comparison. Raises E510 if gradients differ, E704
+    if they are not finite."""
     from zbc.compiler.compile import compile_job
     from zbc.compiler.shapes import load_job
     from zbc.plan.directory import StoredPlan

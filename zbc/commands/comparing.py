@@ -250,11 +250,8 @@ def _form_of(output: Path) -> Format:
 def as_shortlist(
     rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = (), *, more: int = 0, everything: bool
 ) -> Iterator[RenderableType]:
-    """The best rows in the columns that matter most, then their meaning and a summary of the other rows.
-
-    `more`: number of pairs that change places besides the fastest; `everything`: all rows, as their schedules were
-    named.
-    """
+    """The best rows in the columns that matter most, then their meaning and a summary of the other rows. `more`: number
+    of pairs that change places besides the fastest; `everything`: all rows, as their schedules were named."""
     planned = _planned(rows)
     shortlist = Shortlist.of(planned, _names(rows), _name, everything=everything)
     if planned:

@@ -102,10 +102,8 @@ def show_error(error: ZbcError, *, as_json: bool = False) -> None:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, most: int | None = None) -> Table:
-    """A table without lines; the first `left` columns are words, the others numbers.
-
-    With more than `most` rows the middle is left out.
-    """
+    """A table without lines; the first `left` columns are words, the others numbers. With more than `most` rows the
+    middle is left out."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -140,10 +138,8 @@ def indented(block: RenderableType, by: int = LABEL) -> RenderableType:
 
 @contextmanager
 def progress(title: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, on a terminal only; yields a function that advances it by `amount` (default 1).
-
-    Without a total it shows activity and the time so far.
-    """
+    """A progress bar on stderr, on a terminal only; yields a function that advances it by `amount` (default 1). Without
+    a total it shows activity and the time so far."""
     console = stderr()
     if quiet or not console.is_terminal:
         yield lambda amount=1: None

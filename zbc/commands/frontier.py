@@ -45,10 +45,8 @@ def drawn(rows: Sequence[ComparedPlan], name: Name) -> Iterator[RenderableType]:
 
 
 def svg(rows: Sequence[ComparedPlan], name: Name) -> str:
-    """The chart of the first world as SVG, against the limit or else the key with most numbers.
-
-    Raises E109 if no key is swept over numbers.
-    """
+    """The chart of the first world as SVG, against the limit or else the key with most numbers. Raises E109 if no key
+    is swept over numbers."""
     keys = dict.fromkeys(key for row in rows for key, _ in row.settings)
     charts = [chart for key in keys for chart in _charts(rows, key, name)[:1]]
     if not charts:

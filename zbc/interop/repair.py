@@ -46,10 +46,8 @@ class Repair:
 
 
 def repair(program: Program, costs: Costs) -> Repair:
-    """The repaired order of a compute-only program of one pipe; of a repeated op the first is kept.
-
-    Raises E411 if ops are missing, as reordering cannot fix that.
-    """
+    """The repaired order of a compute-only program of one pipe; of a repeated op the first is kept. Raises E411 if ops
+    are missing, as reordering cannot fix that."""
     ranks, dropped = _without_repeats(program)
     program = replace(program, ranks=ranks)
     raise_found(_missing(program))

@@ -15,10 +15,8 @@ _CELLS = (re.compile(r"row \d+ column \d+"), re.compile(r"row \d+"))
 
 
 def check_sheet(sheet: Sheet) -> None:
-    """Raises E202, E206 or E201 for a wrong order of a CSV, with row and column of every action.
-
-    torch accepts a repeated action, and hangs in training on an order that can never finish; zbc refuses both.
-    """
+    """Raises E202, E206 or E201 for a wrong order of a CSV, with row and column of every action. torch accepts a
+    repeated action, and hangs in training on an order that can never finish; zbc refuses both."""
     try:
         check_all(sheet.program)
     except ZbcError as error:

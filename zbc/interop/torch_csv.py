@@ -86,11 +86,8 @@ def read(path: Path) -> Sheet:
 
 
 def loads(text: str, source: str = "order.csv") -> Sheet:
-    """The order that a CSV text describes, one pipe, without transfers; not yet proven (see check/).
-
-    Raises E411 (not a CSV file, cells that are no actions, or rows that make no pipeline), all problems at
-    once.
-    """
+    """The order that a CSV text describes, one pipe, without transfers; not yet proven (see check/). Raises E411 (not a
+    CSV file, cells that are no actions, or rows that make no pipeline), all problems at once."""
     draft = _Draft(source)
     raise_found(_cells(draft, text))
     raise_found(_shape(draft))
@@ -219,10 +216,8 @@ def action(op: Op) -> str:
 
 
 def dumps(program: Program) -> str:
-    """The compute ops of every rank as CSV text, without idle slots; torch adds transfers and step-level ops.
-
-    Raises E413 for a plan that torch cannot express.
-    """
+    """The compute ops of every rank as CSV text, without idle slots; torch adds transfers and step-level ops. Raises
+    E413 for a plan that torch cannot express."""
     refuse(program)
     return as_text(_row([op for op in ops if op.kind in LETTERS or op.kind.is_mark]) for ops in program.ranks)
 

@@ -33,10 +33,8 @@ DIALECTS = {"0.2": TitanVersion(".toml", "output"), "0.3": TitanVersion(".py", "
 
 
 def schedule_name(placement: Placement) -> str | None:
-    """The name of a torchtitan schedule with this placement of stages; None if there is none.
-
-    All V plans get ZBVZeroBubble: with DualPipeV, placed alike, torchtitan prints the loss of a rank that has none.
-    """
+    """The name of a torchtitan schedule with this placement of stages; None if there is none. All V plans get
+    ZBVZeroBubble: with DualPipeV, placed alike, torchtitan prints the loss of a rank that has none."""
     p, v = placement.ranks, placement.chunks
     if v is not None and placement == Placement.looped(p, v):
         return "PipelineScheduleSingle" if v == 1 else "PipelineScheduleMulti"
@@ -44,10 +42,8 @@ def schedule_name(placement: Placement) -> str | None:
 
 
 def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> dict[str, str]:
-    """Suffix -> text: the settings, which name the CSV file `csv_name` by its absolute path, and that file.
-
-    Raises E413 for plans that torch cannot express, and for stages that torchtitan would place on other ranks.
-    """
+    """Suffix -> text: the settings, which name the CSV file `csv_name` by its absolute path, and that file. Raises E413
+    for plans that torch cannot express, and for stages that torchtitan would place on other ranks."""
     csv = torch_csv.dumps(program)
     model, name = manifest.planning.get("model", {}), schedule_name(program.placement)
     family = model.get("family")

@@ -9,10 +9,8 @@ TILE = {"cpu": 512, "cuda": 128}
 
 
 def keys_seen(length: int, tile: int) -> float:
-    """Keys that a query of causal attention computes with, on average over a sequence of `length`.
-
-    (length + tile) / 2 for whole tiles; the whole sequence if it is shorter than a tile.
-    """
+    """Keys that a query of causal attention computes with, on average over a sequence of `length`. (length + tile) / 2
+    for whole tiles; the whole sequence if it is shorter than a tile."""
     whole, rest = divmod(length, tile)
     return (tile * tile * whole * (whole + 1) // 2 + rest * length) / length
 

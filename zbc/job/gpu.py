@@ -82,11 +82,8 @@ def values(gpu: Gpu) -> dict[tuple[str, str], float | str]:
 
 
 def filled(document: Document) -> Document:
-    """A document with the values that `hardware.gpu` stands for, at its place.
-
-    A key at the same level overrides it; a key of an extended file, or of the file under --set hardware.gpu, does not.
-    Unknown names are left to the rules.
-    """
+    """A document with the values that `hardware.gpu` stands for, at its place. A key at the same level overrides it; a
+    key of an extended file, or of the file under --set hardware.gpu, does not. Unknown names are left to the rules."""
     hardware = document.values.get("hardware")
     name = hardware.get("gpu") if isinstance(hardware, dict) else None
     sheet = find(name) if isinstance(name, str) else None

@@ -90,9 +90,7 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
 
 def model_of(config: Mapping[str, Any], source: str) -> Model:
     """The `[model]` with the same function as transformers' model of `config`; `seq_len` is the longest it allows.
-
-    Raises E521 for a model that zbc's families do not compute; `source` names the file in messages.
-    """
+    Raises E521 for a model that zbc's families do not compute; `source` names the file in messages."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ("gpt2", *_KINDS):
         raise _refused(source, "model_type", kind)
@@ -257,10 +255,8 @@ def config_of(model: Model) -> dict[str, Any]:
 
 
 def config_from(source: Mapping[str, Any], model: Model, dtype: str) -> dict[str, Any]:
-    """The config.json of a model trained from the model of `source`, with weights of type `dtype`.
-
-    Keys of `source` are kept, also those that zbc does not read, except for those that this training changed.
-    """
+    """The config.json of a model trained from the model of `source`, with weights of type `dtype`. Keys of `source` are
+    kept, also those that zbc does not read, except for those that this training changed."""
     given, named = model_of(source, CONFIG), [_class_of(str(source["model_type"]))]
     changed: dict[str, Any] = {"architectures": named} if source.get("architectures") != named else {}
     if model.tie_embeddings != given.tie_embeddings:

@@ -82,10 +82,8 @@ def write_shard(folder: Path, number: int, count: int, tensors: Mapping[str, Any
 
 
 def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path | None = None) -> list[str]:
-    """Completes a folder once all shards are written; `shards` are the results of `write_shard`, "" for none.
-
-    `source`: the folder of the initial weights. Returns messages about it.
-    """
+    """Completes a folder once all shards are written; `shards` are the results of `write_shard`, "" for none. `source`:
+    the folder of the initial weights. Returns messages about it."""
     known = [json.loads(text) for text in shards if text]
     places = {name: shard["file"] for shard in known for name in shard["tensors"]}
     total = sum(shard["bytes"] for shard in known)

@@ -28,11 +28,8 @@ _FACTS, _CALLED, _SHARED, WORDS = (
 
 
 def filled(document: Document) -> Document:
-    """A document with the keys of [model] that follow from a configuration, at the place that names it.
-
-    Raises E110 for a configuration beside a family, E520 for a folder that does not hold such a model, E602
-    without transformers.
-    """
+    """A document with the keys of [model] that follow from a configuration, at the place that names it. Raises E110 for
+    a configuration beside a family, E520 for a folder that does not hold such a model, E602 without transformers."""
     model = document.values.get("model")
     key = next(
         (key for key in ("config", "pretrained") if isinstance(model, dict) and isinstance(model.get(key), str)), None

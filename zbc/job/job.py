@@ -217,10 +217,8 @@ class Job:
         return 0.0 if measured is None else measured / GIB
 
     def planning(self) -> dict[str, Any]:
-        """The settings that decide the plan, as plain data: sections, and the contents of profile and links.
-
-        The source of initial weights is not among them.
-        """
+        """The settings that decide the plan, as plain data: sections, and the contents of profile and links. The source
+        of initial weights is not among them."""
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
         del data["model"]["pretrained"], data["parallel"]["world"], data["schedule"]["batch"]
         data["hardware"]["links"] = None

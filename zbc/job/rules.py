@@ -46,10 +46,8 @@ RULES: list[Callable[[Draft], Iterator[ZbcError]]] = []  # in the order of their
 
 
 def given(rule: Callable[..., Found]) -> Callable[[Draft], Iterator[ZbcError]]:
-    """A rule that is asked if all tables it names without a default could be read; it may take `draft`.
-
-    Its errors are at the place of their key; `[data]` is the head of a table.
-    """
+    """A rule that is asked if all tables it names without a default could be read; it may take `draft`. Its errors are
+    at the place of their key; `[data]` is the head of a table."""
     named = [*signature(rule).parameters.values()]
 
     def asked(draft: Draft) -> Iterator[ZbcError]:

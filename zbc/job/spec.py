@@ -52,10 +52,8 @@ def gathered(
     *,
     document: toml.Document | None = None,
 ) -> toml.Document:
-    """The document of a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top.
-
-    `document` replaces the contents of the file.
-    """
+    """The document of a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top. `document`
+    replaces the contents of the file."""
     document = toml.load(path) if document is None else document
     for setting in overrides:
         document = toml.merge(document, override(setting, document.source))

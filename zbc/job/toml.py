@@ -33,10 +33,8 @@ class Document:
     profile: Path | None = None  # of --profile
 
     def where(self, path: KeyPath, *, key: bool = False) -> str:
-        """`file:line:column` of the value at `path` (of its key with `key`), or of the nearest table around it.
-
-        A table that is only implied by keys inside has the place of the first of these keys.
-        """
+        """`file:line:column` of the value at `path` (of its key with `key`), or of the nearest table around it. A table
+        that is only implied by keys inside has the place of the first of these keys."""
         for end in range(len(path), 0, -1):
             for table in (self.keys, self.places) if key else (self.places, self.keys):
                 if path[:end] in table:
@@ -114,10 +112,8 @@ def parsed(text: str, where: str) -> dict[str, Any]:
 
 
 def refuse_extreme(value: Any, where: str) -> None:
-    """Raises E100 if tables and lists in `value` are nested deeper than can be written again.
-
-    And E103 for a whole number that does not fit into 64 bits: TOML has none.
-    """
+    """Raises E100 if tables and lists in `value` are nested deeper than can be written again. And E103 for a whole
+    number that does not fit into 64 bits: TOML has none."""
     level = [value]
     for _ in range(_DEEPEST):
         for item in level:

@@ -90,11 +90,8 @@ _Run = TypeVar("_Run", bound=EvaluationRun)
 
 
 def build_evaluation(site: Site, layout: VectorLayout, counts: Callable[[Tensor], float] | None) -> EvaluationRun:
-    """The evaluation of the job; `counts`: counts the targets that count.
-
-    Floating-point inputs are cast to the type of the weights, as in training.
-    Raises E504 if there are fewer validation samples than a step has samples.
-    """
+    """The evaluation of the job; `counts`: counts the targets that count. Floating-point inputs are cast to the type of
+    the weights, as in training. Raises E504 if there are fewer validation samples than a step has samples."""
     settings = site.settings
     run = forward_run(EvaluationRun, site.plan, layout, site.rank, None)
     run.every, run.sets = settings.train.eval_every, {name: _kept(site, name) for name in settings.data.sets}

@@ -118,9 +118,7 @@ class ForwardRun(EvaluationRun):
 
 def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, int]:
     """Writes the rows of the job's dataset to `out`, of `most` batches at most; returns their name and their number.
-
-    All ranks call this together. Raises E504 for no samples, E608 for a file that cannot be written.
-    """
+    All ranks call this together. Raises E504 for no samples, E608 for a file that cannot be written."""
     manifest = worker.phase_runs[-1].plan.manifest
     settings, shared = Settings.of(manifest), worker.features.find(Vocabulary)
     size, per_batch = manifest.microbatch_size, manifest.topology.batch

@@ -26,10 +26,8 @@ class Guest:
         """Receives the result of the next step. An error raised here ends the run."""
 
     def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
-        """Whether `after` is to be called after step `step` (from 0), which has to be final then.
-
-        `last`: the run ends with this step. `stopping`: it ends because it was asked to.
-        """
+        """Whether `after` is to be called after step `step` (from 0), which has to be final then. `last`: the run ends
+        with this step. `stopping`: it ends because it was asked to."""
         return False
 
     def after(self, step: int) -> None:

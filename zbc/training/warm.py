@@ -104,10 +104,8 @@ def _unchanged(worker: Worker) -> Iterator[None]:
 
 
 def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | None:
-    """Runs forward and backward of a microbatch through a stage; returns its loss, if it ends in one.
-
-    Offloads and reloads if the plan does, which allocates the stage's host memory.
-    """
+    """Runs forward and backward of a microbatch through a stage; returns its loss, if it ends in one. Offloads and
+    reloads if the plan does, which allocates the stage's host memory."""
     stage = stage.of_rows(worker.length(0))  # as long as those of the first microbatch, whose data it gets
     x, finish = _input(worker, stage), _finish(worker, stage)
     slot = Slot() if split or stage.slotted else None

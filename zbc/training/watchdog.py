@@ -180,9 +180,7 @@ class Watchdog:
 
     def await_report(self) -> int | None:
         """For a rank that failed because another did: waits for that one's report, so that it still sees this rank.
-
-        Returns the exit code of all ranks; None if there is no report in time.
-        """
+        Returns the exit code of all ranks; None if there is no report in time."""
         deadline = time.monotonic() + _GRACE_S
         while self._listener.reported is None and time.monotonic() < deadline:
             time.sleep(self.tick / 4)
@@ -243,9 +241,7 @@ class Watchdog:
 
     def _lost(self, now: float) -> bool:
         """Outside of steps: whether a rank, or the store, gave no heartbeat for `limit` seconds, and at least ten.
-
-        Heartbeats go on however long a phase takes.
-        """
+        Heartbeats go on however long a phase takes."""
         looked, heard = self._listener.looked, self._listener.heard
         if self._progress.total or not looked:
             return False
@@ -430,9 +426,7 @@ class Outages:
 
 def watch_siblings(processes: Mapping[int, str], rank: int, board: Callable[[], Board]) -> None:
     """Publishes each rank of this machine that a signal kills, in a thread: its peers only lose a connection.
-
-    `processes`: `host:pid` of this rank and its neighbours.
-    """
+    `processes`: `host:pid` of this rank and its neighbours."""
     host = processes[rank].rpartition(":")[0]
     opened = dict[int, int]()  # file descriptors of processes -> ranks
     for sibling, process in processes.items():

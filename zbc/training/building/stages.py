@@ -65,10 +65,8 @@ def build_stages(site: Site, share: Share, watch: Watch | None) -> dict[int, Sta
 
 
 def _build(site: Site, index: int, share: Share, *, splits: bool) -> Stage:
-    """A stage, its layers with their initial weights on the rank's device.
-
-    `splits`: the plan has separate B and W for this stage; without it layers stay unpatched, with torch's own cost.
-    """
+    """A stage, its layers with their initial weights on the rank's device. `splits`: the plan has separate B and W for
+    this stage; without it layers stay unpatched, with torch's own cost."""
     settings, shapes, device = site.settings, site.shapes, site.device
     low, fused, spares = AUTOCAST.get(settings.model.dtype), settings.train.fused_gradients, _spares(site, index)
     layers, patches, names = list[StageLayer](), list[Patch](), site.manifest.layers[index]

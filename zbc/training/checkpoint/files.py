@@ -98,10 +98,8 @@ def write_parts(
 
 
 def _write(path: Path, parts: Sequence[TensorPart], alive: Callable[[], None]) -> disk.File:
-    """Writes a safetensors file: eight bytes for the length of a JSON header, the header, raw numbers.
-
-    Not by that library, which holds the GIL for the whole file; computes the checksum on the way.
-    """
+    """Writes a safetensors file: eight bytes for the length of a JSON header, the header, raw numbers. Not by that
+    library, which holds the GIL for the whole file; computes the checksum on the way."""
     size, unsynced, checksum = 0, 0, 0
     try:
         with open(path, "wb", buffering=2**20, opener=no_link) as file:

@@ -69,10 +69,8 @@ class Arena:
 
 
 def copy_beside(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-    """Copies the second of each pair into the first, which is on the CPU.
-
-    On a GPU copies overlap with compute: sources must be kept alive and unchanged until the event has completed.
-    """
+    """Copies the second of each pair into the first, which is on the CPU. On a GPU copies overlap with compute: sources
+    must be kept alive and unchanged until the event has completed."""
     if device.type != "cuda":
         for place, tensor in pairs:
             place.copy_(tensor)
@@ -88,10 +86,8 @@ def copy_beside(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]) ->
 
 @dataclass
 class Checkpoints(Guest):
-    """Saves one rank's part of the checkpoints of a run.
-
-    `board` is used by it only: one thread at a time meets the other ranks there. `tell` receives messages of rank 0.
-    """
+    """Saves one rank's part of the checkpoints of a run. `board` is used by it only: one thread at a time meets the
+    other ranks there. `tell` receives messages of rank 0."""
 
     worker: Worker
     board: Board
@@ -125,10 +121,8 @@ class Checkpoints(Guest):
         self.save(step)
 
     def save(self, step: int) -> None:
-        """Saves the state after step `step`, which is final on all ranks; all of them call this.
-
-        Raises E611 (cannot write; also for the previous save, if that ran in the background) or E705 (replicas differ).
-        """
+        """Saves the state after step `step`, which is final on all ranks; all of them call this. Raises E611 (cannot
+        write; also for the previous save, if that ran in the background) or E705 (replicas differ)."""
         self.wait()
         self.last, self._best = step + 1, self.best()
         progress = self.worker.progress

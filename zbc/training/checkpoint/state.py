@@ -136,8 +136,7 @@ def _collected(
     worker: Worker, stage: int, parameter: str, part: Tensor, state: Mapping[str, Any]
 ) -> Iterator[HeldPart]:
     """Gathers a tensor parallel parameter and its state; the whole group calls this, and its ranks take turns in
-    keeping and writing the results. Of several replicas only the first one does.
-    """
+    keeping and writing the results. Of several replicas only the first one does."""
     shared = worker.features.of(SharedLayers)
     group, cut = shared.group, shared.cuts[parameter]
     home = home_of(stage)

@@ -25,10 +25,7 @@ def together(
     board: Board, name: str, work: Callable[[], dict[str, Any] | None], folder: Path | None = None
 ) -> dict[str, Any]:
     """The results of `work` on all ranks, as plain data, each entry of the first rank that has it; an error of the
-    first failed rank is raised on all.
-
-    An OSError becomes E611, for a file in `folder`.
-    """
+    first failed rank is raised on all. An OSError becomes E611, for a file in `folder`."""
     try:
         said: dict[str, Any] = {"fine": work() or {}}
     except ZbcError as error:
@@ -116,9 +113,7 @@ _TICK_S = 0.1
 @contextmanager
 def owned(board: Board, folder: Path | None, who: str, launch: str = "") -> Iterator[None]:
     """Locks `folder` against other runs inside of the block, which all ranks enter together. Raises E614 on all.
-
-    `folder`: None if it does not exist yet, so that no other run can use it. `launch` is the same for all restarts.
-    """
+    `folder`: None if it does not exist yet, so that no other run can use it. `launch` is the same for all restarts."""
     locks: list[int] = []
 
     def take() -> None:

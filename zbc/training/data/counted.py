@@ -29,10 +29,8 @@ _STEPS = 3  # cached steps: without a flush the next step begins before the end 
 
 
 def count_of(loss: Any, name: str, target: Batch) -> Count | None:
-    """A function that counts targets: the loss's own attribute `count`, otherwise integers that are not IGNORED.
-
-    None if all microbatches have equal weights: for mean squared errors, a floating-point `target` and several ones.
-    """
+    """A function that counts targets: the loss's own attribute `count`, otherwise integers that are not IGNORED. None
+    if all microbatches have equal weights: for mean squared errors, a floating-point `target` and several ones."""
     own = getattr(loss, "count", None)
     if own is None:
         if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex() or name == "mse":

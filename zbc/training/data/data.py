@@ -377,10 +377,7 @@ class Batches(RankBatches):
 
 
 def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
-    """The training samples of `[data]`; `both`: this rank reads inputs and targets.
-
-    Raises E501 to E505.
-    """
+    """The training samples of `[data]`; `both`: this rank reads inputs and targets. Raises E501 to E505."""
     samples = all_samples(data, model, seed, both=both)
     kept = kept_of(data, samples)
     return SampleRange(samples, 0, len(samples) - kept) if kept else samples

@@ -33,10 +33,8 @@ _ELSE = frozenset({"token_type_ids", "special_tokens_mask", "length"})  # keys t
 
 
 class Samples(Protocol):
-    """A map-style dataset that returns whole microbatches.
-
-    Numbers continue after the last sample: in epoch `e` sample `i` has the number i + e x len.
-    """
+    """A map-style dataset that returns whole microbatches. Numbers continue after the last sample: in epoch `e` sample
+    `i` has the number i + e x len."""
 
     def __len__(self) -> int: ...
     def rows(self, indices: Sequence[int], which: int) -> Any:
@@ -53,10 +51,8 @@ class Samples(Protocol):
         return
 
     def digest(self) -> int:
-        """A digest of a few samples, 40 bits, which ranks compare. Raises E505 if two reads of one sample differ.
-
-        0 for data that depend only on files and the seed, which are not compared.
-        """
+        """A digest of a few samples, 40 bits, which ranks compare. Raises E505 if two reads of one sample differ. 0 for
+        data that depend only on files and the seed, which are not compared."""
         return 0
 
 

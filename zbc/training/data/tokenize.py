@@ -78,10 +78,8 @@ Tokenizer = Bytes | Json
 def tokenize(
     texts: Sequence[str], out: Path, tokenizer: Tokenizer, *, done: Callable[[int], None] = lambda count: None
 ) -> Tokens:
-    """Writes `out` and its JSON sidecar; calls `done(bytes)` after every piece of text.
-
-    Raises E501 (the text, or `out` exists), E608 (cannot be written).
-    """
+    """Writes `out` and its JSON sidecar; calls `done(bytes)` after every piece of text. Raises E501 (the text, or `out`
+    exists), E608 (cannot be written)."""
     if os.path.exists(out):
         raise ZbcError("E501", f"data: {out} exists", hint="name another file with -o, or remove this one")
     files = _inputs(texts, out)

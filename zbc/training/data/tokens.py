@@ -62,10 +62,8 @@ class TokenFile:
 
 
 class TokenWindows(Samples):
-    """Consecutive windows of `seq_len` tokens within each file; a target is its window shifted by one token.
-
-    Raises E505 for a token outside of the model's vocabulary.
-    """
+    """Consecutive windows of `seq_len` tokens within each file; a target is its window shifted by one token. Raises
+    E505 for a token outside of the model's vocabulary."""
 
     def __init__(self, paths: Sequence[str], dtype: str | None, seq_len: int, vocab: int | None) -> None:
         self._files = [TokenFile(Path(path), dtype, vocab) for path in paths]

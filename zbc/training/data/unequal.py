@@ -97,9 +97,7 @@ class RandomDocuments(Documents):
 
 class TokenDocuments(Documents):
     """Documents of token files, in pieces of at most `longest` tokens; a target is its piece shifted by one token.
-
-    Raises E110 for a file without an end-of-document token, E505 for a token outside of the vocabulary.
-    """
+    Raises E110 for a file without an end-of-document token, E505 for a token outside of the vocabulary."""
 
     def __init__(self, paths: Sequence[str], dtype: str | None, longest: int, vocab: int | None) -> None:
         self._files = [TokenFile(Path(path), dtype, vocab) for path in paths]
@@ -134,10 +132,8 @@ def _pieces(file: TokenFile, longest: int) -> tuple[Tensor, Tensor]:
 
 
 class PairDocuments(Documents):
-    """A user's dataset of (input, target) sequences with an attribute `lengths`, one number for each.
-
-    Raises E110 for a dataset without it, or with a sample longer than `longest` tokens, the length of a row.
-    """
+    """A user's dataset of (input, target) sequences with an attribute `lengths`, one number for each. Raises E110 for a
+    dataset without it, or with a sample longer than `longest` tokens, the length of a row."""
 
     def __init__(self, pairs: Pairs, dataset: Any, name: str, longest: int) -> None:
         self._pairs, self._name, self.room = pairs, name, longest
@@ -174,9 +170,7 @@ KEPT = 3  # cached steps
 
 def dealer_of(manifest: Manifest, own: Tokens | None = None) -> Dealer | None:
     """The dealer of a plan's samples, if they are of unequal length, for a rank with the tokens `own` of all rows.
-
-    Raises E110, E501 to E505.
-    """
+    Raises E110, E501 to E505."""
     planning, training, how = manifest.planning, manifest.training, manifest.balance
     data = spec.Data.model_validate(training["data"], strict=False)
     model = spec.Model.model_validate(planning["model"], strict=False)

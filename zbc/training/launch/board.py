@@ -216,9 +216,7 @@ class Board:
 
     def agree(self, identity: Mapping[str, str], limit: timedelta, name: Callable[[int], str] = plain_name) -> None:
         """Waits for the `identity` of every rank. Raises E601 that names the ranks that differ, and their entries.
-
-        Entries that only some ranks have are compared among these. The entries are sent where their digests differ.
-        """
+        Entries that only some ranks have are compared among these. The entries are sent where their digests differ."""
         text = json.dumps(identity)
         digest = hashlib.sha256(text.encode()).hexdigest()
         if not self.meet("identity", limit, digest, lambda texts: "" if len({*texts}) == 1 else "differs"):

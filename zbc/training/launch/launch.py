@@ -134,8 +134,7 @@ def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> Ended:
 
 def _set_queues(folder: Path, manifest: Manifest) -> None:
     """Sets a queue for every stream, unless the user set it otherwise. Raises E603 if that is one, and the plan may
-    deadlock with it; see zbc/compiler/check/device.py.
-    """
+    deadlock with it; see zbc/compiler/check/device.py."""
     if os.environ.setdefault(_QUEUES, _MOST_QUEUES) != "1":
         return
     phases = [manifest, *(its for _, its in read_ramp(folder, manifest))]

@@ -163,10 +163,8 @@ def _start(place: Place, options: RunOptions) -> Child:
 
 @contextmanager
 def _ended(parent: Parent) -> Iterator[None]:
-    """Kills all ranks at the end of its block. That is safe: files of a rank are complete after every line.
-
-    If the run has failed, output that ranks had sent by then is still shown.
-    """
+    """Kills all ranks at the end of its block. That is safe: files of a rank are complete after every line. If the run
+    has failed, output that ranks had sent by then is still shown."""
     try:
         yield
     except (ZbcError, RankFailed):
@@ -231,10 +229,8 @@ def _listen(parent: Parent, child: Child) -> None:
 
 
 def _bury(parent: Parent, rank: int) -> None:
-    """Handles the end of a rank's process: reads its last messages, and raises if it was not done.
-
-    A terminal sends its signals to ranks as well. One that did not yet ignore them is not a failure of the run.
-    """
+    """Handles the end of a rank's process: reads its last messages, and raises if it was not done. A terminal sends its
+    signals to ranks as well. One that did not yet ignore them is not a failure of the run."""
     child = parent.children[rank]
     while not child.pipe.closed and child.pipe.poll():
         _listen(parent, child)

@@ -116,11 +116,8 @@ def _try(other: dict[str, Any]) -> str | None:
 def connected(
     manifest: Manifest, device: torch.device, board: Board, connect: Connect, limit: timedelta
 ) -> tuple[Transport, bool]:
-    """A rank's transport, and whether ranks share GPUs. Raises E609 if the others cannot be reached, E603 if
-    ranks share a GPU although each could have one.
-
-    NCCL refuses ranks that share a GPU; if any do, all of them use gloo.
-    """
+    """A rank's transport, and whether ranks share GPUs. Raises E609 if the others cannot be reached, E603 if ranks
+    share a GPU although each could have one. NCCL refuses ranks that share a GPU; if any do, all of them use gloo."""
     shared = device.type == "cuda" and _shared(manifest, device, board, limit)
     backend = "nccl" if device.type == "cuda" and not shared else "gloo"
     store = prefixed("groups", connect())
@@ -171,10 +168,8 @@ def interfaces() -> list[Interface]:
 
 
 def towards(host: str) -> Interface | None:
-    """The interface through which `host` is reached, and reaches this machine.
-
-    If `host` is this machine itself, the interface of the default route, or the only one. None if it is unknown.
-    """
+    """The interface through which `host` is reached, and reaches this machine. If `host` is this machine itself, the
+    interface of the default route, or the only one. None if it is unknown."""
     by_address = {interface.address: interface for interface in interfaces()}
     outside = [interface for interface in by_address.values() if not ip_address(interface.address).is_loopback]
     for target in (host, _ANYWHERE):

@@ -30,10 +30,8 @@ _NO_NAME = ("", "none")  # torchrun's names without --rdzv-id
 
 @contextmanager
 def joined(store: Store, rank: int, ranks: int, patience: float) -> Iterator[int]:
-    """The number of this start, from 1, the same on all ranks; rank 0 answers the others inside of the block.
-
-    `store` holds the keys of all starts of this launch. Raises E609 if rank 0 does not answer for `patience` seconds.
-    """
+    """The number of this start, from 1, the same on all ranks; rank 0 answers the others inside of the block. `store`
+    holds the keys of all starts of this launch. Raises E609 if rank 0 does not answer for `patience` seconds."""
     if rank > 0:
         yield _ask(store, patience)
         return

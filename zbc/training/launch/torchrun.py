@@ -128,10 +128,8 @@ def part(place: Place, patience: float) -> None:
 
 
 def write_flight_record(path: Path) -> None:
-    """Writes NCCL's last operations, for `torchfrtrace`.
-
-    torch does so when NCCL times out, but the watchdog ends the run long before.
-    """
+    """Writes NCCL's last operations, for `torchfrtrace`. torch does so when NCCL times out, but the watchdog ends the
+    run long before."""
     with suppress(OSError, TypeError):
         if record := flight_record():
             path.write_bytes(record)

@@ -33,10 +33,8 @@ def names(log: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
 def open_sinks(
     log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int | None = None
 ) -> list[TensorBoard | WeightsAndBiases]:
-    """The sinks of `[log]`, writing below the run directory `folder`; `about` is the content of `run.json`.
-
-    `first`: the number of steps after which the run resumes; metrics of later steps are dropped.
-    """
+    """The sinks of `[log]`, writing below the run directory `folder`; `about` is the content of `run.json`. `first`:
+    the number of steps after which the run resumes; metrics of later steps are dropped."""
     return [
         TensorBoard(folder, first) if name == "tensorboard" else WeightsAndBiases(name.partition(":")[2], folder, about)
         for name in log.get("to", ())
@@ -62,10 +60,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a project of `log.to`, its files in `wandb/` of the run directory. WANDB_MODE=offline keeps it there.
-
-    A resumed run is resumed there, too. W&B ignores steps that it has already; they are the same.
-    """
+    """A run of a project of `log.to`, its files in `wandb/` of the run directory. WANDB_MODE=offline keeps it there. A
+    resumed run is resumed there, too. W&B ignores steps that it has already; they are the same."""
 
     def __init__(self, project: str, folder: Path, about: Mapping[str, Any]) -> None:
         import wandb

@@ -111,9 +111,7 @@ def _cast(x: Tensor) -> Tensor:
 
 def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[LayerPlan]:
     """The layers with adapters, all else frozen; layers of one kind remain of one kind if they have the same adapters.
-
-    Raises E110 for targets that match nothing.
-    """
+    Raises E110 for targets that match nothing."""
     if not adapter.rank:
         return list(plans)
     found, kinds, names, others = list[LayerPlan](), dict[str, list[Any]](), list[list[str]](), list[tuple[str, ...]]()

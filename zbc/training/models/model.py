@@ -73,10 +73,8 @@ class LayerPlan:
         return module
 
     def on_meta(self, owners: Owners | None = None) -> nn.Module:
-        """The layer without storage: shapes, dtypes and parameter names only.
-
-        Raises E508 if `owners` has its parameters under another layer, E509 if it cannot be trained in a pipeline.
-        """
+        """The layer without storage: shapes, dtypes and parameter names only. Raises E508 if `owners` has its
+        parameters under another layer, E509 if it cannot be trained in a pipeline."""
         try:
             with torch.device("meta"):
                 module = self.make()
@@ -225,10 +223,8 @@ def _refuse_shared(found: list[Any], ties: Sequence[Mapping[str, str]]) -> None:
 
 
 def hollow(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """A copy with parameters and buffers of the same shapes on `device`, their values undefined.
-
-    The module itself, which may be ready-made and in use, is left alone.
-    """
+    """A copy with parameters and buffers of the same shapes on `device`, their values undefined. The module itself,
+    which may be ready-made and in use, is left alone."""
 
     def empty(t: Tensor) -> Tensor:
         return torch.empty(t.shape, dtype=t.dtype, device=device)

@@ -102,10 +102,8 @@ def misfit(name: str, file: Path, found: Tensor | str, target: Tensor) -> ZbcErr
 
 
 def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None = None) -> dict[str, Tensor]:
-    """Parameters as the tensors of a folder, by their names there, on the CPU. A tied head is left out.
-
-    `source`: the folder of the initial weights, from whose longer table of positions the remaining rows are taken.
-    """
+    """Parameters as the tensors of a folder, by their names there, on the CPU. A tied head is left out. `source`: the
+    folder of the initial weights, from whose longer table of positions the remaining rows are taken."""
     if model.family == TRANSFORMERS:
         written: dict[str, Tensor] = userobject.load(_WRITE, "the writer of weights")(model, parameters, source)
         return written

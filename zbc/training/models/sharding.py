@@ -47,10 +47,8 @@ class Shares(NamedTuple):
 
 
 def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
-    """Reduces a layer to this rank's shard, in place.
-
-    `joined`: the head gathers all logits, for a loss that needs whole ones. Raises E119 for layers without `shard`.
-    """
+    """Reduces a layer to this rank's shard, in place. `joined`: the head gathers all logits, for a loss that needs
+    whole ones. Raises E119 for layers without `shard`."""
     if isinstance(layer, Embed | Block | GptHead):
         if isinstance(layer, Embed):
             found = _embed(layer, group)

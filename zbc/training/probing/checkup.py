@@ -89,10 +89,8 @@ class Checkup:
 
 
 def check_up(plan: StoredPlan) -> Checkup:
-    """Runs the first microbatches of step 0 both ways.
-
-    Raises E5xx if the model, its data or its loss do not work, or ranks of the plan would refuse them.
-    """
+    """Runs the first microbatches of step 0 both ways. Raises E5xx if the model, its data or its loss do not work, or
+    ranks of the plan would refuse them."""
     single, worker = _alone(plan, plan.manifest.slices)
     if single.manifest.slices > 1 and any(layer.traits.random for s in worker.stages.values() for layer in s.layers):
         single, worker = _alone(plan, 1)  # slices draw other numbers than whole microbatches

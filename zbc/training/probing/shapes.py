@@ -270,10 +270,8 @@ def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
 
 
 def _taken(name: str, sources: Sequence[_Seen]) -> tuple[Laid, Packing | None]:
-    """The input of a layer and its packing: one output, or several packed into one.
-
-    Raises E505 if one of several outputs is not a tensor.
-    """
+    """The input of a layer and its packing: one output, or several packed into one. Raises E505 if one of several
+    outputs is not a tensor."""
     if len(sources) == 1:
         return sources[0].laid, sources[0].gives
     several = next((source.gives for source in sources if source.gives is not None), None)
@@ -399,10 +397,8 @@ def _may_train(module: nn.Module, y: Tensor, flow: bool) -> bool:
 
 
 def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: object) -> Packing:
-    """The packing of several outputs; a few more forwards show which of them require gradients.
-
-    Other outputs are assumed not to: gradients of masks and tables would cost messages, and attention its fast kernels.
-    """
+    """The packing of several outputs; a few more forwards show which of them require gradients. Other outputs are
+    assumed not to: gradients of masks and tables would cost messages, and attention its fast kernels."""
     for path, leaf in pytree.tree_flatten_with_path(y)[0]:
         if isinstance(leaf, Tensor):
             _sendable(plan, leaf)
@@ -453,9 +449,8 @@ def _check_ties(plans: Sequence[LayerPlan], sizes: Mapping[str, int]) -> None:
 def _agreed(
     stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool, rows: int | None
 ) -> TensorSpec:
-    """The output of `stage`. Under autocast a plan may choose another floating-point type than the layers'.
-
-    A plan has the shape of the longest slice; `rows` is the length of this one."""
+    """The output of `stage`. Under autocast a plan may choose another floating-point type than the layers'. A plan has
+    the shape of the longest slice; `rows` is the length of this one."""
     if planned is None:
         return derived
     dtype = getattr(torch, planned.dtype, None)

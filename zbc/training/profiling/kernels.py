@@ -27,10 +27,8 @@ PRODUCT, ATTENTION, FP8, MOVED = "product", "attention", "fp8", "moved"
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the kernels of ops under this mode, and collectives, by the name of what runs.
-
-    `axes`: the names of groups of ranks. `device`: the kind of the device whose kernels are meant.
-    """
+    """Counts the kernels of ops under this mode, and collectives, by the name of what runs. `axes`: the names of groups
+    of ranks. `device`: the kind of the device whose kernels are meant."""
 
     active: ClassVar[Kernels | None] = None  # that counts now
 

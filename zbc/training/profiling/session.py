@@ -71,10 +71,7 @@ class Sampling:
 
 
 def effort(job: Job, *, device: str | None, threads: int | None, rounds: int) -> Sampling:
-    """The settings of a profile; unset ones are those of a local run of the job.
-
-    Raises E603 without a GPU.
-    """
+    """The settings of a profile; unset ones are those of a local run of the job. Raises E603 without a GPU."""
     device = device or job.hardware.device
     if device == "cuda" and not torch.cuda.is_available():
         hint = "use --device cpu, or a machine with a GPU"
@@ -101,10 +98,8 @@ class Measurements:
 
 
 def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) -> Profile:
-    """Profiles a job; `done` is called `rounds + 1` times on the way.
-
-    Raises E110 for a graph of layers, E5xx if the model or its data do not work, E702 if a process dies.
-    """
+    """Profiles a job; `done` is called `rounds + 1` times on the way. Raises E110 for a graph of layers, E5xx if the
+    model or its data do not work, E702 if a process dies."""
     if job.model.graph:
         text = "profile: layers are run one after the other, and model.graph is no chain"
         raise ZbcError("E110", text, where=job.where("model", "graph"), hint="give times in [costs], per layer")

@@ -255,10 +255,8 @@ def _layer(
 
 
 class _Kept(NamedTuple):
-    """Tensors saved by the graph of a stage's forward: bytes until B, without its input and output; bytes until W.
-
-    And whether it saves its input, its output, and whether W needs the same gradient tensor that B got.
-    """
+    """Tensors saved by the graph of a stage's forward: bytes until B, without its input and output; bytes until W. And
+    whether it saves its input, its output, and whether W needs the same gradient tensor that B got."""
 
     b: int
     tensors: list[int]  # of b, each of no whole numbers

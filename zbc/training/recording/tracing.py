@@ -139,10 +139,8 @@ class Tracers(dict[int, Tracer]):
 def open_tracers(
     worker: Worker, board: Board, options: RunOptions, run_steps: range, limit: timedelta, run: Path | None
 ) -> Tracers:
-    """Starts a trace in the run directory, which rank 0 (`run` is None elsewhere) sends to all others.
-
-    `run_steps` are the steps still to be trained; records of earlier ones are kept.
-    """
+    """Starts a trace in the run directory, which rank 0 (`run` is None elsewhere) sends to all others. `run_steps` are
+    the steps still to be trained; records of earlier ones are kept."""
     if run is not None:
         trace.start(run, options.plan)
     folder = Path(board.meet("trace", limit, "" if run is None else str(run.absolute())))
@@ -449,10 +447,8 @@ def compare_clocks(
     now: Callable[[], int] = time.perf_counter_ns,
     machine: str | None = None,
 ) -> ClockOffset:
-    """Compares the clock `now` (ns) with that of rank 0; all ranks call this together, once for each `name`.
-
-    `machine` identifies the machine, by default with the kernel's boot id. Blocks for at most `limit`.
-    """
+    """Compares the clock `now` (ns) with that of rank 0; all ranks call this together, once for each `name`. `machine`
+    identifies the machine, by default with the kernel's boot id. Blocks for at most `limit`."""
     here = _machine() if machine is None else machine
     if board.rank == 0:
         for rank in range(1, board.ranks):
