@@ -1,7 +1,7 @@
 """The long text of every error: its meaning, an example, a fix. `zbc explain CODE` prints it.
 
-One Markdown file for each family of codes: a summary of the family, then a section per code, with the codes that it
-stands for besides. A test requires that the codes are exactly those that zbc raises.
+One Markdown file, E*.md, for each family of codes: a summary of the family, then a section per code, with the codes
+that it stands for besides. A test requires that the codes are exactly those that zbc raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Explanation(NamedTuple):
 def _read() -> tuple[dict[str, str], dict[str, Explanation], dict[str, str]]:
     families, catalogue, gone = dict[str, str](), dict[str, Explanation](), dict[str, str]()
     for file in sorted(resources.files("zbc.explain").iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".md"):
+        if file.name.startswith("E"):
             about, *sections = file.read_text(encoding="utf-8").split("\n## ")
             families[file.name[1]] = about.removeprefix("# ").strip()
             for section in sections:
