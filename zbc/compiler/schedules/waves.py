@@ -15,16 +15,26 @@ apart. A unit can be made longer (`group`): less waiting for more memory.
 
 Odd p with two pipes, whose slots collide, and units that are not full are packed instead: a list scheduler takes such
 orders of slots as its priority, and the best result within the memory of the schedule counts.
+
+With B and W apart, orders of two pipes are found by search for the job's costs and limit:
+
+    name         pipes   legs   makespan at T_F = T_B = T_W = 1    limit on activations, unless the job gives one
+    chimera-zb   2       1      3m + (p-1)//2                      that of Chimera: p units
+    bitpipe-zb   2       v      3m + ((p-1)//2)/v                  that of BitPipe: p units
+
+None is faster: the ranks in the middle cannot start before (p-1)//2 forwards. For some p and m the search stays one or
+two ops behind; m >= p.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules.request import Request
+from zbc.compiler.schedules.searched import found
 from zbc.compiler.search.pipes import by_slots, in_units, paced, with_sums
 from zbc.ir import Op, Placement, Program
 
@@ -42,6 +52,14 @@ def bitpipe(request: Request) -> Program:
 def hanayo(request: Request) -> Program:
     """One pipe of W waves, 2W legs; W = 1 is one half of Chimera on 2p ranks."""
     return _waves("hanayo", request, Placement.vshape(request.p, request.v), early=1)
+
+
+def split_pipes(name: str, place: Callable[[int, int], Placement], request: Request) -> Program:
+    """The fastest order found with B and W apart, within p units unless the request has a limit."""
+    placement, limits = place(request.p, request.v), request.limits() or [float(request.p)] * request.p
+    costs = request.costs or Costs.uniform(placement)
+    orders = paced(placement, request.m, costs, limits, split=True)
+    return found(name, place, replace(request, memory_limit=tuple(limits)), orders=orders)
 
 
 def two_pipes(p: int, v: int) -> Placement:

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from zbc.compiler.search.problem import Problem
 
-NEVER = 1e9  # release slack, in op times: start as early as possible
-
 
 class Genes(NamedTuple):
     """The gene vector, see the module; times are in mean op times of the problem."""
@@ -25,7 +23,7 @@ class Genes(NamedTuple):
     cap: int  # -1: no cap on microbatches per stage; else the cap minus the number implied by the keys
     rules: tuple[float, ...]  # W_GAP, W_SLACK, FIRST_B, LOOK, W_MEMORY, RESERVE, RESERVE_LATER: see listing.py
     period: float  # times the work of the busiest rank per microbatch
-    release: float
+    release: float  # start of an op before its key at most, in op times; 1e9: as early as possible
 
 
 class Decoder:
