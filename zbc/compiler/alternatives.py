@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
-from zbc.compiler.check.memory import RECOMPUTE, check_memory, fullest_device, hint_of, ways
+from zbc.compiler.check.memory import RECOMPUTE, asked_of, check_memory, fullest_device, hint_of, ways
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.deciding import chunked
@@ -26,8 +26,7 @@ def added(error: ZbcError, compiled: Compiled, budget: float | None, until: Unti
     """The error with the schedules that would fit, the fastest first, with their steps relative to this one: as many as
     there is time to test. None would where bytes are limited that are not known."""
     left, job = list[str](), compiled.job
-    limit = spec.parse_limit(job.schedule.memory_limit or "")
-    if compiled.costs.bytes is None and limit is not None and limit[1] == "bytes":
+    if compiled.costs.bytes is None and asked_of(job)[1] is not None:
         return error
     found = sorted(_fitting(job, compiled.schedule, until, left), key=lambda other: other[0])
     words = [f"{o.name} ({_need(o, job, error)}, step {change(ms, compiled.step_ms)})" for ms, o in found]
@@ -56,8 +55,7 @@ def _need(other: Ordered, job: Job, error: ZbcError) -> str:
     """The plan's need of the memory that `error` found too small."""
     if error.code == "E301":
         return size(max(rank.bytes for rank in other.memory))
-    limit = spec.parse_limit(job.schedule.memory_limit or "")
-    if limit is not None and limit[1] == "bytes":
+    if asked_of(job)[1] is not None:
         return size(max(rank.activations for rank in other.memory))
     return f"{short(max(rank.units for rank in other.memory))} units"
 

@@ -56,12 +56,18 @@ def shares(job: Job, memory: Sequence[RankMemory], costs: Costs) -> list[float]:
     shares = [0.0] * len(memory)
     if job.rooms is not None and costs.bytes is not None:
         shares = [rank.bytes / room for rank, room in zip(memory, job.rooms, strict=True)]
-    limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
-    if limit is not None and limit[1] == "x":
-        shares = [max(a, rank.units / (limit[0] * job.parallel.pp)) for a, rank in zip(shares, memory, strict=True)]
-    elif limit is not None and costs.bytes is not None:
-        shares = [max(a, rank.activations / limit[0]) for a, rank in zip(shares, memory, strict=True)]
+    units, size = asked_of(job)
+    if units is not None:
+        shares = [max(a, rank.units / units) for a, rank in zip(shares, memory, strict=True)]
+    elif size is not None and costs.bytes is not None:
+        shares = [max(a, rank.activations / size) for a, rank in zip(shares, memory, strict=True)]
     return shares
+
+
+def asked_of(job: Job) -> tuple[float | None, float | None]:
+    """`schedule.memory_limit` of each rank, in activation units or in bytes of activations; None: no such limit."""
+    amount, unit = parse_limit(job.schedule.memory_limit or "") or (None, "bytes")
+    return (None, amount) if amount is None or unit == "bytes" else (amount * job.parallel.pp, None)
 
 
 def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
@@ -137,24 +143,20 @@ def ways(job: Job, worst: RankMemory) -> list[str]:
 
 
 def _over_limit(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
-    limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
-    if limit is None:
-        return
-    amount, unit = limit
+    units, most = asked_of(job)
     where = job.where("schedule", "memory_limit")
-    if unit == "x":
-        rank = max(range(len(memory)), key=lambda r: memory[r].units)
-        if memory[rank].units > amount * job.parallel.pp + 1e-6:
-            needs, peak = memory[rank].units / job.parallel.pp, memory[rank].units
-            most = short(amount * job.parallel.pp)
-            text = f"does not fit: rank {rank} holds {short(peak)} activation units, the limit is {most}"
-            yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{at_least(needs)}x"')
-    elif costs.bytes is None:
+    if units is not None:
+        held, rank = max((row.units, -r) for r, row in enumerate(memory))
+        if held > units + 1e-6:
+            text = f"does not fit: rank {-rank} holds {short(held)} activation units, the limit is {short(units)}"
+            hint = f'this schedule needs memory_limit = "{at_least(held / job.parallel.pp)}x"'
+            yield ZbcError("E302", text, where=where, hint=hint)
+    elif most is not None and costs.bytes is None:
         text = "does not fit: a limit in bytes needs a model whose sizes are known before it is built"
         yield ZbcError("E302", text, where=where, hint='give a multiple, "1.0x", or plan with --profile')
-    else:
-        rank = max(range(len(memory)), key=lambda r: memory[r].activations)
-        if memory[rank].activations > amount:
-            held = memory[rank].activations / GIB
-            text = f"does not fit: rank {rank} holds {size(held * GIB)} of activations, the limit is {size(amount)}"
-            yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{at_least(held)} GiB"')
+    elif most is not None:
+        held, rank = max((row.activations, -r) for r, row in enumerate(memory))
+        if held > most:
+            text = f"does not fit: rank {-rank} holds {size(held)} of activations, the limit is {size(most)}"
+            hint = f'this schedule needs memory_limit = "{at_least(held / GIB)} GiB"'
+            yield ZbcError("E302", text, where=where, hint=hint)

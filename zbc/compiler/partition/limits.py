@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, log2
 
+from zbc.compiler.check.memory import asked_of
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.report.report import Facts, told
 from zbc.compiler.schedules.searched import own_limit
@@ -17,7 +18,7 @@ from zbc.compiler.search.feasible import least_of
 from zbc.compiler.sim.bounds import Bounds, bounds, with_sums, without_a_flush
 from zbc.errors import ZbcError
 from zbc.ir import Placement
-from zbc.job.spec import Job, parse_limit
+from zbc.job.spec import Job
 from zbc.text import GIB, at_least, short, size
 
 BUFFERS = 4  # boundary tensors a rank may need for receives posted ahead and sends in flight
@@ -43,20 +44,16 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
     Raises E303 if `memory_limit` is below the need of a single microbatch.
     """
-    units, sizes = _limits(job, placement, costs, split)
-    if own is not None:
-        units = own if units is None else min(own, units)
-    per_rank = None if units is None else (units,) * placement.ranks
+    p, (units, sizes) = placement.ranks, _limits(job, placement, costs, split)
+    per_rank = _tightest(_each(units, p), _each(own, p))
     if sizes is None:
         return Limit(costs, per_rank)
-    device, asked = job.hardware.memory_gib is not None, _asked(job)
-    counted, unit = _counted(costs, placement.ranks)
-    room = tuple(size / unit for size in sizes)
-    rates = (unit,) * placement.ranks
+    device, asked = job.hardware.memory_gib is not None, asked_of(job)
+    counted, unit = _counted(costs, p)
     if per_rank is None or _same(costs, counted):
-        room = room if per_rank is None else tuple(map(min, per_rank, room))
-        inside = Limit(costs if asked and asked[1] == "x" else counted, room, rates if device else ())
-        return inside if asked or _same(costs, counted) else Limit(costs, None, tighter=inside)
+        room = _tightest(per_rank, [size / unit for size in sizes])
+        inside = Limit(costs if asked[0] is not None else counted, room, (unit,) * p if device else ())
+        return inside if any(asked) or _same(costs, counted) else Limit(costs, None, tighter=inside)
     both, rates = _both(costs, placement, per_rank, sizes, split)
     return Limit(costs, per_rank, tighter=Limit(both, per_rank, rates if device else ()))
 
@@ -66,27 +63,32 @@ def room_of(job: Job, placement: Placement, costs: Costs, *, own: float | None =
 
     `own` units at most.
     """
-    asked, p, units, sizes = _asked(job), placement.ranks, None, None
-    if asked is not None and asked[1] == "x":
-        units = (asked[0] * p,) * p
-    if own is not None:
-        units = (min([own, *(units or ())]),) * p
-    if costs.bytes is None:
-        return Limit(costs, units)
-    counted, unit = _counted(costs, p)
-    if asked is not None and asked[1] == "bytes":
-        sizes = (asked[0],) * p
-    if job.rooms is not None:
-        left = tuple(max(0.0, room - _fixed(costs, placement, rank)) for rank, room in enumerate(job.rooms))
-        sizes = left if sizes is None else tuple(map(min, sizes, left))
+    p, (asked, most) = placement.ranks, asked_of(job)
+    units = _tightest(_each(asked, p), _each(own, p))
+    sizes = None if costs.bytes is None else _tightest(_each(most, p), _left(job, placement, costs, [0.0] * p))
     if sizes is None:
         return Limit(costs, units)
-    rates = (unit,) * p if job.room is not None else ()
-    room = tuple(size / unit for size in sizes)
-    if units is None or _same(costs, counted):
-        return Limit(counted, room if units is None else tuple(map(min, units, room)), rates)
-    both = costs.counted(lambda stage, size: max(size.units, size.bytes / unit))
-    return Limit(both, tuple(map(min, units, room)), rates)
+    counted, unit = _counted(costs, p)
+    if units is not None and not _same(costs, counted):
+        counted = costs.counted(lambda stage, size: max(size.units, size.bytes / unit))
+    room = _tightest(units, [size / unit for size in sizes])
+    return Limit(counted, room, (unit,) * p if job.room is not None else ())
+
+
+def _each(amount: float | None, p: int) -> tuple[float, ...] | None:
+    return None if amount is None else (amount,) * p
+
+
+def _tightest(*limits: Sequence[float] | None) -> tuple[float, ...] | None:
+    """By rank the least of these limits; None: no such limit."""
+    given = [limit for limit in limits if limit is not None]
+    return tuple(map(min, zip(*given, strict=True))) if given else None
+
+
+def _left(job: Job, placement: Placement, costs: Costs, least: Sequence[float]) -> tuple[float, ...] | None:
+    """Bytes that `hardware.memory_gib` leaves each rank for activations, `least` at least."""
+    rooms = enumerate(zip(job.rooms or (), least, strict=False))
+    return tuple(max(room - _fixed(costs, placement, rank), need) for rank, (room, need) in rooms) or None
 
 
 def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
@@ -131,13 +133,9 @@ def _same(costs: Costs, counted: Costs) -> bool:
 def limits_of(job: Job, schedule: str, costs: Costs | None) -> Facts:
     """The limits of a rank that a plan of the job by this schedule has to keep: activations in units and in bytes, and
     bytes of everything; None for no such limit."""
-    p, asked = job.parallel.pp, _asked(job)
-    own = own_limit(schedule, p, costs)
-    units = [] if own is None else [own + job.vocabulary / job.slices]
-    if asked is not None and asked[1] == "x":
-        units.append(asked[0] * p)
-    in_bytes = asked[0] if asked is not None and asked[1] == "bytes" else None
-    return told(activation_units=min(units, default=None), activation_bytes=in_bytes, device_bytes=job.room)
+    (units, in_bytes), own = asked_of(job), own_limit(schedule, job.parallel.pp, costs)
+    least = min((each for each in (units, own and own + job.vocabulary / job.slices) if each is not None), default=None)
+    return told(activation_units=least, activation_bytes=in_bytes, device_bytes=job.room)
 
 
 def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float | None, tuple[float, ...] | None]:
@@ -145,25 +143,16 @@ def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[
 
     Below the least need of any order, `hardware.memory_gib` allows that need: check_memory will report the shortage.
     """
-    asked, p = _asked(job), placement.ranks
-    units = sizes = None
-    if asked is not None and asked[1] == "x":
-        units, needs = asked[0] * p, _least(placement, costs, split)
-        if max(needs) > units + 1e-6:
-            raise _too_small(job, needs, units, None)
+    (units, most), p = asked_of(job), placement.ranks
+    if units is not None and max(needs := _least(placement, costs, split)) > units + 1e-6:
+        raise _too_small(job, needs, units, None)
     if costs.bytes is None:  # check_memory refuses a limit in bytes without a model
         return units, None
     counted, unit = _counted(costs, p)
     least = [need * unit for need in _least(placement, counted, split)]
-    if asked is not None and asked[1] == "bytes":
-        if max(least) > asked[0] + 1e-9 * unit:
-            raise _too_small(job, [need / unit for need in least], asked[0] / unit, unit)
-        sizes = (asked[0],) * p
-    if job.rooms is not None:
-        left = [room - _fixed(costs, placement, rank) for rank, room in enumerate(job.rooms)]
-        room = tuple(map(max, left, least))
-        sizes = room if sizes is None else tuple(map(min, sizes, room))
-    return units, sizes
+    if most is not None and max(least) > most + 1e-9 * unit:
+        raise _too_small(job, [need / unit for need in least], most / unit, unit)
+    return units, _tightest(_each(most, p), _left(job, placement, costs, least))
 
 
 def _both(
@@ -188,8 +177,7 @@ def _both(
 
 def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
     """The least `memory_limit` with which any order exists: a multiple or bytes, as in the job."""
-    asked = _asked(job)
-    if asked is None or asked[1] == "x" or costs.bytes is None:
+    if asked_of(job)[1] is None or costs.bytes is None:
         return max(_least(placement, costs, split)) / placement.ranks
     counted, unit = _counted(costs, placement.ranks)
     return max(_least(placement, counted, split)) * unit
@@ -216,21 +204,16 @@ def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], 
 
     On the device, tensors in flight are not counted: they depend on the order.
     """
-    shares = [-1.0]
-    asked = _asked(job)
-    if asked is not None and asked[1] == "x":
-        shares.append(max(units) / (asked[0] * placement.ranks) - 1)
+    shares, (most, most_bytes) = [-1.0], asked_of(job)
+    if most is not None:
+        shares.append(max(units) / most - 1)
     if costs.bytes is not None:
-        if asked is not None and asked[1] == "bytes":
-            shares.append(max(sizes) / asked[0] - 1)
+        if most_bytes is not None:
+            shares.append(max(sizes) / most_bytes - 1)
         if job.rooms is not None:
             whole = (_state(costs, placement, rank) + size for rank, size in enumerate(sizes))
             shares.append(max(size / room for size, room in zip(whole, job.rooms, strict=True)) - 1)
     return max(shares)
-
-
-def _asked(job: Job) -> tuple[float, str] | None:
-    return parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
 
 
 def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
