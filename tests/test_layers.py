@@ -38,7 +38,7 @@ compiler.partition
 compiler.planner
 interop  exact
 compiler.order
-compiler.deciding compiler.seating  compiler.freezing  compiler.adapting
+compiler.deciding compiler.seating  compiler.freezing
 compiler.numbering  compiler.compiled  compiler.reading
 compiler.ramps  compiler.alternatives
 compiler.compile

@@ -334,16 +334,20 @@ ROWS = (
             "tp": UNWRITTEN,
         },
     ),
-    Excludes("shared vocabulary", {"post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')}),
     Excludes(
         "shared vocabulary",
-        {"copies": (UNWRITTEN, 'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"')},
+        {
+            "post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"'),
+            "copies": (UNWRITTEN, 'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"'),
+        },
     ),
     Excludes(
         "sliced",
-        {"compile": ("a layer is compiled for whole microbatches", "set compile = false, or slices = 1")},
+        {
+            "compile": ("a layer is compiled for whole microbatches", "set compile = false, or slices = 1"),
+            "file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind"),
+        },
     ),
-    Excludes("sliced", {"file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind")}),
     Excludes(
         "slices",
         {
@@ -382,7 +386,7 @@ ROWS = (
             "compile": UNWRITTEN,
         },
     ),
-    Excludes("unlike ranks", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
+    Excludes("unlike ranks", {"replicas": "replicas step in for ranks that are slow"}),
     Excludes("unlike ranks", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
     Excludes(

@@ -31,11 +31,8 @@ def added(error: ZbcError, compiled: Compiled, budget: float | None, until: Unti
     found = sorted(_fitting(job, compiled.schedule, until, left), key=lambda other: other[0])
     words = [f"{o.name} ({_need(o, job, error)}, step {change(ms, compiled.step_ms)})" for ms, o in found]
     lines = wrap([f"= would fit: {words[0]}", *words[1:]], 90, between=", ") if words else []
-    details = (
-        [lines[0], *(f"  {line}" for line in lines[1:])]
-        if lines
-        else ["= no other schedule would fit, by the fast search"][: not left]
-    )
+    details = [f"  {line}" if k else line for k, line in enumerate(lines)]
+    details = details or ["= no other schedule would fit, by the fast search"][: not left]
     if left:
         most = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
         details.append(f"= not asked for lack of time (a larger --budget): {most}")

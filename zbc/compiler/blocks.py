@@ -46,8 +46,7 @@ def walking(p: int) -> list[tuple[AnyBlock, Offsets]]:
             continue
         for g1, g2, g3 in sorted(product(range(1, SLOTS + 1), repeat=3), key=sum):
             block = BuildingBlock((down, down, climb, back_down, back_up), p - 1, (g1, g2, g3))
-            f0, f1, b1, b0, _, _ = offsets_of(p, block, weights=False)
-            if all(len({slot % SLOTS for slot in slots}) == 4 for slots in zip(f0, f1, b1, b0, strict=True)):
+            if apart(offsets_of(p, block, weights=False)):
                 found.append((block, offsets_of(p, block)))
                 break
     return found
@@ -95,8 +94,9 @@ def later(offsets: Offsets, periods: int) -> Offsets:
     return f0, f1, *([slot + late for slot in each] for each in (b1, b0, w1, w0))  # type: ignore[return-value]
 
 
-def collide(a: list[int], b: list[int]) -> bool:
-    return any((x - y) % SLOTS == 0 for x, y in zip(a, b, strict=True))
+def apart(offsets: Offsets) -> bool:
+    """Whether no two of F and B share a slot on any rank."""
+    return all(len({slot % SLOTS for slot in slots}) == 4 for slots in zip(*offsets[:4], strict=True))
 
 
 def _weights(p: int, f0: list[int], f1: list[int], b1: list[int], b0: list[int]) -> tuple[list[int], list[int]]:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from zbc.compiler import alternatives, ramps
-from zbc.compiler.adapting import adapter_report
 from zbc.compiler.check import check_forward, check_graph
 from zbc.compiler.check.asked import missing_problems
 from zbc.compiler.check.found import raise_found
@@ -15,7 +14,7 @@ from zbc.compiler.check.memory import check_host, check_memory
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.deciding import chunked, decided
-from zbc.compiler.freezing import freeze_report, freezes
+from zbc.compiler.freezing import adapter_report, freeze_report, freezes
 from zbc.compiler.numbering import numbered
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered, over_of

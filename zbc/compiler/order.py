@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from zbc.compiler.check.faults import op_faults
@@ -60,14 +60,10 @@ def _cards(job: Job) -> list[tuple[ScheduleCard, int | None]]:
         return list(entrants(job))
     card = find(job.schedule.kind)
     if card.name == replicated.NAME:
-        card = replicated.replicated(_replicas(job), job.schedule.microbatches)
+        asked = job.parallel.replicas
+        counts = asked if isinstance(asked, list) else [1] * job.parallel.pp  # ranks of each stage
+        card = replicated.replicated(counts, job.schedule.microbatches)
     return [(card, job.schedule.chunks)]
-
-
-def _replicas(job: Job) -> list[int]:
-    """The ranks of each stage; one if not given."""
-    asked = job.parallel.replicas
-    return asked if isinstance(asked, list) else [1] * job.parallel.pp
 
 
 def _of_graph(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
@@ -120,35 +116,41 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     name = job.schedule.plugin or ""
     where = job.where("schedule", "kind")
     make = userobject.load(re.sub("^torch:", "zbc.pipelining:", name), "schedule.kind", code="E121", where=where)
-    program = userobject.call(_asking(make, job), {}, name, "schedule.kind", code="E121", where=where)
+    asked = job.schedule
+    request = Request(
+        job.parallel.pp,
+        asked.microbatches,
+        asked.chunks or 1,
+        group=asked.group,
+        early=asked.early,
+        overlap=bool(asked.overlap),
+        objective=job.objective,
+        slices=job.slices,
+    )
+    program = userobject.call(partial(make, request), {}, name, "schedule.kind", code="E121", where=where)
     if not isinstance(program, Program):
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
         raise ZbcError("E121", text, where=where, hint="return zbc.ir.Program(placement, microbatches, ranks)")
     refuse_what_is_no_op(program, f"plugin {name}", where)
     if program.slices != job.slices:
-        _refuse_other_slices(program, job, name, where)
+        if job.schedule.slices == 1:  # E110
+            refuse_slices(f"schedule: the order of plugin {name}", program.slices, where=where)
+        text = f"schedule: plugin {name} made an order of {program.slices} slices, schedule.slices is {asked.slices}"
+        hint = f"it was asked for request.slices; or set schedule.slices = {program.slices}"
+        raise ZbcError("E121", text, where=where, hint=hint)
     _refuse_what_is_no_pipeline(program.placement, name, where)
     found, asked_for = (program.placement.ranks, program.microbatches), (job.parallel.pp, job.schedule.microbatches)
     if found != asked_for:
         text = f"schedule: plugin {name} made a program of {found[0]} ranks and {found[1]} microbatches"
         hint = f"it was asked for {asked_for[0]} and {asked_for[1]}: request.p and request.m"
         raise ZbcError("E121", text, where=where, hint=hint)
-    made, asked = program.placement.chunks, job.schedule.chunks
-    if asked is not None and made != asked:
+    made, chunks = program.placement.chunks, asked.chunks
+    if chunks is not None and made != chunks:
         number = "different numbers of stages on its ranks" if made is None else f"{made} stages per rank"
-        text = f"schedule: plugin {name} made a program with {number}, schedule.chunks is {asked}"
+        text = f"schedule: plugin {name} made a program with {number}, schedule.chunks is {chunks}"
         hint = "leave schedule.chunks out" if made is None else f"set schedule.chunks = {made}, or leave it out"
         raise ZbcError("E121", text, where=job.where("schedule", "chunks"), hint=hint)
     return _given(name, replace(program, history=(name,)), job, table)
-
-
-def _refuse_other_slices(program: Program, job: Job, name: str, where: str) -> None:
-    """Raises E121 or, if the job has no slices, E110 for a program with other slices."""
-    if job.schedule.slices == 1:
-        refuse_slices(f"schedule: the order of plugin {name}", program.slices, where=where)
-    text = f"schedule: plugin {name} made an order of {program.slices} slices, schedule.slices is {job.schedule.slices}"
-    hint = f"it was asked for request.slices; or set schedule.slices = {program.slices}"
-    raise ZbcError("E121", text, where=where, hint=hint)
 
 
 def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
@@ -172,19 +174,3 @@ def _refuse_what_is_no_pipeline(placement: Placement, name: str, where: str) -> 
     for wrong, text, hint in problems:
         if wrong:
             raise ZbcError("E121", f"schedule: plugin {name} made a placement with {text}", where=where, hint=hint)
-
-
-def _asking(make: Callable[[Request], object], job: Job) -> Callable[[], object]:
-    """The call of a plugin with the job's request."""
-    asked = job.schedule
-    request = Request(
-        job.parallel.pp,
-        asked.microbatches,
-        asked.chunks or 1,
-        group=asked.group,
-        early=asked.early,
-        overlap=bool(asked.overlap),
-        objective=job.objective,
-        slices=job.slices,
-    )
-    return functools.partial(make, request)

@@ -78,14 +78,12 @@ def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
         if ahead:
             free = [max(timeline.closes(r), free[r]) for r in range(timeline.ranks)]
         else:
-            free = [_all_stepped(timeline, program, costs)] * len(free)
+            free = [max(map(timeline.closes, range(timeline.ranks))) + _barrier_ms(program, costs)] * len(free)
 
 
-def _all_stepped(timeline: Timeline, program: Program, costs: Costs) -> float:
-    """ms when all ranks have stepped, after the barrier."""
-    ranks = range(timeline.ranks)
-    step = max(optimizer_ms(program, costs, r) for r in ranks)
-    return max(timeline.closes(r) for r in ranks) + costs.of("agree") + step
+def _barrier_ms(program: Program, costs: Costs) -> float:
+    """ms of agreeing on a step, and of the steps of all ranks after that."""
+    return costs.of("agree") + max(optimizer_ms(program, costs, r) for r in range(len(program.ranks)))
 
 
 def optimizer_ms(program: Program, costs: Costs, rank: int) -> float:
@@ -117,9 +115,7 @@ def _mean(ends: Sequence[Sequence[float]]) -> float:
 
 def with_barrier(complete: Context) -> float:
     """ms of a step of a complete program in steady state, with the barrier."""
-    program, costs, timeline = complete.program, complete.costs, complete.timeline
-    step = max(optimizer_ms(program, costs, r) for r in range(timeline.ranks))
-    return timeline.makespan + costs.of("agree") + step
+    return complete.timeline.makespan + _barrier_ms(complete.program, complete.costs)
 
 
 def without_barrier(complete: Context) -> float | None:

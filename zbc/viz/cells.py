@@ -8,6 +8,7 @@ both are the same.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,3 +138,12 @@ def _spread(row: list[DrawnOp], column: dict[int, int], edges: list[float], almo
             cells += 1
         blocks.append(Block(first, cells, piece.op, piece.id))
     return tuple(blocks)
+
+
+def ticks(begin: float, end: float, least: float) -> list[tuple[float, str]]:
+    """The multiples of a round number of ms from `begin` to `end`, at least `least` ms apart, with their texts."""
+    power = 10.0 ** math.floor(math.log10(least))
+    every = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
+    decimals = max(0, -math.floor(math.log10(every) + 1e-9))
+    first, last = math.ceil(begin / every - 1e-9), math.floor(end / every + 1e-9)
+    return [(number * every, f"{number * every:.{decimals}f}") for number in range(first, last + 1)]

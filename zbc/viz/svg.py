@@ -15,9 +15,8 @@ from xml.sax.saxutils import escape
 from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Op
 from zbc.text import short, visible, wrap
-from zbc.viz.cells import by_time, inside
+from zbc.viz.cells import by_time, inside, ticks
 from zbc.viz.look import HIDDEN, IDLE, MEETING, chunk_entries, chunks_of, entries, label, look
-from zbc.viz.scale import ticks
 from zbc.viz.strip import Drawn, Window, longest, signs
 from zbc.viz.words import verdict
 

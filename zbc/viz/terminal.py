@@ -23,10 +23,9 @@ from rich.text import Text
 from zbc.compiler.cost.cost import Costs
 from zbc.ir import Kind, Op, Program
 from zbc.text import short, wrap
-from zbc.viz.cells import CellGrid, by_slot, by_time
+from zbc.viz.cells import CellGrid, by_slot, by_time, ticks
 from zbc.viz.look import chunks_of, entries, letter, look
 from zbc.viz.look import label as label_of
-from zbc.viz.scale import ticks
 from zbc.viz.strip import Drawn, Strip, Window, longest, signs
 from zbc.viz.words import verdict
 

@@ -32,15 +32,11 @@ def deadlock_problems(g: Graph, *, blocking_sends: bool = False) -> Iterator[Zbc
     done = run(g, blocking_sends=True)[1] if blocking_sends else g.ran[1]
     if happens(g, done):
         return
-    from zbc.compiler.check.cycle import (  # loads networkx, needed only for a program that deadlocks
-        CycleWait,
-        holds,
-        shortest_cycle,
-    )
+    from zbc.compiler.check import cycle  # loads networkx, needed only for a program that deadlocks
 
-    stuck = [i for i in range(len(g.ops)) if not done[i] or holds(g, done, i, blocking_sends=blocking_sends)]
+    stuck = [i for i in range(len(g.ops)) if not done[i] or cycle.holds(g, done, i, blocking_sends=blocking_sends)]
     summary = f"{len(stuck)} of {len(g.ops)} ops never run"
-    lines: list[CycleWait] = shortest_cycle(g, done, blocking_sends=blocking_sends)
+    lines = cycle.shortest_cycle(g, done, blocking_sends=blocking_sends)
     if not lines:
         yield ZbcError("E201", f"deadlock: {summary}", details=[g.text(i) for i in stuck[:SHOWN]])
         return

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zbc.compiler.check import names
-from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Channel, EdgeValue, Graph, members
+from zbc.compiler.graph.graph import MESSAGE, Graph
+from zbc.compiler.graph.layout import EMPTY, FAR, FREED, CellKey, Channel, EdgeValue, members
 from zbc.errors import ZbcError
 from zbc.ir import Op
 from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, WORDS, At, Kind, Scope, experts_of, home_of, owner_text, round_trip

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zbc.compiler.graph import CellKey, Graph
+from zbc.compiler.graph import Graph
+from zbc.compiler.graph.layout import CellKey
 from zbc.ir import Message, Op
 from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope
 

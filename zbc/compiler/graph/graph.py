@@ -117,17 +117,17 @@ class Graph:
     @cached_property
     def computing(self) -> list[list[int]]:
         """Per rank its ops that compute for a microbatch."""
-        computes = [row.kind.computes for row in self.rows] + [False]
-        row_of = self.row_of
-        return [[i for i in self.mine(rank) if computes[row_of[i]]] for rank in range(len(self.first) - 1)]
+        return self._by_rank([row.kind.computes for row in self.rows])
 
     @cached_property
     def timed(self) -> list[list[int]]:
         """Per rank its ops that take its time before a barrier: compute, and ops that close a step ahead of the
         barrier."""
-        takes = [row.lane is Lane.COMPUTE and row.row.closes != "barrier" for row in self.rows] + [False]
-        row_of = self.row_of
-        return [[i for i in self.mine(rank) if takes[row_of[i]]] for rank in range(len(self.first) - 1)]
+        return self._by_rank([row.lane is Lane.COMPUTE and row.row.closes != "barrier" for row in self.rows])
+
+    def _by_rank(self, of_rows: list[bool]) -> list[list[int]]:
+        counts, row_of = [*of_rows, False], self.row_of  # the last is for ops without a row
+        return [[i for i in self.mine(rank) if counts[row_of[i]]] for rank in range(len(self.first) - 1)]
 
     @cached_property
     def frozen(self) -> list[int]:

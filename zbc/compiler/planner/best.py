@@ -169,14 +169,13 @@ class Best:
 
     def answer(self) -> Ordered:
         """The best order. If nothing fits, raises the error with the least limit, or returns one that is too large."""
+        order = self.ordered or (self._too_large and self._too_large[1])
         if self.ordered is None and self._refused:
             elsewhere, _, error = min(self._refused, key=lambda entry: entry[:2])
-            if not elsewhere or self._too_large is None:
+            if not elsewhere or order is None:
                 raise error
-        if self.ordered is None and self._too_large is None:
+        if order is None:
             raise ZbcError("E303", "schedule: no schedule can be made for this job")
-        order = self._too_large[1] if self.ordered is None and self._too_large is not None else self.ordered
-        assert order is not None
         steps = dict[tuple[str, int], float]()
         for (case, *_), (_, step) in self._known.items():
             key = case.card.name, case.v

@@ -25,8 +25,7 @@ from zbc.compiler.sim.copies import copied
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
 from zbc.ir import Op, Program, groups
-from zbc.trace.line import Cause
-from zbc.trace.recording import Recorded
+from zbc.trace.recording import Cause, Recorded
 
 
 @dataclass

@@ -25,8 +25,7 @@ from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 from zbc.plan.directory import Manifest
 from zbc.plan.headline import settled_ms, throughput_of
 from zbc.text import percent, short
-from zbc.trace.line import Cause, Head
-from zbc.trace.recording import Trace
+from zbc.trace.recording import Cause, Head, Trace
 
 FORMAT, VERSION = "zbc-run-report", 1
 _MS = 1e6

@@ -12,7 +12,7 @@ from zbc.compiler.graph import Graph, build
 from zbc.compiler.recorded.view import LEAST_WAIT_NS, RecordedStep
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
-from zbc.trace.line import Cause, MemorySamples
+from zbc.trace.recording import Cause, MemorySamples
 
 _MS = 1e6
 

@@ -18,7 +18,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.view import Arrival, RecordedStep
 from zbc.ir import NEXT, WHOLE, Kind, Op, groups
 from zbc.ops import Lane
-from zbc.trace.line import Cause
+from zbc.trace.recording import Cause
 
 _MS = 1e6
 Key = tuple[Kind, int, int]  # kind, stage, rank of the run

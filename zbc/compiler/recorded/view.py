@@ -10,8 +10,7 @@ from typing import NamedTuple
 from zbc import ir
 from zbc.ir import Op, Program
 from zbc.topology import At
-from zbc.trace.line import Cause
-from zbc.trace.recording import Recorded, Trace
+from zbc.trace.recording import Cause, Recorded, Trace
 
 _MOST_STEPS = 32
 LEAST_WAIT_NS = 20_000  # upper limit of a wait for something that has arrived

@@ -15,8 +15,7 @@ from zbc.compiler.search.cyclic import stretched
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Decoder, Genes
 from zbc.compiler.search.listing import ROOM
-from zbc.compiler.search.patterns import expanded
-from zbc.compiler.search.played import Played, played
+from zbc.compiler.search.patterns import Played, expanded, played
 from zbc.compiler.search.problem import Problem
 
 TINY = 1e-9

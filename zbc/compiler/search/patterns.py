@@ -16,10 +16,12 @@ Blocks make the best orders under tight memory, since a list scheduler loses a l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from heapq import nsmallest
-from itertools import permutations, product
+from heapq import heappop, heappush, nsmallest
+from itertools import pairwise, permutations, product
+from typing import NamedTuple
 
 from zbc.compiler.blocks import (
     LENGTHS,
@@ -29,13 +31,14 @@ from zbc.compiler.blocks import (
     Offsets,
     Tile,
     Tiles,
-    collide,
+    apart,
     later,
     offsets_of,
     walking,
 )
-from zbc.compiler.search.listing import ROOM
+from zbc.compiler.search.listing import EPS, ROOM
 from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.table import Table
 
 WALKS = 4  # with the least rests, kept for each last tile
 
@@ -148,9 +151,7 @@ def _with_split_backwards(p: int) -> Iterator[BuildingBlock]:
                     if _meet_at_the_ends(p, ka * change + kb * (p - 1 - change), g1, g2, g3):
                         continue
                     block = BuildingBlock((ka, kb, 1, 0, 1), change, (g1, g2, g3))
-                    f0, f1, b1, b0, _, _ = offsets_of(p, block, weights=False)
-                    pairs = ((f0, f1), (f0, b1), (f1, b1), (f0, b0), (f1, b0), (b1, b0))
-                    if not any(collide(a, b) for a, b in pairs):
+                    if apart(offsets_of(p, block, weights=False)):
                         yield block
 
 
@@ -189,3 +190,58 @@ def _rests(near: Tile, far: Tile) -> int:
     down, up = (0, 2), (1, 3)
     steps = [(far[op] - near[op] - LENGTHS[op]) % SLOTS for op in down]
     return sum(steps) + sum((near[op] - far[op] - LENGTHS[op]) % SLOTS for op in up)
+
+
+class Played(NamedTuple):
+    """The recipe of an order of F and B as in a building block of slices, with W in waits: see `played`."""
+
+    block: AnyBlock
+
+
+def played(problem: Problem, table: Table, order: Sequence[int]) -> list[int] | None:
+    """A rank-major order like `order` but for its W, each of which fills a wait of its rank or frees full memory.
+
+    None if it stops, for lack of memory or of an input.
+
+    A block of slices has whole periods of rest between the last F of a slice and its first B, in which other slices
+    run. At the beginning and at the end of a step there are none, so W in its slot would delay the following ops.
+    """
+    step = problem.n_stages * problem.m  # F, B and W have `step` numbers each, in this order
+    todo = [deque(op for op in order[low:high] if op < 2 * step) for low, high in pairwise(table.first)]
+    missing, ready = list(table.count), [0.0] * problem.size
+    head, reader, lag, after = table.feeds
+    due: list[deque[int]] = [deque() for _ in todo]
+    made: list[list[int]] = [[] for _ in todo]
+    held, free = [0.0] * problem.p, [0.0] * problem.p
+    heap = [(0.0, r) for r in range(problem.p)]
+    while heap:
+        now, r = heappop(heap)
+        if now < free[r] - EPS:
+            continue
+        op = todo[r][0] if todo[r] else -1
+        runs = op >= 0 and not missing[op] and ready[op] <= now + EPS
+        if runs and held[r] + table.change[op] > problem.limit[r] + ROOM:
+            runs = False
+        if runs:
+            todo[r].popleft()
+            if op >= step:
+                due[r].append(op + step)
+        elif due[r]:
+            op = due[r].popleft()
+        else:
+            if op >= 0 and not missing[op] and ready[op] > now + EPS:
+                heappush(heap, (ready[op], r))
+            continue
+        made[r].append(op)
+        held[r] += table.change[op]
+        end = free[r] = now + table.length[op]
+        heappush(heap, (end, r))
+        edge = head[op]
+        while edge >= 0:
+            other = reader[edge]
+            missing[other] -= 1
+            ready[other] = max(ready[other], end + lag[edge])
+            if not missing[other]:
+                heappush(heap, (ready[other], table.rank[other]))
+            edge = after[edge]
+    return [op for mine in made for op in mine] if sum(map(len, made)) == problem.size else None

@@ -18,7 +18,6 @@ from zbc.compiler.search import cyclic, patterns
 from zbc.compiler.search.candidates import Bench, Candidate, Judge, Recipe
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.learned import learned, policies
-from zbc.compiler.search.played import Played
 from zbc.compiler.search.problem import Problem
 
 # Op visits per second, a cautious estimate, to convert seconds of budget into work.
@@ -95,7 +94,7 @@ def _in_turn(small: Bench, full: Bench, visits: int, target: float) -> None:
 def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe | Candidate]) -> None:
     """Decodes the best recipes found with few microbatches for all of them, each once; and the best building block."""
     known = [c for c in small.roots if c.recipe is not None]
-    blocks = [c for c in known[most:] if isinstance(c.recipe, AnyBlock | Played)]
+    blocks = [c for c in known[most:] if isinstance(c.recipe, AnyBlock | patterns.Played)]
     for candidate in known[:most] + blocks[:1]:
         if candidate.recipe is not None and candidate.recipe not in carried:
             carried.add(candidate.recipe)
@@ -121,7 +120,7 @@ def _fast_tier(bench: Bench, target: float) -> None:
     for block in patterns.fitting(bench.problem)[:FIRST_BLOCKS]:
         bench.decode(block, "block")
     for block in patterns.in_flight(bench.problem)[:FIRST_PLAYED]:
-        bench.decode(Played(block), "block, W in gaps")
+        bench.decode(patterns.Played(block), "block, W in gaps")
     for tried, (recipe, origin) in enumerate(known):
         if bench.reached(target) or (tried >= LEAST_TRIED and bench.spent > FAST_VISITS):
             return
@@ -134,7 +133,7 @@ def _patterns(bench: Bench, target: float) -> Iterator[bool]:
         return
     began = bench.spent
     known: list[tuple[Recipe, str]] = [(block, "block") for block in patterns.fitting(bench.problem)]
-    known += [(Played(block), "block, W in gaps") for block in patterns.in_flight(bench.problem)]
+    known += [(patterns.Played(block), "block, W in gaps") for block in patterns.in_flight(bench.problem)]
     for recipe, origin in known:
         if bench.over or bench.spent - began > PATTERN_VISITS or bench.reached(target):
             return

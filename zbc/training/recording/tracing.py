@@ -39,7 +39,7 @@ from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.offload.parcels import Pool
 from zbc.runtime.transports.transport import Around, Letter, Pending, Through, Transport
 from zbc.trace import recording as trace
-from zbc.trace.line import Cause, ClockOffset, Head, MemorySamples, Timing
+from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing
 from zbc.training.launch.board import Board
 from zbc.training.launch.launch import RunOptions
 from zbc.training.recording.measure import CATEGORIES, Scale
