@@ -20,9 +20,7 @@ Where = Callable[[tuple[str, ...]], str]
 
 class Trait(NamedTuple):
     """`key`: the setting of a job. `there`: whether a value of the key has the trait; None: the schedule has it.
-
-    `text`: its name in messages, by default the key.
-    """
+    `text`: its name in messages, by default the key."""
 
     key: str
     there: Callable[[Any], bool] | None = None
@@ -170,10 +168,8 @@ DROP = "drop one of them"
 
 
 class Excludes(NamedTuple):
-    """A trait and the traits that it excludes: names joined by |, each with the reason and maybe a fix.
-
-    Errors point to the setting of the trait, with `at_other` to the excluded one.
-    """
+    """A trait and the traits that it excludes: names joined by |, each with the reason and maybe a fix. Errors point to
+    the setting of the trait, with `at_other` to the excluded one."""
 
     trait: str
     excludes: Mapping[str, str | tuple[str, str]]

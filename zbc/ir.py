@@ -104,10 +104,8 @@ class Op(NamedTuple):
 
 
 def turned(n: int, slices: int) -> int:
-    """The unit (microbatch x slice) of a stage's n-th backward: backwards take slices of a microbatch in reverse.
-
-    It is its own inverse: given a unit, the position of its backward.
-    """
+    """The unit (microbatch x slice) of a stage's n-th backward: backwards take slices of a microbatch in reverse. It is
+    its own inverse: given a unit, the position of its backward."""
     return n - n % slices + slices - 1 - n % slices
 
 
@@ -333,10 +331,8 @@ class Placement:
         return self.edges != chain(self.stages)
 
     def far(self, op: Op) -> int | None:
-        """The stage at the other end of a transfer; None if the op names no edge: it leads out of the pipeline.
-
-        An op names an edge by the stage at one end, and by both if that stage has several edges on that side.
-        """
+        """The stage at the other end of a transfer; None if the op names no edge: it leads out of the pipeline. An op
+        names an edge by the stage at one end, and by both if that stage has several edges on that side."""
         stages = self.beside(op.stage, op.kind.takes or op.kind.gives)
         if len(stages) == 1:
             return stages[0] if op.other < 0 else None
@@ -595,10 +591,8 @@ class Program(ProgramTraits):
 
 
 def repeated(program: Program, steps: int) -> Program:
-    """Unrolls `steps` steps of a program without a flush into one program, with microbatches numbered through.
-
-    Ops of the next step run one step earlier: the program begins with those of step 0, and the last step has none.
-    """
+    """Unrolls `steps` steps of a program without a flush into one program, with microbatches numbered through. Ops of
+    the next step run one step earlier: the program begins with those of step 0, and the last step has none."""
     m = program.microbatches
 
     def of(ops: Sequence[Op]) -> Iterator[Op]:

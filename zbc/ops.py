@@ -165,10 +165,8 @@ class Ref(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Data that a rank can hold: per unit (stage, microbatch, slice), per edge between stages, per stage, per rank.
-
-    A "share" is per rank and slice of a microbatch: the rank's part of a layer that all ranks share.
-    """
+    """Data that a rank can hold: per unit (stage, microbatch, slice), per edge between stages, per stage, per rank. A
+    "share" is per rank and slice of a microbatch: the rank's part of a layer that all ranks share."""
 
     scope: str  # "edge", "unit", "share", "stage", "rank"
     memory: str = ""  # category of the ledger; "": it takes no memory of its own
@@ -210,9 +208,7 @@ VALUES = {
 
 class Look(NamedTuple):
     """Letters in the first and the second pipe, their meaning, the fills of even and odd microbatches, and the ink.
-
-    `shades` are the fills on a terminal, in numbers of its 256 colours; the ink is the same.
-    """
+    `shades` are the fills on a terminal, in numbers of its 256 colours; the ink is the same."""
 
     letter: str
     other: str
@@ -545,10 +541,8 @@ Rows = dict[Kind, Row]
 
 
 class RowPatch(NamedTuple):
-    """The change of a row by a feature of a program: references that it adds and removes, and columns.
-
-    Patches of several features add up, so that a program may have any of them.
-    """
+    """The change of a row by a feature of a program: references that it adds and removes, and columns. Patches of
+    several features add up, so that a program may have any of them."""
 
     kind: Kind
     reads: str = ""

@@ -255,10 +255,8 @@ class Topology:
         return f" ({self.pp} pp{rest})"
 
     def name(self, rank: int) -> str:
-        """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`.
-
-        With an order `[pp 1]`; with replicas of stages `[stage 0, replica 1]`; on several machines also ` on node-2`.
-        """
+        """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`. With an
+        order `[pp 1]`; with replicas of stages `[stage 0, replica 1]`; on several machines also ` on node-2`."""
         if self.host is not None and 0 <= rank < self.world and (host := self.host(rank)):
             return f"{replace(self, host=None).name(rank)} on {host}"
         plain = self.dp == self.width == 1 and not self.order and not self.replicas

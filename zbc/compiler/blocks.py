@@ -18,10 +18,7 @@ LENGTHS = (1, 1, 2, 2)  # of these ops, in slots
 
 class BuildingBlock(NamedTuple):
     """Steps of F down, first and later, then of F up, B down and B up; the first rank of later steps; rests at the
-    turns.
-
-    It makes an order again for any number of microbatches.
-    """
+    turns. It makes an order again for any number of microbatches."""
 
     steps: tuple[int, int, int, int, int]
     change: int

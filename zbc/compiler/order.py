@@ -32,11 +32,9 @@ from zbc.job.spec import Job
 
 
 def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None) -> Ordered:
-    """The order of `job`; searched ones take about `budget` seconds (None: the schedule's default).
-
-    Raises E1xx (impossible as requested), E303 (memory_limit below the need of any order) or, for an order made
-    elsewhere, E202, E205 or E206.
-    """
+    """The order of `job`; searched ones take about `budget` seconds (None: the schedule's default). Raises E1xx
+    (impossible as requested), E303 (memory_limit below the need of any order) or, for an order made elsewhere, E202,
+    E205 or E206."""
     if job.schedule.plugin is not None:
         return _plugin(job, table)
     if job.schedule.file is not None:
@@ -67,10 +65,8 @@ def _cards(job: Job) -> list[tuple[ScheduleCard, int | None]]:
 
 
 def _of_graph(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
-    """The order of a model that is a graph of groups of layers.
-
-    Raises E110 for a schedule without an order for graphs, E110 or E130 for impossible stages, E303 for a limit.
-    """
+    """The order of a model that is a graph of groups of layers. Raises E110 for a schedule without an order for graphs,
+    E110 or E130 for impossible stages, E303 for a limit."""
     kind = job.schedule.kind.lower()
     if kind != AUTO:
         raise_all(refusals(job, find(kind)))

@@ -26,10 +26,8 @@ from zbc.plan.reading import REPLAN, check_layers, sections_of
 
 
 def job_of(manifest: Manifest) -> Job:
-    """The job a plan was made from, without the locations of its values.
-
-    Raises E404 or E142 if the manifest holds no such job.
-    """
+    """The job a plan was made from, without the locations of its values. Raises E404 or E142 if the manifest holds no
+    such job."""
     values, sections = {**manifest.planning, **manifest.training}, sections_of(manifest)
     measured = values.get("profile")
     profile = None if measured is None else profiles.checked(measured, MANIFEST, None, REPLAN)
@@ -47,10 +45,7 @@ def job_of(manifest: Manifest) -> Job:
 
 
 def document_of(folder: Path) -> toml.Document:
-    """The job of a plan directory as a job file, without a profile.
-
-    Raises E401 to E406 (the manifest).
-    """
+    """The job of a plan directory as a job file, without a profile. Raises E401 to E406 (the manifest)."""
     manifest = read_manifest(folder)
     values = {**manifest.planning, **manifest.training}
     pretrained = values.pop("pretrained", None)

@@ -62,10 +62,8 @@ def _has_replicas(document: toml.Document) -> bool:
 
 
 def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
-    """The job in the fastest of its shapes per sample, by the fast search; in any of them as a `sketch`.
-
-    Raises the error of all shapes, if it is the same, and E110 if each has its own.
-    """
+    """The job in the fastest of its shapes per sample, by the fast search; in any of them as a `sketch`. Raises the
+    error of all shapes, if it is the same, and E110 if each has its own."""
     jobs, rows = dict[world.Shape, Job](), dict[world.Shape, world.Weighed]()
     for shape in found.shapes:
         rows[shape] = world.Weighed(shape)
@@ -107,10 +105,8 @@ def weighed(job: Job, shape: world.Shape, enough: float = ENOUGH) -> world.Weigh
 
 
 def _planned(job: Job, shape: world.Shape, enough: float) -> world.Weighed:
-    """One shape planned by the fast search, without its ramp.
-
-    Each microbatch that is left out adds the busiest rank's work on one: a step takes at least that.
-    """
+    """One shape planned by the fast search, without its ramp. Each microbatch that is left out adds the busiest rank's
+    work on one: a step takes at least that."""
     row, memory = world.Weighed(shape), list[RankMemory]()
     count = int(min(shape.microbatches, enough * shape.pp))
     rest = shape.microbatches - count

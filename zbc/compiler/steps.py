@@ -65,10 +65,8 @@ def _apart(bodies: Sequence[Sequence[float]], count: int) -> float | None:
 
 
 def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
-    """Yields one step after the other, on one axis of time, without end; for complete programs.
-
-    Without a barrier the timelines include the ops that close a step.
-    """
+    """Yields one step after the other, on one axis of time, without end; for complete programs. Without a barrier the
+    timelines include the ops that close a step."""
     graph, ahead = build(program), program.ahead
     length = lengths(graph, costs, closing=ahead)
     free = [0.0] * len(program.ranks)

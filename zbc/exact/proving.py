@@ -27,9 +27,7 @@ BETTER = 1 - 1e-9
 
 def proven(job: Job, found: Ordered, seconds: float) -> tuple[Ordered, Facts]:
     """The shortest order known after `seconds`, with the lower bound that is proven, and a report: ms of the model.
-
-    Backwards stay as they are: split if any is. Raises E110 for features beyond the model, E602 without ortools.
-    """
+    Backwards stay as they are: split if any is. Raises E110 for features beyond the model, E602 without ortools."""
     program, costs, objective = found.program, found.costs, job.objective
     has = {"exact": True, "copies": len(program.placement.pipes) > 1, "groups": program.grouped}
     has |= {"slices": program.slices > 1, "graph": bool(program.placement.branches)}

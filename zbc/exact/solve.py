@@ -54,11 +54,9 @@ def solve(
     seconds: float = 60.0,
     workers: int = 2,
 ) -> Proof:
-    """Improves `start` (a rank-major order of the search) to the optimum, or within `seconds`.
-
-    `objective`: "makespan" or "span", `lower`: a proven bound. Without `start`, or if it does not fit, it begins with
-    the microbatches one by one. Raises E602 without ortools, and E303 if nothing fits.
-    """
+    """Improves `start` (a rank-major order of the search) to the optimum, or within `seconds`. `objective`: "makespan"
+    or "span", `lower`: a proven bound. Without `start`, or if it does not fit, it begins with the microbatches one by
+    one. Raises E602 without ortools, and E303 if nothing fits."""
     cp_model, end = solver(), time.monotonic() + seconds
     bench = Bench(problem, Engine(compiled=False), objective)
     first = (start and bench.order(start, "start")) or bench.order(one_by_one(problem), "one by one")

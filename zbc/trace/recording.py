@@ -135,9 +135,7 @@ def rank_file(rank: int) -> str:
 
 def start(run: Path, plan: Path) -> None:
     """Prepares the folder of a trace in a run directory, with a copy of the plan; removes traces of another plan.
-
-    Raises E608 if the copy cannot be written, and leaves nothing of it.
-    """
+    Raises E608 if the copy cannot be written, and leaves nothing of it."""
     copy = run / FOLDER / PLAN
     if plans.is_plan(copy) and plans.read_manifest(copy).sha256 == plans.read_manifest(plan).sha256:
         return
@@ -156,10 +154,8 @@ class Writer:
     """Writes the file of one rank during a run; every line is complete as soon as it is written."""
 
     def __init__(self, run: Path, head: Head, behind: int = 0, phase: str = "") -> None:
-        """`behind`: the training resumes after this step (from 1), and its recordings until then are kept.
-
-        `phase`: the folder of a plan of a ramp. Raises E608 if the file cannot be written.
-        """
+        """`behind`: the training resumes after this step (from 1), and its recordings until then are kept. `phase`: the
+        folder of a plan of a ramp. Raises E608 if the file cannot be written."""
         path = run / FOLDER / phase / rank_file(head.rank)
         about = {name: value for name, value in asdict(head).items() if value is not None}
         try:
@@ -341,11 +337,9 @@ class Copied(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step of one rank, in ns on the clock of rank 0; lists have an entry per op of the plan.
-
-    Op i starts at `start[i]`, the end of the op before; it works from `work[i]` to `end[i]`. The time before `work` is
-    waits and, for compute ops, reading data and overhead of the runtime. `ends` is the end of the step.
-    """
+    """One step of one rank, in ns on the clock of rank 0; lists have an entry per op of the plan. Op i starts at
+    `start[i]`, the end of the op before; it works from `work[i]` to `end[i]`. The time before `work` is waits and, for
+    compute ops, reading data and overhead of the runtime. `ends` is the end of the step."""
 
     ops: tuple[Op, ...]
     start: list[int]
@@ -474,11 +468,9 @@ def phases(run: Path) -> list[str]:
 
 
 def read(run: Path, phase: str | None = None) -> Trace:
-    """Reads the trace of a run directory, as far as it was written; `phase`: by default the last one recorded.
-
-    Raises E430 (no trace, or of some ranks only, no complete step, or a damaged file: file and line), E4xx
-    (the copy of the plan).
-    """
+    """Reads the trace of a run directory, as far as it was written; `phase`: by default the last one recorded. Raises
+    E430 (no trace, or of some ranks only, no complete step, or a damaged file: file and line), E4xx (the copy of the
+    plan)."""
     if not has_trace(run):
         raise ZbcError("E430", f"trace: there is no trace in {run}", hint=RECORD)
     if not plans.is_plan(run / FOLDER / PLAN):

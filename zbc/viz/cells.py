@@ -32,9 +32,7 @@ class Block(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CellGrid:
     """Blocks per rank over `columns` cells; `edges[c]` is the ms at the left edge of column c, one more than columns.
-
-    `hidden`: kind -> (ops inside the window that are too short for a cell, all ops of the kind there).
-    """
+    `hidden`: kind -> (ops inside the window that are too short for a cell, all ops of the kind there)."""
 
     columns: int
     rows: tuple[tuple[Block, ...], ...]
@@ -48,11 +46,9 @@ def inside(strip: Strip, rank: int, window: Window) -> list[DrawnOp]:
 
 
 def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False, only: int | None = None) -> CellGrid:
-    """At most `room` cells of equal length over the window.
-
-    If all starts and ends are multiples of a common beat, a cell is a whole part of it, so that equal ops look equal;
-    with `exactly` there are always `room` cells, so that several grids line up. `only` leaves all ranks but one empty.
-    """
+    """At most `room` cells of equal length over the window. If all starts and ends are multiples of a common beat, a
+    cell is a whole part of it, so that equal ops look equal; with `exactly` there are always `room` cells, so that
+    several grids line up. `only` leaves all ranks but one empty."""
     pieces = [inside(strip, rank, window) if only in (None, rank) else [] for rank in range(strip.ranks)]
     columns = room if exactly else _columns(pieces, window, room)
     step = (window[1] - window[0]) / columns

@@ -31,10 +31,8 @@ def look(kind: Kind) -> Look:
 
 
 def chunks_of(placement: Placement, rank: int) -> dict[tuple[int, int], int]:
-    """(pipe, stage) -> its index among the rank's stages in that pipe, modulo 4.
-
-    The second has small letters and a bar below, the third a bar above, the fourth all of these.
-    """
+    """(pipe, stage) -> its index among the rank's stages in that pipe, modulo 4. The second has small letters and a bar
+    below, the third a bar above, the fourth all of these."""
     return {
         (pipe, stage): number % 4
         for pipe, homes in enumerate(placement.pipes)

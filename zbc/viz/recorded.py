@@ -15,11 +15,9 @@ from zbc.viz.words import groups
 
 
 def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
-    """The prediction of `steps` consecutive steps, then for each replica as many recorded ones from `first` on.
-
-    Without `first` it is the median of the recorded steps, or the earliest `steps` consecutive ones.
-    Raises E430 if these steps were not recorded.
-    """
+    """The prediction of `steps` consecutive steps, then for each replica as many recorded ones from `first` on. Without
+    `first` it is the median of the recorded steps, or the earliest `steps` consecutive ones. Raises E430 if these steps
+    were not recorded."""
     numbers = _numbers(trace, steps, first)
     measured_steps = [step_of(trace, number) for number in numbers]
     program, costs = trace.plan.program, recall.costs_of(trace.plan.manifest)

@@ -149,10 +149,8 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One plan of a picture: its ops with times, its name, and its costs.
-
-    `recorded`: set if the times are measured, with the causes of waits.
-    """
+    """One plan of a picture: its ops with times, its name, and its costs. `recorded`: set if the times are measured,
+    with the causes of waits."""
 
     name: str
     program: Program
@@ -218,9 +216,7 @@ def once(timeline: Timeline) -> Strip:
 
 def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, barrier: bool) -> Strip:
     """`steps` steps: with a barrier each begins when the one before has ended on all ranks, else each rank continues.
-
-    The optimizer's time is included if the program is complete.
-    """
+    The optimizer's time is included if the program is complete."""
     if steps == 1:
         return once(timeline)
     if program.flushless:

@@ -49,10 +49,8 @@ class View:
 
 
 def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
-    """One plan, or several below one another, on one time axis.
-
-    With titles, axis and legend; lines are at most `view.width` wide, and the last one has no newline.
-    """
+    """One plan, or several below one another, on one time axis. With titles, axis and legend; lines are at most
+    `view.width` wide, and the last one has no newline."""
     several = len(drawn) > 1
     window = view.zoom or (0.0, longest([plan.strip for plan in drawn]))
     tails = [_tails(plan.strip, plan.costs, view, window) for plan in drawn]

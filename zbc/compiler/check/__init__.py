@@ -28,10 +28,8 @@ __all__ = [
 
 
 def check_all(program: Program) -> None:
-    """Raise all problems of the first failing check: E202, E205, E206, then E203, E204, then E201.
-
-    Returns for exactly the programs that run to their end under every timing of ranks and messages.
-    """
+    """Raise all problems of the first failing check: E202, E205, E206, then E203, E204, then E201. Returns for exactly
+    the programs that run to their end under every timing of ranks and messages."""
     check_graph(build(program))
 
 

@@ -22,11 +22,8 @@ from zbc.plan.directory import Manifest
 
 def check_asked(manifest: Manifest, program: Program) -> None:
     """Raise E202 for features of the job that are missing and for layers frozen against its [freeze]; E301, E302 and
-    E301 for memory that does not fit.
-
-    For a program that passes the other checks. Memory is not known if microbatches have slices that the job does not
-    describe.
-    """
+    E301 for memory that does not fit. For a program that passes the other checks. Memory is not known if microbatches
+    have slices that the job does not describe."""
     job = recall.job_of(manifest)
     table = estimate.layers(job)
     stages = recall.stages_of(manifest, table)
@@ -39,10 +36,8 @@ def check_asked(manifest: Manifest, program: Program) -> None:
 
 
 def missing_problems(job: Job, program: Program) -> Iterator[ZbcError]:
-    """Yields E202 for each setting of a job without any trace in its complete program: a pass has left it out.
-
-    Offload copies and frozen layers are not required: a program may do without.
-    """
+    """Yields E202 for each setting of a job without any trace in its complete program: a pass has left it out. Offload
+    copies and frozen layers are not required: a program may do without."""
     kinds, parallel, sync = program.kinds, job.parallel, job.optimizer.sync
     lacks, held = {kind.row.feature for kind in Kind if kind not in kinds}, max(parallel.copies, parallel.of_experts)
     several, averages = parallel.copies > 1, parallel.average is not None

@@ -37,10 +37,8 @@ class CycleWait(NamedTuple):
 
 
 def shortest_cycle(g: Graph, done: bytearray, *, blocking_sends: bool = False) -> list[CycleWait]:
-    """The lines of a cycle with few waits, each blocked by the next and the last by the first; [] if there is none.
-
-    The fewest possible, unless more than `EFFORT` waits are in cycles.
-    """
+    """The lines of a cycle with few waits, each blocked by the next and the last by the first; [] if there is none. The
+    fewest possible, unless more than `EFFORT` waits are in cycles."""
     graph = nx.DiGraph()
     for a, b, weight in _Waits(g, done, blocking_sends).edges():
         if not graph.has_edge(a, b) or graph[a][b]["weight"] > weight:

@@ -24,12 +24,9 @@ from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, WORDS, At, Kind, Scope, expe
 
 
 def op_faults(g: Graph) -> Iterator[ZbcError]:
-    """Yields the faults of a program before any message moves.
-
-    E202: ops missing, repeated or out of range. E205: ops on a rank that does not hold their stage. E206: ops that come
-    before their dependencies on their own rank. E208: gathered weights are missing, or too many are resident. Transfers
-    are checked for range, rank and order only.
-    """
+    """Yields the faults of a program before any message moves. E202: ops missing, repeated or out of range. E205: ops
+    on a rank that does not hold their stage. E206: ops that come before their dependencies on their own rank. E208:
+    gathered weights are missing, or too many are resident. Transfers are checked for range, rank and order only."""
     found = _Missing(g)
     yield from (_place(g, i, code) for i, code in g.lost if code == "E202")
     yield from found.faults()
@@ -131,10 +128,8 @@ class _Need(NamedTuple):
 
 
 class _Missing:
-    """The ops that would make what others read, use what others leave, or stand on all ranks of their owner.
-
-    Of several that could, the one is missing that explains most of what is open.
-    """
+    """The ops that would make what others read, use what others leave, or stand on all ranks of their owner. Of several
+    that could, the one is missing that explains most of what is open."""
 
     def __init__(self, g: Graph) -> None:
         self.g, self.late = g, _late_writers(g)
@@ -529,11 +524,9 @@ def _averaged(g: Graph) -> Iterator[ZbcError]:
 
 
 def _redone(g: Graph) -> Iterator[ZbcError]:
-    """Before REDO come only kinds that may run twice, and both ends of their messages or none.
-
-    If the verdict differs from the assumed one, every rank drops the results of the ops before its REDO, waits for
-    their messages, and runs them again, messages and all. So the second run cannot deadlock where the first would not.
-    """
+    """Before REDO come only kinds that may run twice, and both ends of their messages or none. If the verdict differs
+    from the assumed one, every rank drops the results of the ops before its REDO, waits for their messages, and runs
+    them again, messages and all. So the second run cannot deadlock where the first would not."""
     if Kind.REDO not in g.layout.kinds:
         return
     redo = {g.rank(i): i for i, op in reversed([*enumerate(g.ops)]) if op.kind is Kind.REDO}

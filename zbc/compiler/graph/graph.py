@@ -259,10 +259,8 @@ class Read(NamedTuple):
 
 
 def reads(g: Graph) -> Iterator[Read]:
-    """Yields all reads of values that a node of the graph wrote, in the order of ops, by a second walk.
-
-    A RECV writes the value of its message, so the value is read from the message.
-    """
+    """Yields all reads of values that a node of the graph wrote, in the order of ops, by a second walk. A RECV writes
+    the value of its message, so the value is read from the message."""
     cells = [w or EMPTY for w in g.layout.fresh]  # 0: exists before the step
     refs = _refs(g)
     for i, r in enumerate(g.row_of):

@@ -19,10 +19,7 @@ SMALL = 1 << 17  # units that are always accepted
 
 def build(program: Program, rows: Rows | None = None) -> Graph:
     """The graph of any program, including one with mistakes. Raises E202 if the program claims far more microbatches
-    than it has ops for.
-
-    For steps without a flush: the graph of one step alone, with a flush.
-    """
+    than it has ops for. For steps without a flush: the graph of one step alone, with a flush."""
     cyclic = program if program.cyclic else None
     program = program if cyclic is None else repeated(program, 1)
     placement = program.placement

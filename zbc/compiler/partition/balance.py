@@ -62,10 +62,8 @@ class Loads:
         return max(self.of(points))
 
     def below(self, most: float, *, count: int, nodes: int) -> tuple[list[Points], bool]:
-        """Partitions whose busiest rank has less than `most`, lightest first; whether these are all there are.
-
-        Depth first, the largest stages first. Stops at more than `count` of them, or after `nodes` nodes.
-        """
+        """Partitions whose busiest rank has less than `most`, lightest first; whether these are all there are. Depth
+        first, the largest stages first. Stops at more than `count` of them, or after `nodes` nodes."""
         stages, n, left = len(self.sums), len(self.sums[0]) - 1, nodes
         partitions: list[tuple[float, Points]] = []
         loads, points = [0.0] * self.ranks, [0] * (stages + 1)
@@ -111,11 +109,9 @@ class Loads:
 
 
 def even(weights: Weights, placement: Placement, *, exact: bool = True) -> Points:
-    """Points with the least load of the busiest rank, then the most even ranks, then the most even stages.
-
-    The first is exact if `balance` suffices, if there are few partitions, or if the search ends; the other two for few
-    partitions, and for one stage per rank. Without `exact` there is no such search.
-    """
+    """Points with the least load of the busiest rank, then the most even ranks, then the most even stages. The first is
+    exact if `balance` suffices, if there are few partitions, or if the search ends; the other two for few partitions,
+    and for one stage per rank. Without `exact` there is no such search."""
     return _even(tuple(map(tuple, weights)), placement, exact)
 
 
@@ -148,11 +144,9 @@ def of_ranks(weights: Weights, placement: Placement) -> Loads:
 
 
 def balance(weights: Weights) -> Points:
-    """Points of the partition with the smallest largest stage, and of those the most even one.
-
-    Exact: the smallest largest stage by a dynamic programme over (stages, prefix), then the least sum of squares among
-    partitions that keep to it. No stage is empty.
-    """
+    """Points of the partition with the smallest largest stage, and of those the most even one. Exact: the smallest
+    largest stage by a dynamic programme over (stages, prefix), then the least sum of squares among partitions that keep
+    to it. No stage is empty."""
     parts, n = len(weights), len(weights[0])
     prefixes = [list(accumulate(stage, initial=0.0)) for stage in weights]
     bound = _smallest_largest(prefixes) * (1 + 1e-12) + 1e-12

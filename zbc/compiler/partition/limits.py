@@ -27,11 +27,9 @@ SLACK = 1e-6  # limits this close are equal, as in every comparison of memory
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The limit of each rank, and the costs that count it, as input of a search.
-
-    Limits in units and in bytes are one limit if units are shares of bytes. If they are not, the units count, and
-    `tighter` keeps to the bytes too, for orders that turn out to need more of them.
-    """
+    """The limit of each rank, and the costs that count it, as input of a search. Limits in units and in bytes are one
+    limit if units are shares of bytes. If they are not, the units count, and `tighter` keeps to the bytes too, for
+    orders that turn out to need more of them."""
 
     costs: Costs
     units: tuple[float, ...] | None
@@ -40,10 +38,8 @@ class Limit:
 
 
 def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True, own: float | None = None) -> Limit:
-    """The limit for one placement, with backward in two ops or (`split` false) in one; `own` units at most.
-
-    Raises E303 if `memory_limit` is below the need of a single microbatch.
-    """
+    """The limit for one placement, with backward in two ops or (`split` false) in one; `own` units at most. Raises E303
+    if `memory_limit` is below the need of a single microbatch."""
     p, (units, sizes) = placement.ranks, _limits(job, placement, costs, split)
     per_rank = _tightest(_each(units, p), _each(own, p))
     if sizes is None:
@@ -59,10 +55,8 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
 
 def room_of(job: Job, placement: Placement, costs: Costs, *, own: float | None = None) -> Limit:
-    """The limit of each rank if activations may move to the host: the least need of an order does not matter.
-
-    `own` units at most.
-    """
+    """The limit of each rank if activations may move to the host: the least need of an order does not matter. `own`
+    units at most."""
     p, (asked, most) = placement.ranks, asked_of(job)
     units = _tightest(_each(asked, p), _each(own, p))
     sizes = None if costs.bytes is None else _tightest(_each(most, p), _left(job, placement, costs, [0.0] * p))
@@ -139,10 +133,8 @@ def limits_of(job: Job, schedule: str, costs: Costs | None) -> Facts:
 
 
 def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float | None, tuple[float, ...] | None]:
-    """The job's limit of each rank, in units and in bytes of activations; None for no such limit, or none known.
-
-    Below the least need of any order, `hardware.memory_gib` allows that need: check_memory will report the shortage.
-    """
+    """The job's limit of each rank, in units and in bytes of activations; None for no such limit, or none known. Below
+    the least need of any order, `hardware.memory_gib` allows that need: check_memory will report the shortage."""
     (units, most), p = asked_of(job), placement.ranks
     if units is not None and max(needs := _least(placement, costs, split)) > units + 1e-6:
         raise _too_small(job, needs, units, None)
@@ -158,11 +150,9 @@ def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[
 def _both(
     costs: Costs, placement: Placement, units: Sequence[float], sizes: Sequence[float], split: bool
 ) -> tuple[Costs, tuple[float, ...]]:
-    """Costs whose units cover both `units` and bytes, and the bytes of a unit by rank.
-
-    A stage counts as the larger of its units and its bytes, as shares of its rank's limits. That may be too much for a
-    single microbatch; such ranks count units alone.
-    """
+    """Costs whose units cover both `units` and bytes, and the bytes of a unit by rank. A stage counts as the larger of
+    its units and its bytes, as shares of its rank's limits. That may be too much for a single microbatch; such ranks
+    count units alone."""
     ranks = range(placement.ranks)
     rates = [units[rank] / max(sizes[rank], 1.0) for rank in ranks]
 
@@ -201,9 +191,7 @@ def hopeless(job: Job, placement: Placement, costs: Costs) -> bool:
 
 def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], sizes: Sequence[float]) -> float:
     """The share by which ranks with these activations, in units and in bytes, exceed the limits; 0 or less: none does.
-
-    On the device, tensors in flight are not counted: they depend on the order.
-    """
+    On the device, tensors in flight are not counted: they depend on the order."""
     shares, (most, most_bytes) = [-1.0], asked_of(job)
     if most is not None:
         shares.append(max(units) / most - 1)
@@ -259,11 +247,8 @@ def _too_small(job: Job, needs: list[float], limit: float, unit: float | None) -
 
 def whole(limits: Sequence[float], needs: Sequence[float]) -> list[tuple[float, ...]]:
     """Limits rounded down to rungs if the ranks' needs allow, and all smaller such limits, largest first: a fixed grid,
-    so that more memory only ever adds candidates.
-
-    In activation units, up to 1F1B's peak (p); beyond, each doubling of the limit doubles the steps: 1/4 for up to 2
-    ranks, 1/2 for up to 5, else 1.
-    """
+    so that more memory only ever adds candidates. In activation units, up to 1F1B's peak (p); beyond, each doubling of
+    the limit doubles the steps: 1/4 for up to 2 ranks, 1/2 for up to 5, else 1."""
     p, found = len(limits), list[tuple[float, ...]]()
     rung = _floor(p, max(limits))
     while not found or any(limit > need for limit, need in zip(found[-1], needs, strict=True)):

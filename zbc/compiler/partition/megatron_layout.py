@@ -22,10 +22,8 @@ _TOKEN = re.compile(r"(?P<group>\((?P<inner>[^()]*)\)|[A-Za-z|])(?:\*(?P<times>\
 
 
 def loads(layout: str, where: str | None = None) -> tuple[int, ...]:
-    """The transformer layers of each stage; the embedding is in the first, the head in the last.
-
-    Raises E130 with the place in the string for an invalid layout or one that zbc cannot place.
-    """
+    """The transformer layers of each stage; the embedding is in the first, the head in the last. Raises E130 with the
+    place in the string for an invalid layout or one that zbc cannot place."""
     stages = "".join(_unrolled(layout, where)).split("|")
     for number, stage in enumerate(stages):
         unknown = next((letter for letter in stage if letter not in LETTERS), None)

@@ -31,10 +31,8 @@ T = TypeVar("T")
 
 def planned(setup: Setup, budget: float | None = None, *, beat: float = INF) -> Ordered:
     """`Setup.make`, or if activations may move and memory is limited, the best order that keeps to it by offloading.
-
     Orders that take `beat` ms without copies are skipped if there are others. If tensors in flight need more of the
-    device than was left for them, activations get that much less. Raises E303 if no order fits.
-    """
+    device than was left for them, activations get that much less. Raises E303 if no order fits."""
     units, device = setup.limit.units, setup.job.room
     if units is None or not moves(setup.job, setup.placement):
         return setup.make(budget, beat=beat)
@@ -102,10 +100,8 @@ def places(placement: Placement) -> list[int]:
 
 
 def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], beat: float) -> Ordered:
-    """Among orders brought down to `units` by offloading, the fastest that fits; else the one least too large.
-
-    Raises E303 if no order can.
-    """
+    """Among orders brought down to `units` by offloading, the fastest that fits; else the one least too large. Raises
+    E303 if no order can."""
     job, refused = setup.job, list[TooTight]()
     tried = list[tuple[float, float, Ordered]]()
 

@@ -252,11 +252,9 @@ class Setup:
         return tuple(map(max, least_of(self.placement, self.limit.costs), map(sub, self.limit.units, more)))
 
     def ordered(self, budget: float | None, *, group: int | None = None) -> Ordered:
-        """One order for its limit; `group` instead of the job's.
-
-        With vocabulary parallelism it is made for less than the limit, since collectives before the last stage's
-        backwards make it hold units longer; the difference is known only after weaving.
-        """
+        """One order for its limit; `group` instead of the job's. With vocabulary parallelism it is made for less than
+        the limit, since collectives before the last stage's backwards make it hold units longer; the difference is
+        known only after weaving."""
         units, extra = self.limit.units, [meetings(self.job)] * self.placement.ranks
         if not self.job.vocabulary:
             return self._ordered(units, budget, group)

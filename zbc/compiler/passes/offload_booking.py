@@ -62,10 +62,8 @@ def _rooms(count: int, *, duplex: bool) -> list[_Room]:
 
 
 def one_by_one(views: Sequence[View], limits: Sequence[float], lead: float, *, duplex: bool) -> list[Booked]:
-    """Chooses item by item in time, while the limit is exceeded.
-
-    A copy goes out as early and comes back as late as stream and link have room.
-    """
+    """Chooses item by item in time, while the limit is exceeded. A copy goes out as early and comes back as late as
+    stream and link have room."""
     rooms = _rooms(len(views), duplex=duplex)
     ranks = [_Chooser(*row, lead) for row in zip(views, limits, rooms, strict=True)]
     if len(ranks) == 1:

@@ -131,9 +131,7 @@ class _Hops:
 
     def place(self, rank: int, arrival: float, least: int, latest: float, *, own: bool = False) -> tuple[int, float]:
         """(the op after the insertion, its time) for a message that arrives at `arrival`: with slack, if there is time.
-
-        `own`: it is from this very rank, and needs no slack.
-        """
+        `own`: it is from this very rank, and needs no slack."""
         slack = 0.0 if own or (rank == 0 and least == 0) else SLACK * self._forward(rank)
         position = self._first(rank, arrival + slack, least)
         time = max(arrival, self._free(rank, position))

@@ -31,9 +31,7 @@ Unit = tuple[int, int]  # microbatch, slice
 @dataclass(frozen=True, slots=True)
 class Weave:
     """`sums` per unit, 1 or 2; up to `late` units keep their logits waiting for T; `quick`: only the given order.
-
-    `known`: the best blocks of a V placement by costs, `late` and room, which hardly differ between orders.
-    """
+    `known`: the best blocks of a V placement by costs, `late` and room, which hardly differ between orders."""
 
     name: ClassVar[str] = "weave"
     sums: int

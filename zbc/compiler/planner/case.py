@@ -41,10 +41,8 @@ NEAR = 64  # stages that give a layer to others, and stages that take one
 
 
 class Case:
-    """A schedule of a job with decided activations except for stages that may recompute.
-
-    Raises E1xx if it is impossible; with `roomy`, two pipes may exceed the limit that their schedule's name implies.
-    """
+    """A schedule of a job with decided activations except for stages that may recompute. Raises E1xx if it is
+    impossible; with `roomy`, two pipes may exceed the limit that their schedule's name implies."""
 
     def __init__(
         self, job: Job, table: Sequence[estimate.Layer], card: ScheduleCard, chunks: int | None, *, roomy: bool = False
@@ -203,9 +201,7 @@ class Case:
     @cached_property
     def starts(self) -> list[Choice]:
         """Choices even in time, in blocks, in memory, in time and memory; and recompute from the first stage to all.
-
-        None of them depends on the size of a limit, so with more memory no fewer fit.
-        """
+        None of them depends on the size of a limit, so with more memory no fewer fit."""
         if not self.free:
             return [self.start]
         choices = [self.start]
@@ -231,11 +227,8 @@ class Case:
 
     def _even_in_memory(self) -> Iterator[Choice]:
         """Choices even in activations times their number on a stage; on devices also in resident state; mixed with
-        time.
-
-        The number is known for hand-made schedules. A search holds one microbatch at least; as many as 1F1B is a guess,
-        and not worth proving the last layer's place optimal.
-        """
+        time. The number is known for hand-made schedules. A search holds one microbatch at least; as many as 1F1B is a
+        guess, and not worth proving the last layer's place optimal."""
         job, searched, flights = self.job, self.card.searched, [[1] * self.stages]
         if searched:
             flights.append([min(self.stages - s, job.schedule.microbatches) for s in range(self.stages)])
@@ -262,10 +255,7 @@ class Case:
     def neighbours(self, choice: Choice, fullest: int | None = None) -> list[Choice]:
         """A layer moved to another stage; another stage that recomputes, with the layers as they are and even again;
         with a `fullest` rank from its stages to others, and of its stages. Of more than `NEAR` stages, those of the
-        busiest ranks give, and those of the idlest take.
-
-        Sorted by the work of the busiest rank, least first.
-        """
+        busiest ranks give, and those of the idlest take. Sorted by the work of the busiest rank, least first."""
         work = self.loads(choice.recompute).of(choice.points)
         idlest = sorted(range(self.stages), key=lambda s: max(work[rank] for rank in self.placement.holders(s)))
         givers = sorted(idlest[-NEAR:]) if fullest is None else self.placement.stages_of(fullest)

@@ -72,9 +72,7 @@ def planned(
     budget: float | None = None,
 ) -> Ordered:
     """The best order among these schedules; searches take about `budget` seconds in all (None: the schedule's default).
-
-    Raises E1xx (impossible as requested) or E303 (memory_limit below the need of any order).
-    """
+    Raises E1xx (impossible as requested) or E303 (memory_limit below the need of any order)."""
     best, cases = _looked(job, table, list(cards))
     if best.ordered is None:
         _least_memory(best, cases)

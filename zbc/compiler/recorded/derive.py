@@ -193,10 +193,8 @@ class _Work:
         return profiles
 
     def _backward(self) -> tuple[dict[str, float], dict[str, float], dict[str, float] | None]:
-        """B, W and BW of each kind; the last None if neither the run nor the base has it.
-
-        A kind for which only one form ran, split or fused, has the other in proportion to it.
-        """
+        """B, W and BW of each kind; the last None if neither the run nor the base has it. A kind for which only one
+        form ran, split or fused, has the other in proportion to it."""
         b = {kind: layer.b for kind, layer in self.first.items()}
         w = {kind: layer.w for kind, layer in self.first.items()}
         bw = {kind: layer.bw for kind, layer in self.first.items()}
@@ -340,11 +338,9 @@ def _apart(alike: Sequence[str], stages: Sequence[int]) -> list[str]:
 
 
 def solve(prior: Mapping[str, float], counts: Counts, totals: Sequence[float | None]) -> dict[str, float]:
-    """The cost of each kind, from the total times of stages with `counts` layers of each (None: unknown).
-
-    A kind assumed to cost nothing keeps that if another kind in its stages can explain their time. Kinds in stages of
-    unknown time change by the overall factor of the others.
-    """
+    """The cost of each kind, from the total times of stages with `counts` layers of each (None: unknown). A kind
+    assumed to cost nothing keeps that if another kind in its stages can explain their time. Kinds in stages of unknown
+    time change by the overall factor of the others."""
     costs = {kind: float(ms) for kind, ms in prior.items()}
     rows = [(counted, total) for counted, total in zip(counts, totals, strict=True) if total is not None]
     for counted, total in rows:

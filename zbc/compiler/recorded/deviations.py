@@ -157,11 +157,9 @@ def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
 
 
 def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
-    """The ranks whose ops are slow compared with the others', the slowest first.
-
-    Ranks with the same stages, in other replicas of the pipeline or in the other pipe, are the basis of comparison if
-    they exist: stages that take longer than predicted do so on all of them.
-    """
+    """The ranks whose ops are slow compared with the others', the slowest first. Ranks with the same stages, in other
+    replicas of the pipeline or in the other pipe, are the basis of comparison if they exist: stages that take longer
+    than predicted do so on all of them."""
     spent, meant, holds = dict[int, float](), dict[int, float](), dict[int, set[int]]()
     for deviation in found:
         holds.setdefault(deviation.rank, set()).add(deviation.stage)

@@ -23,9 +23,7 @@ from zbc.topology import inner_of
 @dataclass(frozen=True, slots=True)
 class Replan:
     """ms of a step in steady state under measured times: in the present order, and as planned with these times.
-
-    `why_not` is the reason if there is no new plan.
-    """
+    `why_not` is the reason if there is no new plan."""
 
     present_ms: float
     planned_ms: float | None
@@ -47,10 +45,8 @@ def replan(
     *,
     whole: Manifest | None = None,
 ) -> Replan:
-    """Plan the job of a plan again with a profile, and compare both under it.
-
-    For a phase of a ramp the `whole` plan is planned again, and the same phase of it compared.
-    """
+    """Plan the job of a plan again with a profile, and compare both under it. For a phase of a ramp the `whole` plan is
+    planned again, and the same phase of it compared."""
     job = with_profile(manifest if whole is None else whole, profile)
     again = recall.costs_for(job, manifest)
     present = settled(Context(program, again))

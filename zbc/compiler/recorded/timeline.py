@@ -104,10 +104,8 @@ class Recording:
         return waited, delayed
 
     def path(self) -> list[int]:
-        """The critical path of every step, from its last op back, the last step first; ops count as in `leads`.
-
-        Before an op comes the one it waited for, if it waited, else the previous one of its rank.
-        """
+        """The critical path of every step, from its last op back, the last step first; ops count as in `leads`. Before
+        an op comes the one it waited for, if it waited, else the previous one of its rank."""
         chain, count = [], len(self.graph.ops)
         for number, step in reversed([*enumerate(self.steps)]):
             chain += [number * count + i for i in self._chain(number * count, self._timeline(step))]

@@ -17,12 +17,9 @@ LEAST_WAIT_NS = 20_000  # upper limit of a wait for something that has arrived
 
 
 class Arrival(NamedTuple):
-    """A tensor that a compute op took from another rank; ns on the clock of rank 0.
-
-    `sent` is the end of the op that made it, `posted` the time of its buffer, `there` the time its receiver went on
-    with it. If the receiver came late for it, `there` says nothing about the transfer: it is `awaited` if the receiver
-    waited for most of it.
-    """
+    """A tensor that a compute op took from another rank; ns on the clock of rank 0. `sent` is the end of the op that
+    made it, `posted` the time of its buffer, `there` the time its receiver went on with it. If the receiver came late
+    for it, `there` says nothing about the transfer: it is `awaited` if the receiver waited for most of it."""
 
     source: Op
     sender: int

@@ -67,11 +67,8 @@ def _aligned(left: Sequence[Op], right: Sequence[Op], stay: Sequence[Op]) -> Ite
 
 
 def kept(left: Sequence[Op], right: Sequence[Op]) -> list[Op]:
-    """A longest run of ops, not necessarily adjacent, in the same order on both sides.
-
-    The longest increasing run of places (patience sorting); an op that comes twice counts at its last place on the
-    left, once.
-    """
+    """A longest run of ops, not necessarily adjacent, in the same order on both sides. The longest increasing run of
+    places (patience sorting); an op that comes twice counts at its last place on the left, once."""
     at = {op: k for k, op in enumerate(left)}
     seen: set[Op] = set()
     tails: list[int] = []  # the smallest place that ends a run of each length

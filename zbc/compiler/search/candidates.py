@@ -53,11 +53,9 @@ class Candidate:
 
 
 class Bench:
-    """Evaluates candidates of one problem and keeps the best of each origin.
-
-    `spent` counts op visits; it depends only on the tried candidates, never on the clock. Once it reaches `most`, the
-    search has to stop; an annealing stops in the middle. `judge` tells ms of an order where more than its ops count.
-    """
+    """Evaluates candidates of one problem and keeps the best of each origin. `spent` counts op visits; it depends only
+    on the tried candidates, never on the clock. Once it reaches `most`, the search has to stop; an annealing stops in
+    the middle. `judge` tells ms of an order where more than its ops count."""
 
     KEEP, ROOTS = 8, 48
 

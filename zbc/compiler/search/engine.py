@@ -75,11 +75,9 @@ def _kernels() -> list[str]:
 
 @cache  # loading them takes longer than a small search
 def _compile() -> dict[str, Any]:
-    """The kernels jitted in a namespace of their own, so that they call one another compiled.
-
-    numba caches compiled code until a kernel's own file changes, with its callees linked in: so the cache name includes
-    a hash of the text of all of them. Without a folder to keep them in, each process compiles them.
-    """
+    """The kernels jitted in a namespace of their own, so that they call one another compiled. numba caches compiled
+    code until a kernel's own file changes, with its callees linked in: so the cache name includes a hash of the text of
+    all of them. Without a folder to keep them in, each process compiles them."""
     import numba
 
     kept = cache_folder()

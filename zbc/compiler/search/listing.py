@@ -33,10 +33,8 @@ WAIT, FORWARD, INPUT, WEIGHT = range(4)  # decisions of a rank: nothing yet, or 
 
 
 class Seats(NamedTuple):
-    """The stages of all ranks, rank by rank and in path order; rank r has the seats `first[r]` to `first[r + 1]`.
-
-    By seat: its stage, its number of units, and its first op of each family.
-    """
+    """The stages of all ranks, rank by rank and in path order; rank r has the seats `first[r]` to `first[r + 1]`. By
+    seat: its stage, its number of units, and its first op of each family."""
 
     first: Numbers
     stage: Numbers
@@ -71,10 +69,8 @@ def list_schedule(
     blank: tuple[Numbers, Numbers, Numbers, Numbers],
     order: Numbers,
 ) -> bool:
-    """Event-driven list scheduling under a memory limit; fills `order` rank by rank. False if it got stuck.
-
-    `room` are the units a rank may hold with an F; `blank` are zeros by op and by rank, whole ones by seat and by rank.
-    """
+    """Event-driven list scheduling under a memory limit; fills `order` rank by rank. False if it got stuck. `room` are
+    the units a rank may hold with an F; `blank` are zeros by op and by rank, whole ones by seat and by rank."""
     by_op, by_rank, seat_count, rank_count = blank
     first, rank, length, change, count, _, (feeds, reader, lag, after) = table
     seat_first, stage, units, forward, inputs, weight = seats

@@ -20,11 +20,9 @@ def following(state: int) -> int:
 def trace(
     table: Table, order: Numbers, position: Numbers, by_makespan: bool, end: Numbers, chain: Numbers, state: int
 ) -> tuple[int, int]:
-    """Fill `chain` with a gapless chain of ops back from the last op of a rank; returns its length and the state.
-
-    Half the time the rank is the one that sets the objective, else any. Instant ops that wait for one another would be
-    an endless chain: it is cut off at as many links as there are ops.
-    """
+    """Fill `chain` with a gapless chain of ops back from the last op of a rank; returns its length and the state. Half
+    the time the rank is the one that sets the objective, else any. Instant ops that wait for one another would be an
+    endless chain: it is cut off at as many links as there are ops."""
     first, length = table.first, table.length
     waits, source, lag, after = table.waits
     p = len(first) - 1

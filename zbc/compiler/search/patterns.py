@@ -44,10 +44,8 @@ WALKS = 4  # with the least rests, kept for each last tile
 
 
 def fitting(problem: Problem) -> list[AnyBlock]:
-    """The blocks whose steady state keeps to the limit on the first, middle and last rank, by descending memory.
-
-    For V placements of two chunks; else nothing.
-    """
+    """The blocks whose steady state keeps to the limit on the first, middle and last rank, by descending memory. For V
+    placements of two chunks; else nothing."""
     p = problem.p
     down, up = list(range(p)), list(range(p - 1, -1, -1))
     if problem.v != 2 or problem.rank != down + up or p < 2:
@@ -67,10 +65,8 @@ def fitting(problem: Problem) -> list[AnyBlock]:
 
 
 def in_flight(problem: Problem) -> list[AnyBlock]:
-    """The blocks whose F and B keep to the limit if each W followed its B; short walks first, the fullest first.
-
-    For slices in V placements of two chunks; else nothing.
-    """
+    """The blocks whose F and B keep to the limit if each W followed its B; short walks first, the fullest first. For
+    slices in V placements of two chunks; else nothing."""
     p = problem.p
     if problem.slices == 1 or problem.v != 2 or problem.rank != [*range(p), *reversed(range(p))] or p < 2:
         return []

@@ -132,11 +132,9 @@ def _spread(placement: Placement, m: int, costs: Costs, limits: Sequence[float],
 
 
 def in_units(placement: Placement, m: int, unit: int) -> list[Start]:
-    """Units of `unit` microbatches, dealt to the pipes in turn, two slots apart within a pipe.
-
-    With even p and two pipes, or one, a unit of p fills the slots of every rank without two ops in one, and the next
-    unit begins where its ops fit into the remaining slots.
-    """
+    """Units of `unit` microbatches, dealt to the pipes in turn, two slots apart within a pipe. With even p and two
+    pipes, or one, a unit of p fills the slots of every rank without two ops in one, and the next unit begins where its
+    ops fit into the remaining slots."""
     pipes, stages = len(placement.pipes), placement.stages
     period = max(2 * stages, 2 * stages * unit // placement.ranks)
     starts = []

@@ -48,10 +48,8 @@ def search(
     target: float = 0.0,
     judge: Judge | None = None,
 ) -> Candidate | None:
-    """The best order found for `problem`, or None if nothing fits. `target` is a lower bound at which to stop.
-
-    The steps of fewer `visits` of ops are a prefix of those of more.
-    """
+    """The best order found for `problem`, or None if nothing fits. `target` is a lower bound at which to stop. The
+    steps of fewer `visits` of ops are a prefix of those of more."""
     full = Bench(problem, engine, objective, judge)
     for origin, order in orders:
         full.order(order, origin)

@@ -36,10 +36,8 @@ def time_near(
     places: Numbers,
     times: Numbers,
 ) -> tuple[int, bool]:
-    """Times the places `low` to `high` after a move within them, as if nothing else changed.
-
-    Returns the number of times it changed, which it notes, and whether no op waits for a later one of its rank.
-    """
+    """Times the places `low` to `high` after a move within them, as if nothing else changed. Returns the number of
+    times it changed, which it notes, and whether no op waits for a later one of its rank."""
     r = rank[order[low]]
     time = end[low - 1] if low > lowest[low] else 0.0
     for k in range(low, high + 1):
@@ -97,11 +95,9 @@ def too_long(
 
 
 def time_far(i: int, j: int, changed: int, most: float, ops: Ops, course: Course, notes: Notes) -> tuple[int, bool]:
-    """Times all other places affected by the new times from i to j, after a move between them.
-
-    Returns as `time_near`, and counts on from `changed`. In the order of the old times, so that hardly any place is
-    timed twice. Ops in a cycle of waits get later and later, until one exceeds `most`.
-    """
+    """Times all other places affected by the new times from i to j, after a move between them. Returns as `time_near`,
+    and counts on from `changed`. In the order of the old times, so that hardly any place is timed twice. Ops in a cycle
+    of waits get later and later, until one exceeds `most`."""
     length, lowest, highest, waits, feeds = ops
     order, position, end, tail, queued = course
     places, times = notes
@@ -170,11 +166,9 @@ def take_back(changed: int, notes: Notes, end: Numbers) -> None:
 
 
 def tails(low: int, high: int, by_makespan: bool, ops: Ops, course: Course) -> int:
-    """Recomputes the tails affected by the order of places `low` to `high`; returns their number.
-
-    A tail is the longest path from the end of the op at a place to the end of a rank, less the time before the first op
-    of that rank if the span counts. In a cycle of ops tails would grow forever: then it stops.
-    """
+    """Recomputes the tails affected by the order of places `low` to `high`; returns their number. A tail is the longest
+    path from the end of the op at a place to the end of a rank, less the time before the first op of that rank if the
+    span counts. In a cycle of ops tails would grow forever: then it stops."""
     length, lowest, highest, waits, feeds = ops
     order, position, end, tail, queued = course
     waiting, source, _, after_wait = waits

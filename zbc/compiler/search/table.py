@@ -25,11 +25,8 @@ _ACROSS = {At.SOURCES: At.SINKS, At.SINKS: At.SOURCES}  # the two ends of an edg
 
 
 class SearchRow(NamedTuple):
-    """The ops of one kind, stage and pipe: `ms` each, and `change` of the rank's activation units.
-
-    If slices of a microbatch differ, one value for each slice, in the order of the row; of unequal microbatches one for
-    each unit.
-    """
+    """The ops of one kind, stage and pipe: `ms` each, and `change` of the rank's activation units. If slices of a
+    microbatch differ, one value for each slice, in the order of the row; of unequal microbatches one for each unit."""
 
     kind: Kind
     stage: int
@@ -70,10 +67,8 @@ class _Link(NamedTuple):
 
 
 class Rows:
-    """Rows numbered one after another, and their dependencies.
-
-    `lag(a, b, pipe)` are the ms from stage a to stage b, of any unit or of each.
-    """
+    """Rows numbered one after another, and their dependencies. `lag(a, b, pipe)` are the ms from stage a to stage b, of
+    any unit or of each."""
 
     def __init__(
         self, placement: Placement, rows: Sequence[SearchRow], lag: Callable[[int, int, int], Lag], slices: int = 1
@@ -151,10 +146,8 @@ class Rows:
                 yield _Link(self.number[maker, row.stage, row.pipe], turned=across)
 
     def _awaited(self, k: int) -> Iterator[_Link]:
-        """Yields rows at the other end of the edges that a row reads from, except rows implied by its rank's order.
-
-        At the loss the path of a microbatch turns: there the backward waits for its own stage's forward.
-        """
+        """Yields rows at the other end of the edges that a row reads from, except rows implied by its rank's order. At
+        the loss the path of a microbatch turns: there the backward waits for its own stage's forward."""
         row = self.rows[k]
         for ref in row.kind.row.reads:
             if ref.at not in _ACROSS:

@@ -18,10 +18,8 @@ def locate(order: Numbers, position: Numbers) -> None:
 
 
 def run(table: Table, order: Numbers, position: Numbers, begin: Numbers, end: Numbers) -> bool:
-    """Times `order`, rank r not before `begin[r]`: fills `end` by place; returns whether all ops ran.
-
-    Runs each rank until its next op waits for one that has not run, then a rank whose awaited result exists.
-    """
+    """Times `order`, rank r not before `begin[r]`: fills `end` by place; returns whether all ops ran. Runs each rank
+    until its next op waits for one that has not run, then a rank whose awaited result exists."""
     first, rank, length = table.first, table.rank, table.length
     waits, source, lag, after = table.waits
     for place in range(len(order)):
@@ -108,11 +106,8 @@ def steps(table: Table, order: Numbers, end: Numbers) -> tuple[float, float, flo
 
 
 def period(table: Table, order: Numbers, position: Numbers, begin: Numbers, end: Numbers, most: int) -> float:
-    """ms of a step when steps follow one another without a barrier, as in `simulate.steady_state`.
-
-    For an order that does not block; overwrites `begin` and `end`. At most `most` steps, fewer once all ranks take
-    equally long.
-    """
+    """ms of a step when steps follow one another without a barrier, as in `simulate.steady_state`. For an order that
+    does not block; overwrites `begin` and `end`. At most `most` steps, fewer once all ranks take equally long."""
     first = table.first
     longest = 0.0
     for _ in range(most):

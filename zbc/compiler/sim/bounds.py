@@ -41,11 +41,9 @@ class Bounds:
 
 
 def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None = None) -> Bounds:
-    """Bounds for m microbatches with at most `limit` activation units per rank (one for all, or one each).
-
-    With several pipes, the best distribution of the microbatches among them counts; see bounds_mirrored.py. A rank
-    without a stage bounds nothing.
-    """
+    """Bounds for m microbatches with at most `limit` activation units per rank (one for all, or one each). With several
+    pipes, the best distribution of the microbatches among them counts; see bounds_mirrored.py. A rank without a stage
+    bounds nothing."""
     if "s" in costs.ms:
         plain = replace(costs, ms={name: ms for name, ms in costs.ms.items() if name not in ("s", "t", "i", "e")})
         return _with_words(bounds(placement, plain, m, limit), placement, costs, m)
@@ -77,10 +75,8 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
 
 def _branched(placement: Placement, costs: Costs, least: Costs, m: int) -> tuple[float, float]:
     """Makespan and span in ms for a graph of stages, under any limit; no op or transfer takes less than in `least`.
-
     Before its first backward a microbatch takes the longest path to the loss and back, while the rank can run forwards
-    only. After its last backward the longest path back to the data and one W are left.
-    """
+    only. After its last backward the longest path back to the data and one W are left."""
     f, b, w = map(least.column, ("f", "b", "w"))
     links = least.lags(0)
     down = longest(placement, f, links, placement.sources)  # to the end of F of each stage, from the data

@@ -38,10 +38,8 @@ class Links:
 
 
 def by_time(graph: Graph, end: Sequence[float], *, posted: bool) -> Iterator[int]:
-    """Yields all nodes that take time, by their earliest start; reads `end` of a node after yielding it.
-
-    With `posted`, messages wait for their buffer.
-    """
+    """Yields all nodes that take time, by their earliest start; reads `end` of a node after yielding it. With `posted`,
+    messages wait for their buffer."""
     needs = {i: needs_of(graph, i, posted=posted) for i in graph.ran[0]}
     nodes, heap = (
         TopologicalSorter({i: [k for k in mine if k >= 0] for i, mine in needs.items()}),

@@ -60,11 +60,9 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of every node of a graph, in ms; for an event, of the time it is going on.
-
-    `closing`: ops that close a step ahead of the barrier take their time and count among the ops of their rank.
-    Otherwise only ops that compute count, as papers compare them; closing a step then takes no time.
-    """
+    """Start and end of every node of a graph, in ms; for an event, of the time it is going on. `closing`: ops that
+    close a step ahead of the barrier take their time and count among the ops of their rank. Otherwise only ops that
+    compute count, as papers compare them; closing a step then takes no time."""
 
     graph: Graph
     start: list[float]
@@ -227,10 +225,8 @@ def either_transfer(graph: Graph, costs: Costs) -> Transfers:
 
 
 def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]:
-    """ms of every node: of ops that take a rank's time, of messages and of the other events.
-
-    Without `closing`, ops that close a step take no time, and no rank waits for the numbers that ranks agree with.
-    """
+    """ms of every node: of ops that take a rank's time, of messages and of the other events. Without `closing`, ops
+    that close a step take no time, and no rank waits for the numbers that ranks agree with."""
     per_row = []  # of each part
     for row in graph.rows:
         counts = row.row.cost and (closing or not row.row.closes)

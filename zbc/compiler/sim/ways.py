@@ -13,10 +13,8 @@ ROOM = 1e-6  # limits are compared with this slack everywhere
 
 
 class Way:
-    """Least times between ops of one microbatch of a pipe, by prefix sums along its path.
-
-    `f`, `b` and `w` are ms per stage, `kept` and `left` activation units.
-    """
+    """Least times between ops of one microbatch of a pipe, by prefix sums along its path. `f`, `b` and `w` are ms per
+    stage, `kept` and `left` activation units."""
 
     def __init__(self, placement: Placement, costs: Costs, pipe: int = 0) -> None:
         self.placement = placement
@@ -62,9 +60,7 @@ def longest(
     placement: Placement, ms: Sequence[float], links: Mapping[Edge, float], reads: Callable[[int], tuple[int, ...]]
 ) -> list[float]:
     """For each stage the longest path that ends with it: `ms` of its stages and `links` of the edges between them.
-
-    `reads` are the stages before it: `placement.sources` for paths from the data, `placement.sinks` from the loss.
-    """
+    `reads` are the stages before it: `placement.sources` for paths from the data, `placement.sinks` from the loss."""
     found: dict[int, float] = {}
     while len(found) < placement.stages:
         for s in range(placement.stages):

@@ -179,11 +179,9 @@ def advise(
     done: Callable[[str, float], None] = lambda text, share: None,
     first: Callable[[Row], None] = lambda row: None,
 ) -> Advice:
-    """The best rows for a document with a world and a batch but no shapes, schedule and shards.
-
-    `done` is called with the current activity and its progress, `first` with the first row of a large step, before it
-    is compared. Raises E1xx, and E301 if nothing fits, with the least too large variant.
-    """
+    """The best rows for a document with a world and a batch but no shapes, schedule and shards. `done` is called with
+    the current activity and its progress, `first` with the first row of a large step, before it is compared. Raises
+    E1xx, and E301 if nothing fits, with the least too large variant."""
     state = state_of(document)
     every = [*_shapes(document)]
     if not any(shape.why is None for shape, _ in every):

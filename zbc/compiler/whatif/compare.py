@@ -146,10 +146,8 @@ def _split(text: str) -> list[str]:
 
 
 def compare(plan: Planner, wanted: Iterable[Candidate], done: Callable[[], None] = lambda: None) -> list[ComparedPlan]:
-    """A row for each combination: world by world, the least time per sequence first, unplanned ones last.
-
-    Calls `done` after each row. If all rows fail with one and the same problem, raises it.
-    """
+    """A row for each combination: world by world, the least time per sequence first, unplanned ones last. Calls `done`
+    after each row. If all rows fail with one and the same problem, raises it."""
     rows = []
     for schedule, settings in wanted:
         rows.append(plan(schedule, settings))
@@ -209,11 +207,9 @@ def _undominated(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The source of all rows of a comparison: a job file or plan directory with `overrides`.
-
-    `profile` is the file of measured costs to plan with, instead of the job's; searched orders take about `budget`
-    seconds (None: the schedule's default).
-    """
+    """The source of all rows of a comparison: a job file or plan directory with `overrides`. `profile` is the file of
+    measured costs to plan with, instead of the job's; searched orders take about `budget` seconds (None: the schedule's
+    default)."""
 
     path: Path
     overrides: tuple[str, ...] = ()

@@ -104,9 +104,7 @@ class Sweep:
 
     def hidden(self, behind: Candidate, leader: Candidate, low: float, high: float) -> float | None:
         """A value in between at which a candidate that is slower at both ends is ahead, as far as the middle can tell.
-
-        Nothing is planned if that is impossible: times grow with the swept number, or shrink with it.
-        """
+        Nothing is planned if that is impossible: times grow with the swept number, or shrink with it."""
         least = min(self.ms(behind, low), self.ms(behind, high))
         if high - low <= CLOSE * abs(high) or not least < max(self.ms(leader, low), self.ms(leader, high)):
             return None
@@ -116,11 +114,9 @@ class Sweep:
         return middle
 
     def level(self, before: Candidate, after: Candidate, low: float, high: float, *, leading: bool) -> Crossing:
-        """The value at which `after`, slower at `low`, overtakes `before`, slower at `high`.
-
-        Intervals are halved by ratio while they are wide, then cut where a straight line between the ends is level (the
-        times of one order are piecewise linear), and in the middle if that did not help.
-        """
+        """The value at which `after`, slower at `low`, overtakes `before`, slower at `high`. Intervals are halved by
+        ratio while they are wide, then cut where a straight line between the ends is level (the times of one order are
+        piecewise linear), and in the middle if that did not help."""
         ends = [self._lead(before, after, value) for value in (low, high)]
         halve = False
         for _ in range(CUTS):

@@ -107,10 +107,8 @@ def _median(steps: Sequence[float], slow: Sequence[int], rank: int) -> float:
 
 
 def _trials(noise: Noise, ranks: int, *, barrier: bool) -> Iterator[tuple[int, bool]]:
-    """The slow rank of each step, -1 for none, and whether the step counts.
-
-    Without a barrier a rank stays slow for its share of the steps, after some in which the new pace settles.
-    """
+    """The slow rank of each step, -1 for none, and whether the step counts. Without a barrier a rank stays slow for its
+    share of the steps, after some in which the new pace settles."""
     if barrier:
         yield from ((trial % ranks if noise.straggler else -1, True) for trial in range(noise.trials))
         return

@@ -79,10 +79,8 @@ def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
 
 def chain(timeline: Timeline, rank: int, begin: float = 0.0) -> Iterator[int]:
     """Yields the nodes of the critical path that ends `rank`'s step, from the last one back to `begin` ms: ops, and
-    between them messages and collectives.
-
-    Each node is preceded by the one it waited for: the node before it on its rank, else its last dependency.
-    """
+    between them messages and collectives. Each node is preceded by the one it waited for: the node before it on its
+    rank, else its last dependency."""
     graph, marks = timeline.graph, set(timeline.graph.marks)
     node = _last(timeline, rank)
     while node >= 0 and timeline.start[node] >= begin - SAME:
