@@ -143,17 +143,10 @@ def parse_line(text: str) -> tuple[Op, int | None]:
         raise _not_an_op(text)
     stage, mb, part, up, pipe, arrow, peer = match.group("stage", "mb", "slice", "up", "pipe", "arrow", "peer")
     count, owner = match["count"], match["owner"]
-    wants_stage, wants_mb = _PRINTS[kind]
-    if owner is not None and not kind.stage_wide:
-        raise _not_an_op(text)
-    if (stage is not None or owner is not None) != wants_stage or (mb is not None) != wants_mb:
-        raise _not_an_op(text)
-    if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):
-        raise _not_an_op(text)
     share, way, end = match["share"], match["way"], match["other"]
-    if share is not None and not kind.makes_part:
-        raise _not_an_op(text)
-    if way is not None and not (kind.is_send if way == "to" else kind.is_recv):
+    wrong = owner is not None and not kind.stage_wide, share is not None and not kind.makes_part
+    ways = {"to": kind.is_send, ">": kind.is_send, "from": kind.is_recv, "<": kind.is_recv, None: True}
+    if any(wrong) or not (ways[way] and ways[arrow]):
         raise _not_an_op(text)
     op = Op(
         kind,

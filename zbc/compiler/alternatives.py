@@ -11,7 +11,7 @@ from zbc.compiler.check.memory import RECOMPUTE, asked_of, check_memory, fullest
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.deciding import chunked
-from zbc.compiler.order import glance, order
+from zbc.compiler.order import glance, order, under
 from zbc.compiler.partition.setup import Ordered
 from zbc.compiler.reading import job_of
 from zbc.compiler.schedules import SCHEDULES
@@ -61,17 +61,15 @@ def _fitting(job: Job, failed: str, until: Until, left: list[str]) -> Iterator[t
     """Yields ms of a step and the order of every other schedule that keeps to the job's limits, those without a search
     first; predicted, not proven. `left` gets the ones there is no time for."""
     jobs = [(one, estimate.layers(one)) for one in (job, chunked(job)) if one is not None]
-    for name, card in sorted(SCHEDULES.items(), key=lambda entry: entry[1].searched):
+    for name in sorted(SCHEDULES, key=lambda name: SCHEDULES[name].searched):
         if name == failed:
             continue
         if until.over():
             left.append(name)
             continue
-        chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
-        changed = job.schedule.model_copy(update={"kind": name, "chunks": chunks})
         for one, table in jobs:  # whole logits first, as plans have them
             with suppress(ZbcError):
-                found = glance(replace(one, schedule=changed), table)
+                found = glance(under(one, name), table)
                 if found is not None:
                     yield found.step_ms(one), found
                     break

@@ -20,7 +20,7 @@ from zbc.compiler.partition.setup import Ordered, finished, lowering_of, moves, 
 from zbc.compiler.partition.userpass import refuse_what_is_no_op
 from zbc.compiler.planner.planner import entrants, planned
 from zbc.compiler.planner.planner import glance as looked
-from zbc.compiler.schedules import AUTO, Request, ScheduleCard, find, replicated
+from zbc.compiler.schedules import AUTO, SCHEDULES, Request, ScheduleCard, find, replicated
 from zbc.compiler.schedules.branched import branched
 from zbc.errors import ZbcError, raise_all
 from zbc.interop.sheet_check import check_sheet
@@ -50,6 +50,12 @@ def glance(job: Job, table: Sequence[estimate.Layer]) -> Ordered | None:
         found = order(job, table)
         return None if excess(job, found.memory, found.costs) > 0 else found
     return looked(job, table, _cards(job))
+
+
+def under(job: Job, name: str) -> Job:
+    """The job under another schedule, without a ramp; with its own chunks, if the schedule may have them."""
+    chunks = job.schedule.chunks if SCHEDULES[name].allows(job.schedule.chunks) else None
+    return replace(job, schedule=job.schedule.model_copy(update={"kind": name, "chunks": chunks, "ramp": []}))
 
 
 def _cards(job: Job) -> list[tuple[ScheduleCard, int | None]]:

@@ -47,9 +47,8 @@ def anneal(
     EVEN of the mean span. Stops early at `target` and after `most` op visits. Returns the op visits. `worse` is WORSE.
     """
     size = len(order)
-    first, rank, length, change, _, (waits, source, lag, after), (feeds, reader, late, beyond) = table
-    lowest, highest, (beside, fence, _, next_fence) = fences
-    ops = (length, lowest, highest, table.waits, table.feeds)
+    first, rank, length, change, _, _, _ = table
+    ops = (length, rank, fences.lowest, fences.highest, table.waits, table.feeds)
     position, chain, places = rank.copy(), rank.copy(), rank.copy()
     end, trial, tail = length.copy(), length.copy(), length.copy()
     held, times = length.copy(), length.copy()
@@ -99,7 +98,7 @@ def anneal(
             state = following(state)
             i = (state >> 8) % size
         state = following(state)
-        j, state = destination(i, lowest, highest, beside, fence, next_fence, order, position, state)
+        j, state = destination(i, fences, order, position, state)
         if i == j or not fits(i, j, limit[rank[order[i]]], order, change, held):
             continue
         work += PLACE_VISITS * (abs(i - j) + 1)
@@ -107,13 +106,9 @@ def anneal(
         allowed = current + heat * worse[(state >> 8) % DRAWS]
         shift_op(order, position, i, j)
         low, high = min(i, j), max(i, j)
-        changed, fine = time_near(
-            low, high, length, rank, lowest, waits, source, lag, after, order, position, end, places, times
-        )
+        changed, fine = time_near(low, high, ops, course, notes)
         enough = allowed - EVEN * mean + EPS
-        fine = fine and not too_long(
-            low, high, enough, length, rank, highest, feeds, reader, late, beyond, order, position, end, tail
-        )
+        fine = fine and not too_long(low, high, enough, ops, course)
         if fine:
             near = changed
             changed, fine = time_far(i, j, near, enough, ops, course, notes)

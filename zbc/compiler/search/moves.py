@@ -7,7 +7,7 @@ numbers come from `following`, so that compiled and plain runs draw the same.
 from __future__ import annotations
 
 from zbc.compiler.search.listing import EPS, ROOM
-from zbc.compiler.search.table import Numbers, Table
+from zbc.compiler.search.table import Fences, Numbers, Table
 
 REACH = 12  # places a move spans at most
 
@@ -64,18 +64,9 @@ def trace(
     return links, state
 
 
-def destination(
-    i: int,
-    lowest: Numbers,
-    highest: Numbers,
-    fences: Numbers,
-    fence: Numbers,
-    after: Numbers,
-    order: Numbers,
-    position: Numbers,
-    state: int,
-) -> tuple[int, int]:
+def destination(i: int, fences: Fences, order: Numbers, position: Numbers, state: int) -> tuple[int, int]:
     """The destination of the op at place i: near places are likelier; `i` itself if fences leave no other."""
+    lowest, highest, (beside, fence, _, after) = fences
     state = following(state)
     shift = 1
     draw = state >> 8
@@ -83,7 +74,7 @@ def destination(
         shift += 1
         draw >>= 2
     state = following(state)
-    edge = fences[order[i]]
+    edge = beside[order[i]]
     if (state >> 16) & 1:
         j = i - shift
         if j < lowest[i]:

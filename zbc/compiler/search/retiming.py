@@ -15,29 +15,16 @@ CYCLE = 100  # computations per tail, on average, that indicate a cycle
 # whether it is queued for timing, 0 or 1.
 Course = tuple[Numbers, Numbers, Numbers, Numbers, Numbers]
 Notes = tuple[Numbers, Numbers]  # places whose end a move has changed, and the old ends
-# (length, lowest, highest, waits, feeds), see table.py. Kernels called for every move take columns one by one:
-# unpacking a tuple costs about as much as such a call.
-Ops = tuple[Numbers, Numbers, Numbers, Links, Links]
+# (length, rank, lowest, highest, waits, feeds), see table.py.
+Ops = tuple[Numbers, Numbers, Numbers, Numbers, Links, Links]
 
 
-def time_near(
-    low: int,
-    high: int,
-    length: Numbers,
-    rank: Numbers,
-    lowest: Numbers,
-    waits: Numbers,
-    source: Numbers,
-    lag: Numbers,
-    after: Numbers,
-    order: Numbers,
-    position: Numbers,
-    end: Numbers,
-    places: Numbers,
-    times: Numbers,
-) -> tuple[int, bool]:
+def time_near(low: int, high: int, ops: Ops, course: Course, notes: Notes) -> tuple[int, bool]:
     """Times the places `low` to `high` after a move within them, as if nothing else changed. Returns the number of
     times it changed, which it notes, and whether no op waits for a later one of its rank."""
+    length, rank, lowest, _, (waits, source, lag, after), _ = ops
+    order, position, end, _, _ = course
+    places, times = notes
     r = rank[order[low]]
     time = end[low - 1] if low > lowest[low] else 0.0
     for k in range(low, high + 1):
@@ -59,23 +46,10 @@ def time_near(
     return high - low + 1, True
 
 
-def too_long(
-    low: int,
-    high: int,
-    most: float,
-    length: Numbers,
-    rank: Numbers,
-    highest: Numbers,
-    feeds: Numbers,
-    reader: Numbers,
-    lag: Numbers,
-    after: Numbers,
-    order: Numbers,
-    position: Numbers,
-    end: Numbers,
-    tail: Numbers,
-) -> bool:
+def too_long(low: int, high: int, most: float, ops: Ops, course: Course) -> bool:
     """Whether the step takes more than `most`, by the new times of `low` to `high` and the tails of other places."""
+    length, rank, _, highest, _, (feeds, reader, lag, after) = ops
+    order, position, end, tail, _ = course
     r = rank[order[low]]
     behind = length[order[high + 1]] + tail[high + 1] if high < highest[high] else tail[high]
     for k in range(high, low - 1, -1):
@@ -98,7 +72,7 @@ def time_far(i: int, j: int, changed: int, most: float, ops: Ops, course: Course
     """Times all other places affected by the new times from i to j, after a move between them. Returns as `time_near`,
     and counts on from `changed`. In the order of the old times, so that hardly any place is timed twice. Ops in a cycle
     of waits get later and later, until one exceeds `most`."""
-    length, lowest, highest, waits, feeds = ops
+    length, _, lowest, highest, waits, feeds = ops
     order, position, end, tail, queued = course
     places, times = notes
     waiting, source, lag, after_wait = waits
@@ -169,7 +143,7 @@ def tails(low: int, high: int, by_makespan: bool, ops: Ops, course: Course) -> i
     """Recomputes the tails affected by the order of places `low` to `high`; returns their number. A tail is the longest
     path from the end of the op at a place to the end of a rank, less the time before the first op of that rank if the
     span counts. In a cycle of ops tails would grow forever: then it stops."""
-    length, lowest, highest, waits, feeds = ops
+    length, _, lowest, highest, waits, feeds = ops
     order, position, end, tail, queued = course
     waiting, source, _, after_wait = waits
     feeding, reader, lag, after = feeds

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zbc.compiler.check.memory import excess
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.deciding import shareable
-from zbc.compiler.order import glance
+from zbc.compiler.order import glance, under
 from zbc.compiler.partition.moving import planned
 from zbc.compiler.partition.setup import Ordered
 from zbc.compiler.planner.case import Case
@@ -29,6 +29,7 @@ NEAR = 0.03  # of a step, within which that may make it faster
 HARDLY = 0.05  # of the memory of the fullest rank, below which recompute saves too little
 WORTH = 0.01  # of a step, below which a faster schedule is not reported
 HEAVY = 1.0  # blocks, from which on an output layer is worth sharing
+ENDLESS = Until(math.inf)
 FEW = 500  # F, B and W up to which each partition is tried with it; above, that took longer than the plan itself
 
 
@@ -47,10 +48,9 @@ class Others(NamedTuple):
     faster: Other | None
 
 
-def others(compiled: Compiled, until: Until | None = None) -> Others:
+def others(compiled: Compiled, until: Until = ENDLESS) -> Others:
     """1F1B, and the fastest of a few schedules if it is clearly faster, by the fastest search, as many as there is time
     for."""
-    until = until or Until(math.inf)
     job, schedule = compiled.job, compiled.job.schedule
     named = is_name(schedule.kind)
     if named and compiled.schedule == BASELINE:
@@ -68,14 +68,14 @@ def others(compiled: Compiled, until: Until | None = None) -> Others:
     return Others(base, best if best is not None and best.ms < own * (1 - WORTH) else None)
 
 
-def kept(compiled: Compiled, until: Until | None = None) -> Other | None:
+def kept(compiled: Compiled, until: Until = ENDLESS) -> Other | None:
     """The same schedule without recompute, if clearly faster with hardly more memory: with recompute B runs a forward
     again, and leaves F's activations for a later W anyway. None if not so, or not known at once."""
-    job, schedule = compiled.job, compiled.job.schedule
+    job = compiled.job
     again = {stage.stage for stage in compiled.report.cut.stages if stage.recompute}
-    if not compiled.program.split & again or not is_name(schedule.kind):
+    if not compiled.program.split & again or not is_name(job.schedule.kind):
         return None
-    if until is not None and until.over(compiled.report.compile_seconds):
+    if until.over(compiled.report.compile_seconds):
         return None
     plain = replace(job, memory=job.memory.model_copy(update={"activations": "keep"}))
     plan = quick(plain, compiled.schedule, every=True)
@@ -92,12 +92,9 @@ def speedup(base: Other | None, ms: float) -> float | None:
 def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
     """None if impossible, too large, or if only a search could tell whether it fits. For a searched schedule one
     partition is tried, or `every` one that a comparison starts from."""
-    card = SCHEDULES[name]
-    chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
-    changes: dict[str, Any] = {"kind": name, "chunks": chunks, "ramp": []}
-    variant = replace(job, schedule=job.schedule.model_copy(update=changes))
+    variant = under(job, name)
     try:
-        made = _ordered(variant, card, chunks, every=every)
+        made = _ordered(variant, SCHEDULES[name], every=every)
         if made is None or excess(variant, made.memory, made.costs) > 0:
             return None
         held = None if made.costs.bytes is None else max(rank.bytes for rank in made.memory)
@@ -106,11 +103,11 @@ def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
         return None
 
 
-def _ordered(job: Job, card: ScheduleCard, chunks: int | None, *, every: bool) -> Ordered | None:
+def _ordered(job: Job, card: ScheduleCard, *, every: bool) -> Ordered | None:
     table = estimate.layers(job)
     if every or not card.searched or job.model.graph:
         return glance(job, table)
-    case = Case(job, table, card, chunks)
+    case = Case(job, table, card, job.schedule.chunks)
     choice = next(filter(case.may_fit, case.starts), None)
     return None if choice is None else planned(case.setup(choice), 0.0)
 
@@ -132,21 +129,18 @@ class Sharing(NamedTuple):
         return self.ms < ms * (1 - WORTH)
 
 
-def sharing(compiled: Compiled, until: Until | None = None) -> Sharing | None:
+def sharing(compiled: Compiled, until: Until = ENDLESS) -> Sharing | None:
     """None if the output layer is light, cannot be shared, or the comparison takes a search, or longer than the
     remaining time."""
     job, schedule = compiled.job, compiled.job.schedule
-    named = is_name(schedule.kind)
     ops = 3 * compiled.program.placement.stages * schedule.microbatches * job.slices
-    if not named or ops > LARGE or not (job.vocabulary or shareable(job)):
+    if not is_name(schedule.kind) or ops > LARGE or not (job.vocabulary or shareable(job)):
         return None
     table = estimate.layers(job.with_vocabulary("ends"))
     blocks = table[1:-1]
     mean = sum(layer.f + layer.bw for layer in blocks) / len(blocks) if blocks else 0.0
     head = (table[-1].f + table[-1].bw) / mean if mean else 0.0
-    if head < HEAVY:
-        return None
-    if until is not None and until.over(compiled.report.compile_seconds):
+    if head < HEAVY or until.over(compiled.report.compile_seconds):
         return None
     variant = job.with_vocabulary("ends" if job.vocabulary else "shared")
     plan = quick(variant, compiled.schedule, every=ops <= FEW)

@@ -21,6 +21,7 @@ from zbc.ir import Placement, forward
 from zbc.job.spec import Job, parse_limit
 
 SAME = 1e-9
+ENDLESS = Until(math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +146,8 @@ def _full(compiled: Compiled) -> bool:
     return excess(compiled.job, more, costs) > SAME
 
 
-def what_ifs(compiled: Compiled, until: Until | None = None) -> Iterator[WhatIf]:
+def what_ifs(compiled: Compiled, until: Until = ENDLESS) -> Iterator[WhatIf]:
     """Yields changed jobs, planned like the job itself with the fast tier of the search, as long as there is time."""
-    until = until or Until(math.inf)
     if until.over(2 * compiled.report.compile_seconds):  # of the job itself and one other
         return
     now = _fast(compiled.job)
