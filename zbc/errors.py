@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 EXIT_BUG = 1
@@ -151,3 +152,14 @@ def raise_all(errors: Iterable[ZbcError]) -> None:
         raise problems[0]
     if problems:
         raise Problems(problems)
+
+
+def raise_found(problems: Iterable[ZbcError]) -> None:
+    """Raise the problems of a check: nothing, the only one, or the first eight and the number of the others."""
+    rest = iter(problems)
+    shown = list(islice(rest, 8))
+    count = sum(1 for _ in rest)
+    if count:
+        last = shown[-1]
+        last.details = (*last.details, f"and {count} more problem{'s' if count > 1 else ''}")
+    raise_all(shown)

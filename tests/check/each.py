@@ -2,8 +2,8 @@
 
 from zbc.compiler.check.deadlock import deadlock_problems
 from zbc.compiler.check.faults import message_faults, op_faults
-from zbc.compiler.check.found import raise_found
 from zbc.compiler.graph import build
+from zbc.errors import raise_found
 
 
 def check_complete(program):

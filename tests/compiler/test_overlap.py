@@ -25,8 +25,8 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.sim.beside import shared, sums_of
 from zbc.compiler.sim.bounds import bounds
-from zbc.compiler.sim.shared import shared, sums_of
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement

@@ -203,7 +203,7 @@ def test_times_and_tails_after_every_move_are_those_of_the_whole_order(by_makesp
     def checked(first, by_makespan, ops, course, begin):
         nonlocal moved
         count = update(first, by_makespan, ops, course, begin)
-        (length, lowest, highest, _, (head, reader, lag, after)), (order, position, end, tail, _) = ops, course
+        (length, _, lowest, highest, _, (head, reader, lag, after)), (order, position, end, tail, _) = ops, course
         whole, wanted = [0.0] * len(order), {}
         assert timing.run(table, order, position, [0.0] * len(begin), whole) and end == whole
         for k in sorted(range(len(order)), key=lambda k: (end[k], table.rank[order[k]], k), reverse=True):

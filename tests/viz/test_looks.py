@@ -14,7 +14,7 @@ from tests.viz.drawing import both_ways, whole
 from tests.viz.drawing import drawn as schedule
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.sim.shared import shared
+from zbc.compiler.sim.beside import shared
 from zbc.compiler.sim.simulate import simulate, steady_state
 from zbc.ir import Kind, Op, Placement
 from zbc.viz import perfetto, svg, terminal

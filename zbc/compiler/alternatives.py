@@ -15,7 +15,7 @@ from zbc.compiler.order import glance, order, under
 from zbc.compiler.partition.setup import Ordered
 from zbc.compiler.reading import job_of
 from zbc.compiler.schedules import SCHEDULES
-from zbc.errors import Problems, ZbcError
+from zbc.errors import ZbcError
 from zbc.host.until import Until
 from zbc.job import spec, toml
 from zbc.job.spec import Job
@@ -37,15 +37,14 @@ def added(error: ZbcError, compiled: Compiled, budget: float | None, until: Unti
         most = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
         details.append(f"= not asked for lack of time (a larger --budget): {most}")
     last = error.errors[-1]
-    hint = last.hint
     if last.code == "E301" and compiled.job.rooms is not None:
         worst = compiled.memory[fullest_device(compiled.job.rooms, compiled.memory)]
         helping = (way for way in ways(compiled.job, worst) if _helps(compiled, way))
-        hint = hint_of(compiled.job, worst, [*islice(helping, 2)])
+        last.hint = hint_of(compiled.job, worst, [*islice(helping, 2)])
         if not until.over(compiled.report.compile_seconds):
-            hint = _enough(compiled, hint, budget)
-    extended = ZbcError(last.code, last.message, where=last.where, hint=hint, details=[*last.details, *details])
-    return extended if len(error.errors) == 1 else Problems([*error.errors[:-1], extended])
+            last.hint = _enough(compiled, last.hint, budget)
+    last.details = (*last.details, *details)
+    return error
 
 
 def _need(other: Ordered, job: Job, error: ZbcError) -> str:

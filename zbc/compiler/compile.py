@@ -9,7 +9,6 @@ from dataclasses import replace
 from zbc.compiler import alternatives, ramps
 from zbc.compiler.check import check_forward, check_graph
 from zbc.compiler.check.asked import missing_problems
-from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import check_host, check_memory
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import estimate
@@ -20,8 +19,8 @@ from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered, over_of
 from zbc.compiler.report import report
 from zbc.compiler.steps import settled, with_barrier, without_barrier
-from zbc.errors import ZbcError
-from zbc.exact.proving import proven
+from zbc.errors import ZbcError, raise_found
+from zbc.exact.solve import proven
 from zbc.host.until import Until
 from zbc.ir import Program
 from zbc.job.cuts import cuts_of
@@ -34,7 +33,7 @@ ASKING = 10.0  # least CPU seconds for testing whether other schedules would fit
 def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None, exact: float | None = None) -> Compiled:
     """Plan a job: schedule, complete, prove, predict; and its ramp, on the same stages.
 
-    `exact`: seconds for a proof that the order is optimal, or for a shorter one (`proving`); not for the ramp.
+    `exact`: seconds for a proof that the order is optimal, or for a shorter one (`proven`); not for the ramp.
 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
     `suggest`, with the schedules that would).

@@ -78,10 +78,6 @@ class Lowering:
             group=job.schedule.group,
         )
 
-    def passes(self, *, sharded: bool = False) -> list[Pass]:
-        """Every pass, in order; `sharded`: for a program whose weights or optimizer are sharded."""
-        return [*self.first, *self._last(sharded=sharded)]
-
     def lower(self, context: Context) -> Context:
         """Run every pass in order: a complete plan from a compute-only schedule."""
         return self.finish(self.begin(context))
@@ -98,7 +94,7 @@ class Lowering:
     def states(self, context: Context) -> Iterator[tuple[str, Program]]:
         """Yields the schedule's program and each pass's result, with the name of its maker."""
         yield context.program.history[0], context.program
-        for one in self.passes(sharded=context.program.sharded):
+        for one in (*self.first, *self._last(sharded=context.program.sharded)):
             context = _through([one], context)
             yield one.name, context.program
 

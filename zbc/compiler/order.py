@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from zbc.compiler.check.faults import op_faults
-from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import excess
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import refuse_slices
@@ -18,11 +17,10 @@ from zbc.compiler.partition.limits import bounds_of, limit_of
 from zbc.compiler.partition.moving import moving
 from zbc.compiler.partition.setup import Ordered, finished, lowering_of, moves, refusals, start_of, with_recompute
 from zbc.compiler.partition.userpass import refuse_what_is_no_op
-from zbc.compiler.planner.planner import entrants, planned
-from zbc.compiler.planner.planner import glance as looked
+from zbc.compiler.planner.planner import entrants, looked, planned
 from zbc.compiler.schedules import AUTO, SCHEDULES, Request, ScheduleCard, find, replicated
 from zbc.compiler.schedules.branched import branched
-from zbc.errors import ZbcError, raise_all
+from zbc.errors import ZbcError, raise_all, raise_found
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
 from zbc.ir import Placement, Program
@@ -49,7 +47,7 @@ def glance(job: Job, table: Sequence[estimate.Layer]) -> Ordered | None:
     if not is_name(job.schedule.kind) or job.model.graph:
         found = order(job, table)
         return None if excess(job, found.memory, found.costs) > 0 else found
-    return looked(job, table, _cards(job))
+    return looked(job, table, _cards(job))[0].ordered
 
 
 def under(job: Job, name: str) -> Job:

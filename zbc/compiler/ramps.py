@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from zbc.compiler.check import check_graph
-from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.check.orders import order_problems
 from zbc.compiler.compiled import Compiled, RampStart
 from zbc.compiler.graph import build
 from zbc.compiler.partition.setup import as_ordered
 from zbc.compiler.passes.reduce_grads import reduced_as
-from zbc.errors import ZbcError
-from zbc.ir import Program
+from zbc.errors import ZbcError, raise_found
 from zbc.job.rules import asked_again
 from zbc.job.spec import Job
 
@@ -30,17 +28,14 @@ def with_counts(compiled: Compiled, plan: Callable[[Job], Compiled]) -> Compiled
             _same_stages(found[count], compiled, count, ("data", "balance"))
             check_memory(compiled.job, found[count].memory, found[count].costs)
     if not compiled.program.one_sided:
-        found = {count: _summed_as(one, found[most].program) for count, one in found.items()}
+        for count, one in found.items():
+            program = reduced_as(one.program, found[most].program)
+            if program is not one.program:
+                check_graph(build(program))
+                found[count] = replace(one, program=program)
     plans = dict(sorted(found.items()))
     raise_found(order_problems([one.program for one in plans.values()]))
     return replace(plans.pop(own), ramp=tuple(RampStart(one, 0) for one in plans.values()))
-
-
-def _summed_as(compiled: Compiled, other: Program) -> Compiled:
-    program = reduced_as(compiled.program, other)
-    if program is not compiled.program:
-        check_graph(build(program))
-    return replace(compiled, program=program)
 
 
 def starts(compiled: Compiled, plan: Callable[[Job], Compiled]) -> Iterator[RampStart]:
@@ -50,18 +45,13 @@ def starts(compiled: Compiled, plan: Callable[[Job], Compiled]) -> Iterator[Ramp
         try:
             found = plan(_with_count(compiled, phase.microbatches))
         except ZbcError as error:
-            raise _of_phase(error, job, number) from None
+            if error.hint is not None and "schedule.microbatches" in error.hint:  # an entry has its own number of these
+                named = f"microbatches of entry {number} of schedule.ramp"
+                error.hint = error.hint.replace("schedule.microbatches", named)
+                error.where = job.where(*where, number, "microbatches")
+            raise
         _same_stages(found, compiled, phase.microbatches, where)
         yield RampStart(found, phase.length(job.schedule.microbatch_size * job.parallel.dp))
-
-
-def _of_phase(error: ZbcError, job: Job, number: int) -> ZbcError:
-    """The error of a plan for an entry of the ramp, which has its own number of microbatches."""
-    if error.hint is None or "schedule.microbatches" not in error.hint:
-        return error
-    hint = error.hint.replace("schedule.microbatches", f"microbatches of entry {number} of schedule.ramp")
-    where = job.where("schedule", "ramp", number, "microbatches")
-    return ZbcError(error.code, error.message, where=where, hint=hint, details=error.details)
 
 
 def _with_count(compiled: Compiled, count: int) -> Job:

@@ -63,12 +63,9 @@ def _said(values: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
     """The values that differ from a section's defaults: rules ask for the values that the job itself has set."""
     fields = section.model_fields.items()
     plain = {key: info.get_default(call_default_factory=True, validated_data={}) for key, info in fields}
-    as_json = json.loads(json.dumps(plain, default=_dumped))
+    dumped = json.dumps(plain, default=lambda it: it.model_dump(mode="json") if isinstance(it, BaseModel) else None)
+    as_json = json.loads(dumped)  # None: a field without a default
     return {key: value for key, value in values.items() if value is not None and value != as_json.get(key)}
-
-
-def _dumped(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else None  # a field without a default
 
 
 def costs_of(manifest: Manifest) -> Costs:

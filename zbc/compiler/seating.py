@@ -38,13 +38,11 @@ def transfers(job: Job) -> list[list[float]]:
     size = max((layer.size.result for layer in estimate.layers(job)), default=0.0) or _NOMINAL
     machine, world = Machine.of(job), range(job.parallel.pp * job.parallel.dp)
     count = job.parallel.width
-    return [
-        [
-            0.0 if a == b else max(machine.between(a * count + at, b * count + at).ms(size) for at in range(count))
-            for b in world
-        ]
-        for a in world
-    ]
+
+    def ms(a: int, b: int) -> float:
+        return 0.0 if a == b else max(machine.between(a * count + at, b * count + at).ms(size) for at in range(count))
+
+    return [[ms(a, b) for b in world] for a in world]
 
 
 def _with(job: Job, ranks: tuple[int, ...]) -> Job:

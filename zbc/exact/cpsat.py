@@ -74,10 +74,6 @@ class CpModel:
         kind, s, _ = self.what[op]
         return self.whole.times[kind][s]
 
-    def _stages(self, rank: int) -> Sequence[int]:
-        """In path order."""
-        return self.problem.stages[rank]
-
     def _variable(self, op: int, hint: int, most: int) -> Any:
         """The start of an op, between the rank's begin and the latest end that is as good as the first order."""
         kind, s, unit = self.what[op]
@@ -88,7 +84,7 @@ class CpModel:
             last = most if self.by_makespan else (head or 0) + most
         variable = self.model.new_int_var(head or 0, last, "")
         self.model.add_hint(variable, hint)
-        if head is not None and kind == F and unit == 0 and s == self._stages(self.problem.rank[s])[0]:
+        if head is not None and kind == F and unit == 0 and s == self.problem.stages[self.problem.rank[s]][0]:
             self.model.add(variable == head)
         return variable
 
@@ -112,7 +108,7 @@ class CpModel:
 
     def _rank(self, rank: int) -> None:
         """Constraints of a rank: one op at a time, within the memory limit."""
-        stages = self._stages(rank)
+        stages = self.problem.stages[rank]
         ops = [self.base[kind][s] + i for kind in (F, B, W) for s in stages for i in range(self.m)]
         intervals = [self.model.new_fixed_size_interval_var(self.start[op], self._length(op), "") for op in ops]
         self.model.add_no_overlap(intervals)
@@ -127,7 +123,7 @@ class CpModel:
     def _memory(self, rank: int, ops: Sequence[int], before: _Before) -> None:
         """Constraints: after each op that takes memory, the memory of all ops so far is within the limit."""
         keep_b, keep_w, limit = self.whole.keep_b, self.whole.keep_w, self.whole.limit[rank]
-        if self.m * sum(max(keep_b[s], keep_w[s]) for s in self._stages(rank)) <= limit:
+        if self.m * sum(max(keep_b[s], keep_w[s]) for s in self.problem.stages[rank]) <= limit:
             return
         change = {}
         for op in ops:
@@ -141,7 +137,7 @@ class CpModel:
     def _minimise(self, least: int, most: int) -> None:
         cost = self.model.new_int_var(least, most, "")
         for r in range(self.problem.p):
-            stages = self._stages(r)
+            stages = self.problem.stages[r]
             begin = 0 if self.by_makespan else self.start[self.base[F][stages[0]]]
             for s in stages:
                 last = self.base[W][s] + self.m - 1

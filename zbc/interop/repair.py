@@ -16,13 +16,12 @@ from heapq import heappop, heappush
 from random import Random
 
 from zbc.compiler.check import check_all
-from zbc.compiler.check.found import raise_found
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.report.difference import kept
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.sim.simulate import simulate
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, raise_found
 from zbc.ir import Kind, Op, Program
 from zbc.ops import At, round_trip
 

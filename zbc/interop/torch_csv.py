@@ -22,8 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zbc.compiler.check.found import raise_found
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, raise_found
 from zbc.host.contents import contents
 from zbc.interop import refused
 from zbc.ir import Kind, Op, Placement, Program

@@ -499,11 +499,9 @@ def read(run: Path, phase: str | None = None) -> Trace:
         trace = _unfrozen(trace)
     if not trace.steps:
         raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=RECORD)
-    return _of_lengths(trace) if trace.tokens else trace
-
-
-def _of_lengths(trace: Trace) -> Trace:
-    """The trace with the plan for microbatches as long as those that ran."""
+    if not trace.tokens:
+        return trace
+    # The plan for microbatches as long as those that ran.
     manifest = trace.plan.manifest
     schedule = {**manifest.planning["schedule"], "tokens": list(trace.tokens)}
     ran = manifest.model_copy(update={"planning": {**manifest.planning, "schedule": schedule}})

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.ledger import over_time
 from zbc.compiler.recorded.timeline import Recording
-from zbc.compiler.sim.shared import Shared, shared
+from zbc.compiler.sim.beside import Shared, shared
 from zbc.compiler.sim.simulate import Timeline, run
 from zbc.compiler.steps import consecutive, in_a_row
 from zbc.ir import COPY, Kind, Op, Program
@@ -66,11 +66,12 @@ class Strip:
 
     def sums(self, rank: int) -> Iterator[DrawnOp]:
         """The collectives of a rank, which overlap with its compute ops; their ids are -1."""
-        begin = self.begin
-        for timeline in self.steps:
-            for collective in timeline.sums:
-                if rank in collective.ranks:
-                    yield DrawnOp(-1, collective.op, collective.start - begin, collective.end - begin)
+        return (piece for ranks, piece in self._sums if rank in ranks)
+
+    @cached_property
+    def _sums(self) -> list[tuple[tuple[int, ...], DrawnOp]]:
+        begin, every = self.begin, (one for timeline in self.steps for one in timeline.sums)
+        return [(one.ranks, DrawnOp(-1, one.op, one.start - begin, one.end - begin)) for one in every]
 
     def row(self, rank: int) -> Iterator[DrawnOp]:
         """The compute ops of a rank, a BW as its B and W where these are drawn apart, and its collectives as far as
@@ -119,20 +120,12 @@ class Strip:
     @property
     def collectives(self) -> set[Kind]:
         """The kinds of collectives that take time, except those per microbatch: see `meetings`."""
-        kinds = {
-            collective.op.kind
-            for timeline in self.steps
-            for collective in timeline.sums
-            if collective.end > collective.start
-        }
+        kinds = {piece.op.kind for _, piece in self._sums if piece.end > piece.start}
         return {kind for kind in kinds if not kind.unit_wide}
 
     def meetings(self) -> Iterator[DrawnOp]:
         """The all-reduces of a vocabulary-parallel output layer; ids are -1."""
-        for timeline in self.steps:
-            for collective in timeline.sums:
-                if any(ref.what == "turn" for ref in collective.op.kind.row.writes):
-                    yield DrawnOp(-1, collective.op, collective.start - self.begin, collective.end - self.begin)
+        return (piece for _, piece in self._sums if any(ref.what == "turn" for ref in piece.op.kind.row.writes))
 
     def sources(self) -> Iterator[int]:
         """For each op id, the id of the op that made its input, -1 for none."""

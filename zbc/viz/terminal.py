@@ -61,7 +61,9 @@ def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
         panel, grids = _panel(plan, view, window, [tail.ljust(width) for tail in plan_tails], exactly=several)
         words = wrap(verdict(plan.strip.steps[0], bubbles=view.bubbles).split("; "), view.width, between="; ")
         notes = [Text(note) for note in [*words, *_steps(plan.strip, view), *_unseen(grids, view)]]
-        lines += [Text(_title(plan, view.width, named=several)), *panel]
+        text = plan.heading(several=several)  # cut to the width of the picture: plan names are paths
+        text = text if len(text) <= view.width else f"...{text[len(text) - view.width + 3 :]}"
+        lines += [Text(text), *panel]
         lines += [*notes, Text()] if several else [Text(), *legend, *notes]
     slots = ["by slot: columns in order of starts", "widths are not times"] if view.by == "slot" else []
     return Text("\n").join([*lines, *(legend if several else []), *map(Text, wrap(slots, view.width))])
@@ -116,12 +118,6 @@ def _ranks(strip: Strip, view: View) -> tuple[int, ...]:
     return view.ranks if view.ranks is not None else tuple(range(strip.ranks))
 
 
-def _title(one: Drawn, width: int, *, named: bool) -> str:
-    """The title, cut to the width of the picture: plan names are paths."""
-    text = one.heading(several=named)
-    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
-
-
 def _steps(strip: Strip, view: View) -> list[str]:
     """The time of several consecutive steps, and of the last one."""
     if len(strip.steps) == 1:
@@ -157,10 +153,8 @@ def _row(program: Program, grid: CellGrid, rank: int, first: int, stop: int, cel
 def _copies(strip: Strip, rank: int, grid: CellGrid) -> Text:
     """The offloads and reloads of a rank, below its row."""
     cells = [Text(" ")] * grid.columns
-    begin, step = grid.edges[0], (grid.edges[-1] - grid.edges[0]) / grid.columns
     for piece in strip.copies(rank):
-        first, stop = round((piece.start - begin) / step), round((piece.end - begin) / step)
-        for cell in range(max(0, first), min(grid.columns, max(stop, first + 1))):
+        for cell in _covered(grid, piece.start, piece.end, least=1):
             cells[cell] = Text(letter(piece.op), _style(piece.op))
     return Text.assemble(*cells)
 
@@ -168,12 +162,16 @@ def _copies(strip: Strip, rank: int, grid: CellGrid) -> Text:
 def _shared(one: Drawn, rank: int, grid: CellGrid) -> str:
     """Sums of tensor-parallel ranks, below the ops that hide them; `!` in cells with a sum that the rank waits for."""
     cells = [" "] * grid.columns
-    begin, step = grid.edges[0], (grid.edges[-1] - grid.edges[0]) / grid.columns
     for piece in one.strip.shared(rank, one.costs):
-        first, stop = round((piece.start - begin) / step), round((piece.end - begin) / step)
-        for cell in range(max(0, first), min(grid.columns, stop)):
+        for cell in _covered(grid, piece.start, piece.end):
             cells[cell] = "-" if piece.hidden and cells[cell] != "!" else "!"
     return "".join(cells)
+
+
+def _covered(grid: CellGrid, start: float, end: float, least: int = 0) -> range:
+    begin, step = grid.edges[0], (grid.edges[-1] - grid.edges[0]) / grid.columns
+    first, stop = round((start - begin) / step), round((end - begin) / step)
+    return range(max(0, first), min(grid.columns, max(stop, first + least)))
 
 
 def _style(op: Op) -> str:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from zbc.compiler.check.deadlock import deadlock_problems
 from zbc.compiler.check.device import Survival, survival
 from zbc.compiler.check.faults import message_faults, op_faults
-from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.versions import check_steps
 from zbc.compiler.graph import Graph, build
+from zbc.errors import raise_found
 from zbc.ir import Program
 from zbc.plan.forward import forward_of
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zbc.compiler import recall
-from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import check_host, check_memory
 from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.passes.freeze import frozen_by_stage, trained, within
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, raise_found
 from zbc.excludes import FLUSHLESS
 from zbc.ir import WHOLE, Kind, Program
 from zbc.job.spec import Job

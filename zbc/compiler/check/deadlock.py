@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.compiler.check import names
-from zbc.compiler.check.found import SHOWN
 from zbc.compiler.graph import Graph, happens, run
 from zbc.errors import ZbcError
 
-LONGEST = 12  # shown lines of a cycle
+LONGEST, SHOWN = 12, 8  # shown lines of a cycle, and of ops that never run in none
 
 
 def deadlock_problems(g: Graph, *, blocking_sends: bool = False) -> Iterator[ZbcError]:

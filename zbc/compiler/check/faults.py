@@ -33,7 +33,8 @@ def op_faults(g: Graph) -> Iterator[ZbcError]:
     yield from _groups(g)
     yield from (_place(g, i, code) for i, code in g.lost if code == "E205")
     yield from [*_weights(g)] or _numbers(g)
-    yield from _order(g, sorted({*g.late, *_late_reads(g), *found.early}))
+    late = ((op, j) for (op, cell), j in found.late.items() if not _comes_and_goes(g, cell))  # E208 covers weights
+    yield from _order(g, sorted({*g.late, *late, *found.early}))
     yield from _averaged(g)
     yield from _redone(g)
 
@@ -267,7 +268,7 @@ class _Missing:
                 homes[op.mb].setdefault(op.pipe, i)
         for mb, found in enumerate(homes):
             if len(found) != 1:
-                self.found.append(_nowhere(mb) if not found else _divided(g, mb, found))
+                self.found.append(_divided(g, mb, found))
         for stage, counts in enumerate(made):
             for unit in (unit for unit, count in enumerate(counts) if not count):
                 for pipe in homes[unit // layout.slices]:
@@ -381,11 +382,10 @@ def _bare(g: Graph, need: _Need) -> ZbcError:
     return ZbcError("E202", f"program: {who} {text}", where=g.where(max(need.seen, 0)), hint="drop it, or plan again")
 
 
-def _nowhere(mb: int) -> ZbcError:
-    return ZbcError("E202", f"program: microbatch {mb} never runs", hint=f"add F s0 m{mb} and what follows it")
-
-
 def _divided(g: Graph, mb: int, pipes: dict[int, int]) -> ZbcError:
+    if not pipes:
+        text = f"program: microbatch {mb} never runs"
+        return ZbcError("E202", text, hint=f"add F s0 m{mb} and what follows it")
     text = f"program: microbatch {mb} runs in {len(pipes)} pipes"
     ops = [f"pipe {pipe}: {g.text(i)}" for pipe, i in sorted(pipes.items())]
     return ZbcError("E202", text, details=ops, hint="drop its ops in all pipes but one")
@@ -407,11 +407,6 @@ def _before(g: Graph, early: int, late: int) -> ZbcError:
     text = f"program: {g.ops[early]} comes before {g.ops[late]}, which it needs"
     hint = f"move step {g.place(late)[1]} before step {g.place(early)[1]}"
     return ZbcError("E206", text, details=[g.text(early), g.text(late)], hint=hint)
-
-
-def _late_reads(g: Graph) -> Iterator[tuple[int, int]]:
-    """Yields (op, a later op on its rank that writes the cell it finds empty). E208 covers weights."""
-    yield from ((op, late) for (op, cell), late in _late_writers(g).items() if not _comes_and_goes(g, cell))
 
 
 def _late_writers(g: Graph) -> dict[tuple[int, int], int]:

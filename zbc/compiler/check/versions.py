@@ -18,10 +18,9 @@ from dataclasses import replace
 
 from zbc.compiler.check.deadlock import deadlock_problems
 from zbc.compiler.check.faults import message_faults, op_faults
-from zbc.compiler.check.found import raise_found
 from zbc.compiler.graph import build, of_steps
 from zbc.compiler.graph.graph import run
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, raise_found
 from zbc.ir import NEXT, Kind, Op, Program
 from zbc.ops import Scope, home_of, owner_text
 

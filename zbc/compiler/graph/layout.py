@@ -104,7 +104,11 @@ class Layout:
         self.shares = {stage: replicas * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
         self.shares[WORDS] = program.vocabulary > 0 and replicas > 1
         self.shares |= {e: program.shared(Op(MAKER["total"], e)) for e in map(experts_of, range(self.stages))}
-        self.shares[TIED] = program.tied and (replicas > 1 or len(self.holding(TIED)) > 1 or self._reduces(TIED))
+        self.shares[TIED] = program.tied and (
+            replicas > 1
+            or len(self.holding(TIED)) > 1
+            or any(op[:2] == (MAKER["total"], TIED) for ops in program.ranks for op in ops)
+        )
         # Whether these ranks each step a part of it, if weights are sharded.
         self.deals = {s: there and program.shared(Op(MAKER["weights"], s)) for s, there in self.shares.items()}
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
@@ -176,9 +180,6 @@ class Layout:
     def holding(self, owner: int) -> list[int]:
         """The ranks that hold weights of an owner."""
         return sorted(self.program.members(Op(MAKER["total"], owner)))
-
-    def _reduces(self, owner: int) -> bool:
-        return any(op[0] is MAKER["total"] and op[1] == owner for ops in self.program.ranks for op in ops)
 
     def owners(self, rank: int) -> list[int]:
         """The owners of gradients on a rank."""

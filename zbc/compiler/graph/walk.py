@@ -84,7 +84,10 @@ class _Walk:
                 g.parties[x] = 1  # no transfer op carries it
         self.layout.settle()
         g.mixed = list(self._disorder())
-        self._absent()
+        for event, ops in g.met.items():  # collectives that a member never comes to wait forever
+            op = g.ops[ops[0]]
+            if op.kind.is_collective and not g.program.apart(op):
+                g.parties[event - self.n] += not members(g.program, *op[:2]) <= {g.rank(i) for i in ops}
         if self.layout.explicit:
             every = {r: row.every for r, row in enumerate(g.rows) if row.every}
             found = [(i, every[r]) for i, r in enumerate(g.row_of) if r in every] if every else []
@@ -282,11 +285,3 @@ class _Walk:
                 yield Mixed(channel, k, sends[k], receives[k])
                 for event in a[k:]:
                     g.parties[event - n] += 1
-
-    def _absent(self) -> None:
-        """Lets collectives that a member never comes to wait forever."""
-        g = self.g
-        for event, ops in g.met.items():
-            op = g.ops[ops[0]]
-            if op.kind.is_collective and not g.program.apart(op):
-                g.parties[event - self.n] += not members(g.program, *op[:2]) <= {g.rank(i) for i in ops}

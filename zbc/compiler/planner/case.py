@@ -173,14 +173,10 @@ class Case:
         """The work of ranks for a microbatch, or for one in each pipe."""
         return of_ranks(self.times(recompute), self.placement)
 
-    @property
-    def _additive(self) -> bool:
-        """Whether a stage costs the sum of its layers; it need not if times were given for stages or ranks."""
-        return self.job.costs.f is None or self.job.costs.per == "layer"
-
     def below(self, step: float, most: int) -> list[Choice] | None:
         """All choices that may take less than `step` ms, if there are at most `most`; else None."""
-        if 2 ** len(self.optional) > SUBSETS or not self._additive:
+        additive = self.job.costs.f is None or self.job.costs.per == "layer"  # times of stages or ranks need not be
+        if 2 ** len(self.optional) > SUBSETS or not additive:
             return None
         m, choices = self.job.schedule.microbatches / len(self.placement.pipes), list[Choice]()
         bound = step / (m * (1 - self.job.costs.overlap)) if self.job.costs.overlap < 1 else float("inf")
@@ -265,12 +261,12 @@ class Case:
         for stage in sorted({*self.optional} & {*givers}):
             toggled = choice.recompute ^ {stage}
             choices += [Choice(choice.points, toggled), *([self.even(toggled)] if self.movable else [])]
+
+        def weight(loads: Sequence[float]) -> tuple[float, float]:
+            return round(max(loads), 9), sum(load * load for load in loads)
+
         loads = {recompute: self.loads(recompute) for recompute in {near.recompute for near in choices}}
-        return sorted(dict.fromkeys(choices), key=lambda near: _weight(loads[near.recompute].of(near.points)))
-
-
-def _weight(loads: Sequence[float]) -> tuple[float, float]:
-    return round(max(loads), 9), sum(load * load for load in loads)
+        return sorted(dict.fromkeys(choices), key=lambda near: weight(loads[near.recompute].of(near.points)))
 
 
 def _mixed(times: Weights, memory: Weights) -> list[list[float]]:

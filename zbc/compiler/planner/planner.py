@@ -12,7 +12,7 @@ small one has no other moves, so that with more memory, which lets more variants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -68,12 +68,12 @@ def woven(job: Job, card: ScheduleCard) -> Iterator[Job]:
 def planned(
     job: Job,
     table: Sequence[estimate.Layer],
-    cards: Iterable[tuple[ScheduleCard, int | None]],
+    cards: Sequence[tuple[ScheduleCard, int | None]],
     budget: float | None = None,
 ) -> Ordered:
     """The best order among these schedules; searches take about `budget` seconds in all (None: the schedule's default).
     Raises E1xx (impossible as requested) or E303 (memory_limit below the need of any order)."""
-    best, cases = _looked(job, table, list(cards))
+    best, cases = looked(job, table, cards)
     if best.ordered is None:
         _least_memory(best, cases)
     else:
@@ -94,13 +94,6 @@ def planned(
         raise _with_recompute(error, cases) from None
 
 
-def glance(
-    job: Job, table: Sequence[estimate.Layer], cards: Iterable[tuple[ScheduleCard, int | None]]
-) -> Ordered | None:
-    """The best order that fits, found by looks only; None if none fits. Raises E1xx as `planned`."""
-    return _looked(job, table, list(cards))[0].ordered
-
-
 def faster(job: Job, table: Sequence[estimate.Layer], names: Container[str], step: float) -> list[str]:
     """Those of these schedules that take less than `step` ms by looks only, the fastest first."""
     best, cases = Best(job, table), list[Case]()
@@ -115,9 +108,10 @@ def faster(job: Job, table: Sequence[estimate.Layer], names: Container[str], ste
     return [*dict.fromkeys(case.card.name for case, _ in best.ranked(step))]
 
 
-def _looked(
+def looked(
     job: Job, table: Sequence[estimate.Layer], cards: Sequence[tuple[ScheduleCard, int | None]]
 ) -> tuple[Best, list[Case]]:
+    """The best order found by looks only, if any fits, and all cases. Raises E1xx as `planned`."""
     best = Best(job, table)
     cases = list(_cases(best, cards))
     best.compiled = len(cards) > 1 or len(cases) > MANY

@@ -21,7 +21,7 @@ from itertools import islice
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.view import Arrival, RecordedStep
-from zbc.compiler.sim.copies import copied
+from zbc.compiler.sim.beside import copied
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
 from zbc.ir import Op, Program, groups

@@ -16,8 +16,8 @@ from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
 from zbc.compiler.recorded.times import times_of
 from zbc.compiler.recorded.view import RecordedStep, typical
+from zbc.compiler.sim.beside import Copying, copied
 from zbc.compiler.sim.context import Context
-from zbc.compiler.sim.copies import Copying, copied
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import settled
 from zbc.ir import Op

@@ -18,9 +18,8 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory import host
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.search.engine import engine_name
+from zbc.compiler.sim.beside import Copying, copied, sums_of
 from zbc.compiler.sim.bounds import Bounds
-from zbc.compiler.sim.copies import Copying, copied
-from zbc.compiler.sim.shared import sums_of
 from zbc.compiler.sim.simulate import Timeline, run, steady_state
 from zbc.ir import Op, Program, forward
 from zbc.job.sections import Memory

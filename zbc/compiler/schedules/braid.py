@@ -34,7 +34,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.phases import ANY, Group, Leg, Step, emitted, marked
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.schedules.searched import found
-from zbc.compiler.sim.simulate import simulate
+from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 
@@ -57,13 +57,8 @@ def braid_v(request: Request) -> Program:
         with contextlib.suppress(ZbcError):  # E303: its limit is in units, and uneven stages may need more
             made.append(found("v-auto", Placement.vshape, replace(request, costs=costs, memory_limit=2 * p - 0.5)))
     if len(made) > 1:
-        made.sort(key=lambda program: round(_cost(program, costs, request.objective), 9))
+        made.sort(key=lambda program: round(Context(program, costs).step_ms(request.objective), 9))
     return replace(made[0], history=("braid-v",))
-
-
-def _cost(program: Program, costs: Costs, objective: str) -> float:
-    timeline = simulate(program, costs)
-    return timeline.makespan if objective == "makespan" else timeline.span
 
 
 def _program(placement: Placement, m: int, lists: Sequence[Sequence[Group]]) -> Program:

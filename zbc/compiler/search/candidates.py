@@ -90,12 +90,9 @@ class Bench:
         return self.engine.columns(([0.0] * self.problem.size, [0.0] * p, [0] * seats, [0] * p))
 
     @cached_property
-    def _fences(self) -> Any:
-        return self.engine.columns(self._rows.fences())
-
-    @cached_property
-    def _worse(self) -> Any:
-        return self.engine.numbers(WORSE)
+    def _moves(self) -> tuple[Any, ...]:
+        """The arguments of annealing that are the same for every start."""
+        return self.engine.columns(self._rows.fences()), self._limit, self.engine.numbers(WORSE)
 
     @property
     def over(self) -> bool:
@@ -194,9 +191,7 @@ class Bench:
         unit = sum(problem.f + problem.b + problem.w) / 3 / problem.n_stages or 1.0
         self.spent += self.engine.anneal(
             self._table,
-            self._fences,
-            self._limit,
-            self._worse,
+            *self._moves,
             order,
             best,
             moves,

@@ -6,7 +6,7 @@ of one microbatch run alone. Running microbatches one after another holds just t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from zbc.compiler.cost.cost import Costs
@@ -45,7 +45,8 @@ def check_feasible(name: str, placement: Placement, costs: Costs, limits: Sequen
 def _of_slices(placement: Placement, costs: Costs) -> list[float]:
     k, stages = costs.slices, range(placement.stages)
     changes = {kind: [tuple(costs.held(nth(kind, s, n, k)) for n in range(k)) for s in stages] for kind in KINDS}
-    return [_peak(_in_turn(placement.stages_of(rank), changes)) for rank in range(placement.ranks)]
+    alone = (_in_turn(placement.stages_of(rank), changes) for rank in range(placement.ranks))
+    return [max(accumulate(turns), default=0.0) for turns in alone]
 
 
 def _in_turn(stages: Sequence[int], changes: Mapping[Kind, Sequence[Sequence[float]]]) -> Iterator[float]:
@@ -56,10 +57,6 @@ def _in_turn(stages: Sequence[int], changes: Mapping[Kind, Sequence[Sequence[flo
     for s in reversed(stages):
         for both in zip(b[s], w[s], strict=True):
             yield from both
-
-
-def _peak(changes: Iterable[float]) -> float:
-    return max(accumulate(changes), default=0.0)
 
 
 def _alone(stages: Sequence[int], kept: Sequence[float], left: Sequence[float]) -> float:

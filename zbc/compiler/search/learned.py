@@ -49,3 +49,9 @@ def policies(v: int) -> list[tuple[float, ...]]:
     """Policy vectors for v chunks per rank."""
     rows = _rows()["policies of one chunk" if v == 1 else "policies of several"]
     return [tuple(float(x) for x in (*row[:7], 1.0, row[7], 0.0, 0.0)) for row in rows]
+
+
+def paces(*, split: bool) -> list[list[float]]:
+    """Of two pipes: the distance of a pipe's microbatches as a share of the full one, the offset of the second pipe in
+    slots, and how many ops to look ahead and how long to wait, as in `follow.Manner`."""
+    return list(_rows()["paces of split backwards" if split else "paces of whole ones"])

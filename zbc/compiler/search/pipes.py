@@ -2,8 +2,8 @@
 
 The microbatches of each pipe start at an even pace; a list scheduler follows that order and fills its gaps (follow.py).
 Good orders differ in the pace, the delay of the second pipe, the scheduler's look-ahead and its waiting time. The
-combinations below were chosen by greedy cover over some hundred cases (p 3-8, m p-4p, even and uneven times, limits of
-0.6 to 1.5 times p), and some more at published times.
+combinations in learned.json were chosen by greedy cover over some hundred cases (p 3-8, m p-4p, even and uneven times,
+limits of 0.6 to 1.5 times p), and some more at published times.
 
 They begin as orders of slots, turns without a time. With S stages per pipe, a microbatch that starts at slot t runs
 
@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.passes.reduce_grads import ReduceGrads
 from zbc.compiler.search.follow import Manner, fits, follow
+from zbc.compiler.search.learned import paces
 from zbc.compiler.sim.context import Context
 from zbc.ir import Op, Placement, Program
 from zbc.ops import round_trip
@@ -30,42 +30,6 @@ from zbc.ops import round_trip
 LEAST_TRIED, MOST_OPS = 3, 150_000  # of large programs only orders for a few seconds
 FAR = 40  # examined ops that amount to no limit
 Start = tuple[int, int]  # the slot at which a microbatch begins, and its pipe
-
-
-class Recipe(NamedTuple):
-    """Distance of a pipe's microbatches as a share of the full distance, offset of the second pipe in slots, manner."""
-
-    distance: float
-    offset: int
-    manner: Manner
-
-
-_SPLIT = (
-    Recipe(0.5, 0, Manner(FAR, 0.5)),
-    Recipe(0.75, 0, Manner(8, 0.5)),
-    Recipe(0.625, 2, Manner(16, 0.25)),
-    Recipe(0.75, 0, Manner(16, 0.25)),
-    Recipe(1.0, 0, Manner(16, 0.25)),
-    Recipe(0.75, 2, Manner(8, 0.25)),
-    Recipe(0.75, 1, Manner(16, 0.5)),
-    Recipe(1.0, 2, Manner(FAR, 0.5)),
-    Recipe(1.5, 1, Manner(FAR, 0.0)),
-    Recipe(1.0, 2, Manner(8, 0.0)),
-    Recipe(1.5, 0, Manner(8, 0.5)),
-    Recipe(1.25, 1, Manner(16, 0.25)),
-    Recipe(0.75, 2, Manner(FAR, 0.5)),
-    Recipe(1.0, 0, Manner(FAR, 0.0)),
-)
-_WHOLE = (
-    Recipe(0.75, 0, Manner(8, 0.0)),
-    Recipe(0.5, 0, Manner(FAR, 0.0)),
-    Recipe(1.0, 0, Manner(8, 0.0)),
-    Recipe(1.5, 0, Manner(FAR, 0.0)),
-    Recipe(1.5, 1, Manner(8, 0.5)),
-    Recipe(1.0, 2, Manner(8, 0.5)),
-    Recipe(0.75, 2, Manner(8, 0.5)),
-    Recipe(0.5, 2, Manner(8, 0.0)),
-)
 
 
 def with_sums(program: Program, costs: Costs, objective: str) -> float:
@@ -104,11 +68,11 @@ def _followed(costs: Costs, limits: Sequence[float], orders: Iterable[Program]) 
 
 def _by_recipes(placement: Placement, m: int, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Program]:
     full = full_distance(placement)
-    for recipe in _SPLIT if split else _WHOLE:
-        distance = max(1, round(recipe.distance * full))
-        base = by_slots(placement, steady(placement, m, distance, recipe.offset), "paced", split=split)
+    for share, offset, window, wait in paces(split=split):
+        distance = max(1, round(share * full))
+        base = by_slots(placement, steady(placement, m, distance, int(offset)), "paced", split=split)
         if fits(base, costs, limits):
-            yield follow(base, costs, limits, recipe.manner)
+            yield follow(base, costs, limits, Manner(int(window), wait))
 
 
 def _spread(placement: Placement, m: int, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Program]:

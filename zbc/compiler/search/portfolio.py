@@ -85,7 +85,10 @@ def _in_turn(small: Bench, full: Bench, visits: int, target: float) -> None:
         bench = small if small.spent <= full.spent else full
         if bench is full and not full.over:
             _carry(small, full, FINALISTS, carried)
-            _repeat(small, full, carried)
+            for candidate in small.found[:REPEATED]:  # the best orders found with few microbatches, each once
+                if candidate not in carried and not full.over:
+                    carried.add(candidate)
+                    full.stretch(small, candidate)
         going = next(rounds[bench], False)
 
 
@@ -97,14 +100,6 @@ def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe | Candidate
         if candidate.recipe is not None and candidate.recipe not in carried:
             carried.add(candidate.recipe)
             full.decode(candidate.recipe, candidate.origin)
-
-
-def _repeat(small: Bench, full: Bench, carried: set[Recipe | Candidate]) -> None:
-    """Repeats the best orders found with few microbatches, each once."""
-    for candidate in small.found[:REPEATED]:
-        if candidate not in carried and not full.over:
-            carried.add(candidate)
-            full.stretch(small, candidate)
 
 
 def _fast_tier(bench: Bench, target: float) -> None:

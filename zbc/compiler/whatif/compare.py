@@ -22,7 +22,7 @@ from zbc.compiler.shapes import load_job
 from zbc.compiler.whatif.noise import Noise, spread
 from zbc.compiler.whatif.others import BASELINE
 from zbc.compiler.whatif.why import bent_by_memory
-from zbc.errors import MISTYPED, Problems, ZbcError
+from zbc.errors import MISTYPED, ZbcError
 from zbc.job import gpu
 from zbc.job.sections import is_name
 from zbc.job.spec import Job
@@ -298,15 +298,9 @@ class Asked:
 def _swept(error: ZbcError, settings: Sequence[Setting]) -> ZbcError:
     """The error with the locations of swept values as they were given."""
     given = {f"--set {key}={value}": f"--sweep {key}={value}" for key, value in settings}
-    if not any(item.where in given for item in error.errors):
-        return error
-    named = [
-        ZbcError(
-            item.code, item.message, where=given.get(item.where or "", item.where), hint=item.hint, details=item.details
-        )
-        for item in error.errors
-    ]
-    return named[0] if len(named) == 1 else Problems(named)
+    for item in error.errors:
+        item.where = given.get(item.where or "", item.where)
+    return error
 
 
 def _exchanged(compiled: Compiled) -> float | None:

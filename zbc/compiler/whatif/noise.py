@@ -112,10 +112,14 @@ def _trials(noise: Noise, ranks: int, *, barrier: bool) -> Iterator[tuple[int, b
     if barrier:
         yield from ((trial % ranks if noise.straggler else -1, True) for trial in range(noise.trials))
         return
-    for slow in range(ranks) if noise.straggler else (-1,):
-        count = len(range(slow, noise.trials, ranks)) if noise.straggler else noise.trials
+    for slow, count in _slow(noise, ranks):
         yield from ((slow, False) for _ in range(SETTLES if count else 0))
         yield from ((slow, True) for _ in range(count))
+
+
+def _slow(noise: Noise, ranks: int) -> list[tuple[int, int]]:
+    """Each slow rank with the number of its trials; -1 with all trials without a straggler."""
+    return [(r, len(range(r, noise.trials, ranks))) for r in range(ranks)] if noise.straggler else [(-1, noise.trials)]
 
 
 def _steps(graph: Graph, costs: Costs, noise: Noise, *, barrier: bool) -> Iterator[tuple[int, float, Path]]:
@@ -138,8 +142,7 @@ def _cycles(program: Program, costs: Costs, noise: Noise) -> Iterator[tuple[int,
     """As `_steps`, without a flush: of every _ROW consecutive steps, with their critical path."""
     graph = build(repeated(program, SETTLES + _ROW + 2))  # the last two have no ops of a next one among theirs
     length, ranks = lengths(graph, costs), range(len(program.ranks))
-    for slow in ranks if noise.straggler else (-1,):
-        count = len(range(slow, noise.trials, len(ranks))) if noise.straggler else noise.trials
+    for slow, count in _slow(noise, len(ranks)):
         for first in range(0, count, _ROW):
             rng = random.Random(f"{noise.seed} {slow} {first}")
             timeline = replay(graph, costs, _noisy(rng, graph, length, noise, slow))
