@@ -135,12 +135,10 @@ def chunked(job: Job, memory: Sequence[RankMemory] = ()) -> Job | None:
     return None if found.uncounted or any(excludes.clashes(vars(found))) else found
 
 
-def _counts(job: Job) -> Iterator[int]:
+def _counts(job: Job) -> list[int]:
     """1, 2, 4, ..: each further slice shortens the bubble, and adds the start-up time of its kernels and messages."""
-    length, count = job.model.seq_len or 1, 1
-    while count <= min(MOST, length // multiple_of(job.hardware, job.parallel) or 1):
-        yield count
-        count *= 2
+    most = min(MOST, (job.model.seq_len or 1) // multiple_of(job.hardware, job.parallel) or 1)
+    return [1 << n for n in range(most.bit_length())]
 
 
 def _replicated(job: Job) -> Job:

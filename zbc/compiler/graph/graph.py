@@ -146,8 +146,18 @@ class Graph:
 
     @cached_property
     def sources(self) -> list[int]:
-        """Per op the compute op that made its input tensor, -1 for none."""
-        return _sources(self)
+        """Per op the compute op that made its input tensor, -1 for none: of a value from another rank, else of the last
+        value its row reads."""
+        n, found = len(self.ops), [-1] * len(self.ops)
+        maker = {n + x: op for x, op in enumerate(self.sender)}  # the maker of a message's tensor; its SEND reads it
+        maker |= {event: ops[0] for event, ops in self.met.items()}
+        for op, what, node in reads(self):
+            kind = self.ops[op].kind
+            if kind.is_send:
+                maker[self.party[op]] = node
+            elif kind.computes and VALUES[what].scope in _OF_UNITS and (node >= n or found[op] < n):
+                found[op] = node
+        return [maker[node] if node >= n else node for node in found]
 
     @cached_property
     def line_of(self) -> list[int]:
@@ -289,17 +299,3 @@ def _refs(g: Graph) -> list[list[tuple[str, int, int]]]:
         + [(what(c), c, width) for c, width in row.every]
         for row in g.rows
     ]
-
-
-def _sources(g: Graph) -> list[int]:
-    """The maker of each op's input: of a value from another rank, else of the last value its row reads."""
-    n, found = len(g.ops), [-1] * len(g.ops)
-    maker = {n + x: op for x, op in enumerate(g.sender)}  # the maker of a message's tensor; its SEND reads it
-    maker |= {event: ops[0] for event, ops in g.met.items()}
-    for op, what, node in reads(g):
-        kind = g.ops[op].kind
-        if kind.is_send:
-            maker[g.party[op]] = node
-        elif kind.computes and VALUES[what].scope in _OF_UNITS and (node >= n or found[op] < n):
-            found[op] = node
-    return [maker[node] if node >= n else node for node in found]

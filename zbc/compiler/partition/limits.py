@@ -135,16 +135,14 @@ def limits_of(job: Job, schedule: str, costs: Costs | None) -> Facts:
 def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float | None, tuple[float, ...] | None]:
     """The job's limit of each rank, in units and in bytes of activations; None for no such limit, or none known. Below
     the least need of any order, `hardware.memory_gib` allows that need: check_memory will report the shortage."""
-    (units, most), p = asked_of(job), placement.ranks
-    if units is not None and max(needs := _least(placement, costs, split)) > units + 1e-6:
-        raise _too_small(job, needs, units, None)
-    if costs.bytes is None:  # check_memory refuses a limit in bytes without a model
+    (units, most), (needs, sizes) = asked_of(job), _needs(placement, costs, split)
+    if units is not None and max(needs) > units + 1e-6:
+        raise _too_small(job, needs, units, in_bytes=False)
+    if sizes is None:  # check_memory refuses a limit in bytes without a model
         return units, None
-    counted, unit = _counted(costs, p)
-    least = [need * unit for need in _least(placement, counted, split)]
-    if most is not None and max(least) > most + 1e-9 * unit:
-        raise _too_small(job, [need / unit for need in least], most / unit, unit)
-    return units, _tightest(_each(most, p), _left(job, placement, costs, least))
+    if most is not None and max(sizes) > most * (1 + 1e-9):
+        raise _too_small(job, sizes, most, in_bytes=True)
+    return units, _tightest(_each(most, placement.ranks), _left(job, placement, costs, sizes))
 
 
 def _both(
@@ -160,26 +158,26 @@ def _both(
         most = [max(rates[rank] for rank in placement.holders(s)) for s in range(placement.stages)]
         return costs.counted(lambda stage, size: max(size.units, size.bytes * most[stage]))
 
-    needs, bytes_of_one = _least(placement, measure(), split), tuple(1 / rate for rate in rates)
+    needs, bytes_of_one = _needs(placement, measure(), split)[0], tuple(1 / rate for rate in rates)
     rates = [0.0 if needs[rank] > units[rank] + 1e-9 else rates[rank] for rank in ranks]
     return measure(), bytes_of_one
 
 
 def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
     """The least `memory_limit` with which any order exists: a multiple or bytes, as in the job."""
-    if asked_of(job)[1] is None or costs.bytes is None:
-        return max(_least(placement, costs, split)) / placement.ranks
-    counted, unit = _counted(costs, placement.ranks)
-    return max(_least(placement, counted, split)) * unit
+    units, sizes = _needs(placement, costs, split)
+    return max(units) / placement.ranks if sizes is None or asked_of(job)[1] is None else max(sizes)
 
 
 def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
-    """The share by which the least need of any order exceeds the limits; 0 or less if one may fit."""
-    units = _least(placement, costs, split)
-    if costs.bytes is None:
-        return above(job, placement, costs, units, ())
-    counted, unit = _counted(costs, placement.ranks)
-    return above(job, placement, costs, units, [need * unit for need in _least(placement, counted, split)])
+    """The share by which the least need of any order exceeds the limits; 0 or less if one may fit. On the device,
+    tensors in flight are not counted: they depend on the order."""
+    (units, sizes), (most, most_bytes) = _needs(placement, costs, split), asked_of(job)
+    shares = [] if most is None else [max(units) / most]
+    shares += [] if most_bytes is None or sizes is None else [max(sizes) / most_bytes]
+    for rank, room in enumerate(job.rooms or ()) if sizes is not None else ():
+        shares.append((_state(costs, placement, rank) + sizes[rank]) / room)
+    return max(shares, default=0.0) - 1
 
 
 def hopeless(job: Job, placement: Placement, costs: Costs) -> bool:
@@ -189,21 +187,6 @@ def hopeless(job: Job, placement: Placement, costs: Costs) -> bool:
     return sum(_state(costs, placement, rank) for rank in range(placement.ranks)) > sum(job.rooms)
 
 
-def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], sizes: Sequence[float]) -> float:
-    """The share by which ranks with these activations, in units and in bytes, exceed the limits; 0 or less: none does.
-    On the device, tensors in flight are not counted: they depend on the order."""
-    shares, (most, most_bytes) = [-1.0], asked_of(job)
-    if most is not None:
-        shares.append(max(units) / most - 1)
-    if costs.bytes is not None:
-        if most_bytes is not None:
-            shares.append(max(sizes) / most_bytes - 1)
-        if job.rooms is not None:
-            whole = (_state(costs, placement, rank) + size for rank, size in enumerate(sizes))
-            shares.append(max(size / room for size, room in zip(whole, job.rooms, strict=True)) - 1)
-    return max(shares)
-
-
 def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
     """The costs with activations counted by their bytes, and the bytes of a unit: a rank's share without recompute."""
     sizes = costs.bytes or ()
@@ -211,8 +194,13 @@ def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
     return costs.counted(lambda stage, size: size.bytes / unit), unit
 
 
-def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:
-    return least_of(placement, costs if split else costs.joined())
+def _needs(placement: Placement, costs: Costs, split: bool) -> tuple[list[float], list[float] | None]:
+    """Activation units, and bytes if known, of each rank without which no order exists."""
+    units = least_of(placement, costs if split else costs.joined())
+    if costs.bytes is None:
+        return units, None
+    counted, unit = _counted(costs, placement.ranks)
+    return units, [need * unit for need in least_of(placement, counted if split else counted.joined())]
 
 
 def _state(costs: Costs, placement: Placement, rank: int) -> float:
@@ -232,15 +220,12 @@ def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     return state + most + BUFFERS * sent
 
 
-def _too_small(job: Job, needs: list[float], limit: float, unit: float | None) -> ZbcError:
-    """`unit` is the bytes of a unit if the limit is in bytes."""
-    rank = max(range(len(needs)), key=lambda r: needs[r])
-    most = needs[rank]
-    if unit is None:
-        amount, given, enough = f"{short(most)} activation units", short(limit), f"{at_least(most / len(needs), 6)}x"
-    else:
-        amount, given, enough = size(most * unit), size(limit * unit), f"{at_least(most * unit / GIB, 6)} GiB"
-    text = f"does not fit: one microbatch holds {amount} on rank {rank}, the limit is {given}"
+def _too_small(job: Job, needs: list[float], limit: float, *, in_bytes: bool) -> ZbcError:
+    most, rank = max((need, -r) for r, need in enumerate(needs))
+    amount, given, enough = f"{short(most)} activation units", short(limit), f"{at_least(most / len(needs), 6)}x"
+    if in_bytes:
+        amount, given, enough = size(most), size(limit), f"{at_least(most / GIB, 6)} GiB"
+    text = f"does not fit: one microbatch holds {amount} on rank {-rank}, the limit is {given}"
     hint = f'the smallest that works for this placement is memory_limit = "{enough}"'
     return ZbcError("E303", text, where=job.where("schedule", "memory_limit"), hint=hint)
 

@@ -212,10 +212,8 @@ class Case:
     @cached_property
     def counts(self) -> list[int]:
         """Numbers of recomputing stages at which planning begins: none, 1, 2, 4, .., all."""
-        most, numbers = len(self.optional), [0]
-        while numbers[-1] < most:
-            numbers.append(min(most, 2 * numbers[-1] or 1))
-        return numbers
+        most = len(self.optional)
+        return sorted({0, most, *(1 << n for n in range(most.bit_length()))})
 
     def may_fit(self, choice: Choice) -> bool:
         """Whether a search may find an order that fits. Hand-made orders are evaluated for their memory."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import tomli
 
 from zbc.compiler.schedules import searched
 from zbc.compiler.schedules.braid import braid_v
@@ -16,13 +13,12 @@ from zbc.compiler.schedules.dualpipe import dualpipe, dualpipe_v
 from zbc.compiler.schedules.lagged import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from zbc.compiler.schedules.looped import breadth_first, gis, interleaved_1f1b
 from zbc.compiler.schedules.replicated import REPLICATED
-from zbc.compiler.schedules.request import Generator, Request, ScheduleCard
+from zbc.compiler.schedules.request import Generator, Request, ScheduleCard, texts_of
 from zbc.compiler.schedules.waves import bitpipe, chimera, hanayo, split_pipes, two_pipes
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
 BUDGET, PIPES_BUDGET = 4.0, 2.0  # seconds of schedules that are only searched; of two pipes, if none reaches the bound
-_TOLD = tomli.loads(Path(__file__).with_name("cards.toml").read_text())
 
 
 def _card(
@@ -36,9 +32,8 @@ def _card(
     **more: Any,
 ) -> ScheduleCard:
     """The card of a schedule with its texts; stages per rank are 2 by default, where that is possible."""
-    texts = {key: tuple(text) if isinstance(text, list) else text for key, text in _TOLD[name].items()}
     default = min(2, chunks[1] or 2)
-    return ScheduleCard(name, make, placement, placement_name, chunks, default, split, **texts, **more)
+    return ScheduleCard(name, make, placement, placement_name, chunks, default, split, **texts_of(name), **more)
 
 
 def _searched(

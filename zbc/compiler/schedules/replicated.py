@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import lcm
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.schedules.request import Request, ScheduleCard
+from zbc.compiler.schedules.request import Request, ScheduleCard, texts_of
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.sim.context import Context
 from zbc.ir import Op, Placement, Program, nth
@@ -37,20 +37,7 @@ def replicated(replicas: Sequence[int], microbatches: int) -> ScheduleCard:
     def make(request: Request) -> Program:
         return _ordered(placement, replicas, request)
 
-    return ScheduleCard(
-        name=NAME,
-        make=make,
-        placement=lambda p, v: placement,
-        placement_name="replicas",
-        chunks=(1, 1),
-        default_chunks=1,
-        splits_backward=False,
-        summary="1F1B over stages with different numbers of ranks",
-        source="DAPPLE, arXiv 2007.01045; warm-up our own",
-        makespan="by replicas",
-        span="by replicas",
-        memory="warm-up + 1",
-    )
+    return ScheduleCard(NAME, make, lambda p, v: placement, "replicas", (1, 1), 1, False, **texts_of(NAME))
 
 
 REPLICATED = replicated((1,), 1)  # the card for any replicas

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli
 
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
@@ -49,6 +52,14 @@ class Request:
         if self.memory_limit is None:
             return None
         return list(self.memory_limit) if isinstance(self.memory_limit, tuple) else [self.memory_limit] * self.p
+
+
+_TEXTS = tomli.loads(Path(__file__).with_name("cards.toml").read_text())
+
+
+def texts_of(name: str) -> dict[str, Any]:
+    """What the card of a schedule tells readers: fields of `ScheduleCard`."""
+    return {key: tuple(text) if isinstance(text, list) else text for key, text in _TEXTS[name].items()}
 
 
 Generator = Callable[[Request], Program]
