@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
 from zbc.ops import EXPERTS, NUMBERED, OWNERS, PATCHES, TIED, WORDS, At, Scope, experts_of, home_of, owner_text
@@ -55,13 +55,10 @@ _OP = re.compile(
 
 
 class Op(NamedTuple):
-    """One op of one rank: `kind` of work on `stage` for microbatch `mb` of `pipe`, sequence part `slice`.
-
-    `stage`: for kinds of an owner of weights also WORDS, TIED or `experts_of(stage)`.
-    `mb`: NEXT + k for microbatch k of the next step.
-    `share`: for W and BW, the percentage of the stage's layers that get weight gradients; the others are frozen.
-    `other`: for transfers of a stage with several edges on that side, the stage at the other end.
-    """
+    """One op of one rank: `kind` of work on `stage` for microbatch `mb` of `pipe`, sequence part `slice`. `stage`: for
+    kinds of an owner of weights also WORDS, TIED or `experts_of(stage)`. `mb`: NEXT + k for microbatch k of the next
+    step. `share`: for W and BW, the percentage of the stage's layers that get weight gradients; the others are frozen.
+    `other`: for transfers of a stage with several edges on that side, the stage at the other end."""
 
     kind: Kind
     stage: int
@@ -436,21 +433,9 @@ class Program(ProgramTraits):
     @property
     def topology(self) -> Topology:
         """The topology of a run of this program."""
-        where = self.placement
-        return Topology(
-            where.ranks,
-            self.dp,
-            len(where.pipes),
-            self.node,
-            self.slices,
-            self.microbatches,
-            inner_of(self),
-            self.order,
-            where.replicas,
-            ep=self.ep,
-            folded=self.folded,
-            near=self.near,
-        )
+        where, names = self.placement, ("dp", "node", "slices", "microbatches", "order", "ep", "folded", "near")
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return Topology(where.ranks, pipes=len(where.pipes), inner=inner_of(self), replicas=where.replicas, **own)
 
     @property
     def copies(self) -> int:

@@ -31,13 +31,10 @@ ASKING = 10.0  # least CPU seconds for testing whether other schedules would fit
 
 
 def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None, exact: float | None = None) -> Compiled:
-    """Plan a job: schedule, complete, prove, predict; and its ramp, on the same stages.
-
-    `exact`: seconds for a proof that the order is optimal, or for a shorter one (`proven`); not for the ramp.
-
-    Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
-    `suggest`, with the schedules that would).
-    """
+    """Plan a job: schedule, complete, prove, predict; and its ramp, on the same stages. `exact`: seconds for a proof
+    that the order is optimal, or for a shorter one (`proven`); not for the ramp. Raises E1xx (the job cannot be
+    planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with `suggest`, with the schedules
+    that would)."""
     # Decide what is open, plan, and see whether it fits; else with chunks of the logits, or say what would.
     until, compiled = Until(budget if budget is None else max(budget, ASKING)), None
     asked, job = job, decided(job)

@@ -18,13 +18,7 @@ from zbc.errors import raise_found
 from zbc.ir import Program
 from zbc.plan.forward import forward_of
 
-__all__ = [
-    "Survival",
-    "check_all",
-    "check_forward",
-    "check_graph",
-    "survival",
-]
+__all__ = ["Survival", "check_all", "check_forward", "check_graph", "survival"]
 
 
 def check_all(program: Program) -> None:

@@ -192,11 +192,9 @@ def run(
     g: Graph, *, blocking_sends: bool = False, behind: Mapping[int, Sequence[int]] | None = None
 ) -> tuple[list[int], bytearray]:
     """Advances every rank as far as possible; returns the nodes that take time, in a possible order, and 1 for each
-    node that happens. `behind` names, for some ops, further nodes that they wait for.
-
-    Kahn's algorithm with the chain of ops of a rank walked instead of stored. The outcome is the same for every order
-    of progress: nothing that happens disables another node.
-    """
+    node that happens. `behind` names, for some ops, further nodes that they wait for. Kahn's algorithm with the chain
+    of ops of a rank walked instead of stored. The outcome is the same for every order of progress: nothing that happens
+    disables another node."""
     n, ptr, pred, party, more, later, row_of = len(g.ops), g.ptr, g.pred, g.party, g.more, g.behind, g.row_of
     left, done = g.parties[:], bytearray(n + len(g.parties))
     blocks = _blocking(g, sends=blocking_sends)

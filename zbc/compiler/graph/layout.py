@@ -11,6 +11,7 @@ program looks nothing up: the cell that an op of microbatch `mb` reads is `colum
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from copy import copy
 from typing import NamedTuple
 
@@ -249,27 +250,19 @@ class Layout:
         if not unit and row.lane is not Lane.MARK and rank not in members(self.program, kind, stage):
             return "E205"
         who = _Who(rank, pipe, stage, part, row, other)
-        alone = [ref for ref in row.reads if ref.at not in _GROUPS]
-        held = [ref for ref in alone if unit and VALUES[ref.what].scope in ("stage", "rank")]
+
+        def cells(refs: Iterable[Ref], *, made: bool = False) -> tuple[int, ...]:
+            return tuple(c for ref in refs for c in self._cells(ref, who, made=made))
+
         posts = self._posts(who)
         if row.lane is Lane.LINK and not posts:
             return "E203"
-        return CellColumns(
-            lane=row.lane,
-            reads=tuple(c for ref in alone if ref not in held for c in self._cells(ref, who)),
-            frees=tuple(c for ref in row.frees for c in self._cells(ref, who)),
-            writes=tuple(c for ref in row.writes for c in self._cells(ref, who, made=True)),
-            posts=posts,
-            step=self.slices if unit else 0,
-            state=tuple(c for ref in held for c in self._cells(ref, who)),
-            row=row,
-            every=tuple(one for ref in row.reads if ref.at in _GROUPS for one in self._group(ref, rank, stage)),
-            kind=kind,
-            rank=rank,
-            stage=stage,
-            pipe=pipe,
-            slice=part,
-        )
+        alone = [ref for ref in row.reads if ref.at not in _GROUPS]
+        held = [ref for ref in alone if unit and VALUES[ref.what].scope in ("stage", "rank")]
+        own = (cells(ref for ref in alone if ref not in held), cells(row.frees), cells(row.writes, made=True))
+        state, step = cells(held), self.slices if unit else 0
+        every = tuple(one for ref in row.reads if ref.at in _GROUPS for one in self._group(ref, rank, stage))
+        return CellColumns(row.lane, *own, posts, step, state, row, every, kind, rank, stage, pipe, part)
 
     def owns(self, kind: Kind, owner: int) -> bool:
         """Whether an owner that is not a stage has ops of a kind: tied weights are stepped with the stages."""

@@ -166,11 +166,9 @@ class Setup:
 
     def make(self, budget: float | None = None, *, beat: float = INF) -> Ordered:
         """The order; searched ones take about `budget` seconds (None: the schedule's default), and none under limits at
-        which less than `beat` ms is impossible.
-
-        If the result needs too many bytes, the search runs again with the tighter limit; if tensors in flight need more
-        of the device than the limit left for them, with that much less for activations.
-        """
+        which less than `beat` ms is impossible. If the result needs too many bytes, the search runs again with the
+        tighter limit; if tensors in flight need more of the device than the limit left for them, with that much less
+        for activations."""
         order = self._best(budget, beat)
         tighter = self.limit.tighter
         if tighter is not None and excess(self.job, order.memory, self.costs) > 0:

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.context import Context
-from zbc.compiler.sim.simulate import SAME, lengths, replay
+from zbc.compiler.sim.simulate import SAME, Timeline, lengths, replay
 from zbc.ir import COPY, Kind, Op, Program
 
 SETTLES = 4  # steps until the ranks are in steady state, at most
@@ -92,7 +92,7 @@ def _places(graph: Graph, program: Program, costs: Costs) -> _Places:
         if max(periods) - min(periods) <= SAME * max(periods):
             break
     hop = costs.of("hop")
-    hops = _Hops(graph, timeline.start, timeline.end, last, reach, costs)
+    hops = _Hops(timeline, last, reach, costs)
     norm, down = [0] * ranks, 0.0
     for r in range(ranks):
         norm[r], down = hops.place(r, last[r] if r == 0 else down + hop, 0, hops.late_norm[r])
@@ -113,16 +113,9 @@ def _positive(costs: Costs) -> Costs:
 class _Hops:
     """The forwards of a step in steady state, and the latest arrival of norm and verdict at each rank."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        start: Sequence[float],
-        end: Sequence[float],
-        last: Sequence[float],
-        reach: Sequence[int],
-        costs: Costs,
-    ) -> None:
-        self.mine, self.start, self.end, self.last, self.reach = graph.computing, start, end, last, reach
+    def __init__(self, timeline: Timeline, last: Sequence[float], reach: Sequence[int], costs: Costs) -> None:
+        self.mine, self.last, self.reach = timeline.graph.computing, last, reach
+        self.start, self.end = timeline.start, timeline.end
         ranks, hop = len(reach), costs.of("hop")
         self.late_verdict = [self._begin(r, reach[r]) for r in range(ranks)]
         for r in range(1, ranks):

@@ -38,13 +38,7 @@ class Replan:
         return None if self.planned_ms is None else 1 - self.planned_ms / self.present_ms
 
 
-def replan(
-    manifest: Manifest,
-    program: Program,
-    profile: Profile,
-    *,
-    whole: Manifest | None = None,
-) -> Replan:
+def replan(manifest: Manifest, program: Program, profile: Profile, *, whole: Manifest | None = None) -> Replan:
     """Plan the job of a plan again with a profile, and compare both under it. For a phase of a ramp the `whole` plan is
     planned again, and the same phase of it compared."""
     job = with_profile(manifest if whole is None else whole, profile)

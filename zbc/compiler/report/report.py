@@ -132,12 +132,10 @@ def slice_ms(part: Facts) -> float:
 
 
 def bound_is(ms: float, bound: float, limit: float | None, ranks: int, stages: int) -> str:
-    """Returns "met": no order takes less; "loose": the gap is mostly the bound's; "close": the gap is the order's.
-
-    The bound follows work, paths and the memory of one rank. If activations are limited to less than 1F1B's peak, or to
-    as much with several stages per rank, ranks must take turns in ways that it does not see: for small problems the
-    search finds the optimum there, 4 to 30% above it; else it is met within 0.5%.
-    """
+    """Returns "met": no order takes less; "loose": the gap is mostly the bound's; "close": the gap is the order's. The
+    bound follows work, paths and the memory of one rank. If activations are limited to less than 1F1B's peak, or to as
+    much with several stages per rank, ranks must take turns in ways that it does not see: for small problems the search
+    finds the optimum there, 4 to 30% above it; else it is met within 0.5%."""
     if ms <= bound * (1 + MET):
         return "met"
     if limit is None or (limit > ranks + MET if stages > ranks else limit >= ranks - MET):
@@ -271,12 +269,7 @@ def _cut(program: Program, costs: Costs, busy: Sequence[float], chosen: Chosen) 
 
 
 def _stage(
-    program: Program,
-    costs: Costs,
-    s: int,
-    layers: tuple[str, ...],
-    memory: Memory,
-    held: Mapping[str, Sequence[float]],
+    program: Program, costs: Costs, s: int, layers: tuple[str, ...], memory: Memory, held: Mapping[str, Sequence[float]]
 ) -> Facts:
     """One stage: ms and bytes of one microbatch, and its resident bytes; 0 if sizes are not known."""
     state = sum(one.weights + one.gradients + one.masters + one.optimizer for one in costs.bytes_of_stage(s))

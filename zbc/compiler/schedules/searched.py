@@ -44,12 +44,10 @@ _OWN_LIMIT: dict[str, Callable[[int], int]] = {  # activation units of p ranks
 
 
 def own_limit(name: str, p: int, costs: Costs | None = None) -> float | None:
-    """The limit implied by the name of a schedule, if any, in activation units of p ranks.
-
-    With slices it is as many slices as it is microbatches without, and one more for each slice that has to come before
-    the first can return. They are the rest of a returning microbatch, whole ones, and the beginning of the last: of
-    both ends the first slices, which balanced cuts make the longest. The buffers that slices share are added.
-    """
+    """The limit implied by the name of a schedule, if any, in activation units of p ranks. With slices it is as many
+    slices as it is microbatches without, and one more for each slice that has to come before the first can return. They
+    are the rest of a returning microbatch, whole ones, and the beginning of the last: of both ends the first slices,
+    which balanced cuts make the longest. The buffers that slices share are added."""
     if name not in _OWN_LIMIT:
         return None
     if costs is None or costs.slices == 1:

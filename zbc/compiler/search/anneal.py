@@ -40,12 +40,10 @@ def anneal(
     target: float,
     most: int,
 ) -> int:
-    """Improve a feasible rank-major `order` by simulated annealing; `best` receives the best order found.
-
-    A move shifts one op within its rank by up to REACH places, keeping to its fences and to the memory limit. The
-    temperature falls geometrically from `hot` to `cold` ms over `moves` tried moves; the value is the objective plus
-    EVEN of the mean span. Stops early at `target` and after `most` op visits. Returns the op visits. `worse` is WORSE.
-    """
+    """Improve a feasible rank-major `order` by simulated annealing; `best` receives the best order found. A move shifts
+    one op within its rank by up to REACH places, keeping to its fences and to the memory limit. The temperature falls
+    geometrically from `hot` to `cold` ms over `moves` tried moves; the value is the objective plus EVEN of the mean
+    span. Stops early at `target` and after `most` op visits. Returns the op visits. `worse` is WORSE."""
     size = len(order)
     first, rank, length, change, _, _, _ = table
     ops = (length, rank, fences.lowest, fences.highest, table.waits, table.feeds)

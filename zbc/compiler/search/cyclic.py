@@ -25,12 +25,10 @@ FEW_OPS = 50_000
 
 
 def reduced(problem: Problem) -> Problem | None:
-    """The problem with some 4p microbatches, or 2p if there are many ops, if that is clearly fewer; else None.
-
-    If 4p is not fewer, 2p is used with one stage per rank and less memory than 1F1B's: bodies are short there. The
-    count is chosen so that a body of any size covers the rest. Unequal microbatches are reduced to equal ones of the
-    mean cost.
-    """
+    """The problem with some 4p microbatches, or 2p if there are many ops, if that is clearly fewer; else None. If 4p is
+    not fewer, 2p is used with one stage per rank and less memory than 1F1B's: bodies are short there. The count is
+    chosen so that a body of any size covers the rest. Unequal microbatches are reduced to equal ones of the mean
+    cost."""
     p = problem.p
     if problem.pipes > 1:
         return None

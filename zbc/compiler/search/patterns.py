@@ -195,13 +195,10 @@ class Played(NamedTuple):
 
 
 def played(problem: Problem, table: Table, order: Sequence[int]) -> list[int] | None:
-    """A rank-major order like `order` but for its W, each of which fills a wait of its rank or frees full memory.
-
-    None if it stops, for lack of memory or of an input.
-
-    A block of slices has whole periods of rest between the last F of a slice and its first B, in which other slices
-    run. At the beginning and at the end of a step there are none, so W in its slot would delay the following ops.
-    """
+    """A rank-major order like `order` but for its W, each of which fills a wait of its rank or frees full memory. None
+    if it stops, for lack of memory or of an input. A block of slices has whole periods of rest between the last F of a
+    slice and its first B, in which other slices run. At the beginning and at the end of a step there are none, so W in
+    its slot would delay the following ops."""
     step = problem.n_stages * problem.m  # F, B and W have `step` numbers each, in this order
     todo = [deque(op for op in order[low:high] if op < 2 * step) for low, high in pairwise(table.first)]
     missing, ready = list(table.count), [0.0] * problem.size

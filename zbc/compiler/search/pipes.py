@@ -39,13 +39,7 @@ def with_sums(program: Program, costs: Costs, objective: str) -> float:
 
 
 def paced(
-    placement: Placement,
-    m: int,
-    costs: Costs,
-    limits: Sequence[float],
-    *,
-    split: bool,
-    orders: Iterable[Program] = (),
+    placement: Placement, m: int, costs: Costs, limits: Sequence[float], *, split: bool, orders: Iterable[Program] = ()
 ) -> Iterator[Program]:
     """Yields orders that keep to the limits, in activation units per rank: of recipes, and of `orders` made elsewhere,
     the given ones and as a list scheduler follows them. With `split`, B and W are ops of their own."""

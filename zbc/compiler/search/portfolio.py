@@ -135,12 +135,10 @@ def _patterns(bench: Bench, target: float) -> Iterator[bool]:
 
 
 def _rounds(bench: Bench, target: float, *, carried: int = 0) -> Iterator[bool]:
-    """Brackets of growing length, a step at a time, while the budget lasts.
-
-    A bracket anneals the best candidates (WIDTHS), the better half of these twice as long, and so on down to one. Half
-    of its candidates are results of earlier brackets, half have not been annealed yet. If roots are `carried` from a
-    problem of that many ops, it begins with as few moves as there.
-    """
+    """Brackets of growing length, a step at a time, while the budget lasts. A bracket anneals the best candidates
+    (WIDTHS), the better half of these twice as long, and so on down to one. Half of its candidates are results of
+    earlier brackets, half have not been annealed yet. If roots are `carried` from a problem of that many ops, it begins
+    with as few moves as there."""
     objective = bench.objective
     heats, growth = (SMALL_HEATS, SMALL_GROWTH) if bench.problem.size <= SMALL else (HEATS, GROWTH)
     heads: list[Candidate] = []

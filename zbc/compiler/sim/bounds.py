@@ -163,12 +163,10 @@ def _with_words(found: Bounds, placement: Placement, costs: Costs, m: int) -> Bo
 
 
 def with_sums(found: Bounds, placement: Placement, costs: Costs, *, ahead: bool = False) -> Bounds:
-    """Bounds for steps with gradient reductions and weight gathers, with times from `costs`.
-
-    After the last op of any rank comes the reduction of its stage. The first op of all waits for the weights of a stage
-    that reads the data, while other ranks may gather theirs during their wait for it. `ahead`: weights are gathered
-    after all reductions, a rank's one after the other.
-    """
+    """Bounds for steps with gradient reductions and weight gathers, with times from `costs`. After the last op of any
+    rank comes the reduction of its stage. The first op of all waits for the weights of a stage that reads the data,
+    while other ranks may gather theirs during their wait for it. `ahead`: weights are gathered after all reductions, a
+    rank's one after the other."""
     sums, gather = min(costs.column("reduce")), costs.column("gather")
     if ahead:
         each = [costs.total("gather", placement.stages_of(rank)) for rank in range(placement.ranks)]

@@ -186,12 +186,10 @@ def run(graph: Graph, costs: Costs, free_from: Sequence[float] | None = None) ->
 
 
 def steady_state(first: Timeline, costs: Costs, steps: int = 8) -> float:
-    """ms of a step in steady state, when steps follow one another without a barrier, the `first` of them as given.
-
-    Each rank starts the next step right after its own last op. The time between two ends of a rank converges after a
-    few steps, and stays once it is the same for all ranks. It can exceed the span: a rank may have to wait for a late
-    one.
-    """
+    """ms of a step in steady state, when steps follow one another without a barrier, the `first` of them as given. Each
+    rank starts the next step right after its own last op. The time between two ends of a rank converges after a few
+    steps, and stays once it is the same for all ranks. It can exceed the span: a rank may have to wait for a late
+    one."""
     timeline, ends, period = first, [0.0] * first.ranks, 0.0
     length = lengths(first.graph, costs)
     for step in range(steps):

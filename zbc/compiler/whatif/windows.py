@@ -19,11 +19,9 @@ from zbc.ir import Program
 
 class Window(NamedTuple):
     """`start_ms` counts from the beginning of the step. `before` is the op that ends it, "" at the end of the step.
-
     Causes: "warm_up" (before the rank's first op), "message" (between ops, for a tensor of another rank), "sums" (after
     its last op, until its last collective is completed) and "drain" (after that). `free_bytes`: bytes not taken by
-    weights, gradients, optimizer state or activations at any moment of it; None if not known.
-    """
+    weights, gradients, optimizer state or activations at any moment of it; None if not known."""
 
     start_ms: float
     length_ms: float
