@@ -17,7 +17,7 @@ from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import pipes as two_pipes
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.follow import Manner, follow
-from zbc.compiler.search.learned import learned, policies
+from zbc.compiler.search.keys import learned, policies
 from zbc.compiler.sim.bounds import bounds, with_sums
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate

@@ -10,7 +10,7 @@ from tests.tiers import few
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import cyclic
-from zbc.compiler.search.learned import policies
+from zbc.compiler.search.keys import policies
 from zbc.compiler.search.patterns import fitting
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement

@@ -18,7 +18,7 @@ from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import anneal, patterns, portfolio, timing
 from zbc.compiler.search.cyclic import stretched
 from zbc.compiler.search.feasible import least_of
-from zbc.compiler.search.learned import learned, policies
+from zbc.compiler.search.keys import learned, policies
 from zbc.compiler.search.patterns import Played
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.sim.simulate import simulate

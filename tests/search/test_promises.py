@@ -20,7 +20,7 @@ from zbc.compiler.partition.limits import limit_of, smallest, whole
 from zbc.compiler.partition.setup import over_of, start_of
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.candidates import Bench
-from zbc.compiler.search.learned import learned
+from zbc.compiler.search.keys import learned
 from zbc.compiler.search.portfolio import COMPILED_RATE
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.context import Context

@@ -75,19 +75,19 @@ class _Walk:
         for rank, ops in enumerate(g.program.ranks):
             self._rank(rank, ops)
         self._groups()
-        for op in [e for e in self.edges if e < 0]:  # the event of an op of another lane waits for the op's reads
-            for node in self.edges.pop(op):
-                if g.party[-1 - op] >= 0:
-                    self._after(node, g.party[-1 - op])
+        for known in [e for e in self.edges if e < 0]:  # the event of an op of another lane waits for the op's reads
+            for node in self.edges.pop(known):
+                if g.party[-1 - known] >= 0:
+                    self._after(node, g.party[-1 - known])
         for message, x in self.layout.messages.items():
             if message.edge < 0:
                 g.parties[x] = 1  # no transfer op carries it
         self.layout.settle()
         g.mixed = list(self._disorder())
-        for event, ops in g.met.items():  # collectives that a member never comes to wait forever
-            op = g.ops[ops[0]]
+        for event, met in g.met.items():  # collectives that a member never comes to wait forever
+            op = g.ops[met[0]]
             if op.kind.is_collective and not g.program.apart(op):
-                g.parties[event - self.n] += not members(g.program, *op[:2]) <= {g.rank(i) for i in ops}
+                g.parties[event - self.n] += not members(g.program, *op[:2]) <= {g.rank(i) for i in met}
         if self.layout.explicit:
             every = {r: row.every for r, row in enumerate(g.rows) if row.every}
             found = [(i, every[r]) for i, r in enumerate(g.row_of) if r in every] if every else []

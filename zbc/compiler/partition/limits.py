@@ -175,8 +175,8 @@ def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True
     (units, sizes), (most, most_bytes) = _needs(placement, costs, split), asked_of(job)
     shares = [] if most is None else [max(units) / most]
     shares += [] if most_bytes is None or sizes is None else [max(sizes) / most_bytes]
-    for rank, room in enumerate(job.rooms or ()) if sizes is not None else ():
-        shares.append((_state(costs, placement, rank) + sizes[rank]) / room)
+    if sizes is not None:
+        shares += [(_state(costs, placement, rank) + sizes[rank]) / room for rank, room in enumerate(job.rooms or ())]
     return max(shares, default=0.0) - 1
 
 

@@ -22,7 +22,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.passes.reduce_grads import ReduceGrads
 from zbc.compiler.search.follow import Manner, fits, follow
-from zbc.compiler.search.learned import paces
+from zbc.compiler.search.keys import paces
 from zbc.compiler.sim.context import Context
 from zbc.ir import Op, Placement, Program
 from zbc.ops import round_trip

@@ -17,7 +17,7 @@ from zbc.compiler.blocks import AnyBlock
 from zbc.compiler.search import cyclic, patterns
 from zbc.compiler.search.candidates import Bench, Candidate, Judge, Recipe
 from zbc.compiler.search.engine import Engine
-from zbc.compiler.search.learned import learned, policies
+from zbc.compiler.search.keys import learned, policies
 from zbc.compiler.search.problem import Problem
 
 # Op visits per second, a cautious estimate, to convert seconds of budget into work.
