@@ -256,287 +256,147 @@ def _look(letters: str, name: str, fills: str, shades: tuple[int, ...], ink: str
     return Look(letters[0], letters[-1], name, (colours[0], colours[-1]), (shades[0], shades[-1]), ink)
 
 
+def _row(scope: Scope, lane: Lane, reads: str = "", writes: str = "", frees: str = "", **columns: Any) -> Row:
+    """A row; those of every rank's words have their place and feature in common."""
+    if scope is Scope.EVERY:
+        columns = {"feature": "vocabulary", "place": _SHARE, **columns}
+    return Row(scope, lane, _refs(reads), _refs(writes), _refs(frees), **columns)
+
+
+_SHARE = "every rank has a share of each microbatch's words: add it"
 _INPUTS = "kept grad@SINKS kv dkv@LATER"  # a backward reads and frees them
-_UNIT, _STAGE, _RANK = Scope.UNIT, Scope.STAGE, Scope.RANK
+_READ = f"{_INPUTS} weights weights@EXPERTS clean"  # and reads these
+_UNIT, _EVERY, _STAGE, _RANK = Scope
 _COMPUTE, _LINK, _COLLECTIVE = Lane.COMPUTE, Lane.LINK, Lane.COLLECTIVE
 
 ROWS: dict[Kind, Row] = {
-    Kind.F: Row(
+    Kind.F: _row(
         _UNIT,
         _COMPUTE,
-        reads=_refs("act@SOURCES kv@EARLIER weights weights@EXPERTS"),
-        writes=_refs("act@SINKS kept kv"),
-        frees=_refs("act@SOURCES"),
+        "act@SOURCES kv@EARLIER weights weights@EXPERTS",
+        "act@SINKS kept kv",
+        "act@SOURCES",
         cost="f",
         repeats=True,
         family="forward",
-        look=_look("FP", "forward", "#28588f #3b6ca5", (25, 31), "#ffffff"),
     ),
-    Kind.B: Row(
-        _UNIT,
-        _COMPUTE,
-        reads=_refs(f"{_INPUTS} weights weights@EXPERTS clean"),
-        writes=_refs("grad@SOURCES dkv@EARLIER left"),
-        frees=_refs(_INPUTS),
-        cost="b",
-        family="input",
-        look=_look("BE", "backward for the input", "#e3a04f #eab26e", (215, 223)),
-    ),
-    Kind.W: Row(
-        _UNIT,
-        _COMPUTE,
-        reads=_refs("left"),
-        writes=_refs("part"),
-        frees=_refs("left"),
-        cost="w",
-        family="weight",
-        look=_look("WM", "backward for the weights", "#f5e3a8 #f9edc5", (187, 230)),
-    ),
-    Kind.BW: Row(
-        _UNIT,
-        _COMPUTE,
-        reads=_refs(f"{_INPUTS} weights weights@EXPERTS clean"),
-        writes=_refs("grad@SOURCES dkv@EARLIER part"),
-        frees=_refs(_INPUTS),
-        cost="bw",
-        family="input",
-        look=_look("DQ", "both backwards in one", "#4f9d83 #66ad95", (72, 115)),
-    ),
-    Kind.SEND_F: Row(_UNIT, _LINK, reads=_refs("act@SINKS"), frees=_refs("act@SINKS"), repeats=True, fault="E203"),
-    Kind.RECV_F: Row(_UNIT, _LINK, writes=_refs("act@SOURCES"), repeats=True, fault="E203"),
-    Kind.SEND_B: Row(_UNIT, _LINK, reads=_refs("grad@SOURCES"), frees=_refs("grad@SOURCES"), fault="E203"),
-    Kind.RECV_B: Row(_UNIT, _LINK, writes=_refs("grad@SINKS"), fault="E203"),
-    Kind.OVERLAP: Row(_RANK, Lane.MARK),
+    Kind.B: _row(_UNIT, _COMPUTE, _READ, "grad@SOURCES dkv@EARLIER left", _INPUTS, cost="b", family="input"),
+    Kind.W: _row(_UNIT, _COMPUTE, "left", "part", "left", cost="w", family="weight"),
+    Kind.BW: _row(_UNIT, _COMPUTE, _READ, "grad@SOURCES dkv@EARLIER part", _INPUTS, cost="bw", family="input"),
+    Kind.SEND_F: _row(_UNIT, _LINK, "act@SINKS", frees="act@SINKS", repeats=True, fault="E203"),
+    Kind.RECV_F: _row(_UNIT, _LINK, writes="act@SOURCES", repeats=True, fault="E203"),
+    Kind.SEND_B: _row(_UNIT, _LINK, "grad@SOURCES", frees="grad@SOURCES", fault="E203"),
+    Kind.RECV_B: _row(_UNIT, _LINK, writes="grad@SINKS", fault="E203"),
+    Kind.OVERLAP: _row(_RANK, Lane.MARK),
     # ---- activation offload
-    Kind.OFFLOAD: Row(
-        _UNIT,
-        Lane.OUT,
-        reads=_refs("kept"),
-        writes=_refs("host"),
-        cost="out",
-        early=True,
-        look=_look("O", "copy to the host", "#8a8fd6", (104,)),
-        fault="E206",
-    ),
-    Kind.RELEASE: Row(_UNIT, _COMPUTE, reads=_refs("host kept"), frees=_refs("kept"), fault="E206"),
-    Kind.RELOAD: Row(
-        _UNIT,
-        Lane.BACK,
-        reads=_refs("host"),
-        writes=_refs("kept"),
-        frees=_refs("host"),
-        cost="back",
-        look=_look("L", "copy back", "#d68ab8", (175,)),
-        fault="E206",
-    ),
+    Kind.OFFLOAD: _row(_UNIT, Lane.OUT, "kept", "host", cost="out", early=True, fault="E206"),
+    Kind.RELEASE: _row(_UNIT, _COMPUTE, "host kept", frees="kept", fault="E206"),
+    Kind.RELOAD: _row(_UNIT, Lane.BACK, "host", "kept", "host", cost="back", fault="E206"),
     # ---- the end of a step
-    Kind.REDUCE: Row(
-        _STAGE,
-        _COLLECTIVE,
-        reads=_refs("part@UNITS clean"),
-        writes=_refs("total"),
-        cost="reduce",
-        look=_look("S", "sum of gradients", "#b9a7cf", (146,)),
-        needs="summed",  # gradients move into one message
-        goes_on="pending",
-        place="every rank that holds a replica of the stage sums its gradients, after the last W or BW of the stage",
-        places={
-            TIED: "every rank with a stage that shares weights sums their gradients, after its last W or BW",
-            WORDS: "every rank sums the gradients of its words over the replicas, after its last T and E",
-        },
+    Kind.REDUCE: _row(
+        _STAGE, _COLLECTIVE, "part@UNITS clean", "total", cost="reduce", needs="summed", goes_on="pending"
     ),
-    Kind.VALIDATE: Row(
-        _RANK,
-        _COLLECTIVE,
-        reads=_refs("part@OWNERS total@OWNERS"),
-        writes=_refs("verdict"),
-        cost="agree",
-        blocks=True,
-        closes="barrier",
-        place="one VALIDATE on each rank, after its last op of compute",
+    Kind.VALIDATE: _row(
+        _RANK, _COLLECTIVE, "part@OWNERS total@OWNERS", "verdict", cost="agree", blocks=True, closes="barrier"
     ),
-    Kind.STEP: Row(
-        _STAGE,
-        _COMPUTE,
-        reads=_refs("verdict weights"),
-        writes=_refs("shard clean"),
-        frees=_refs("weights"),
-        cost="step",
-        closes="barrier",
-        needs="step",
-        place="one STEP for each stage a rank holds, after VALIDATE",
-        places={WORDS: "every rank steps its words, after VALIDATE"},
+    Kind.STEP: _row(
+        _STAGE, _COMPUTE, "verdict weights", "shard clean", "weights", cost="step", closes="barrier", needs="step"
     ),
     # ---- the same without a barrier
-    Kind.TENTATIVE: Row(
+    Kind.TENTATIVE: _row(
         _STAGE,
         _COMPUTE,
-        reads=_refs("part@UNITS total total@TIED weights"),
-        writes=_refs("shard"),
-        frees=_refs("weights"),
+        "part@UNITS total total@TIED weights",
+        "shard",
+        "weights",
         cost="tentative",
         closes="ahead",
-        look=_look("A", "tentative step", "#5a5a5a", (240,), "#ffffff"),
         needs="tentative step",
-        place="one TENTATIVE for each stage a rank holds, after its last op of compute",
-        places={WORDS: ""},
     ),
-    Kind.NORM: Row(
-        _RANK,
-        _COMPUTE,
-        reads=_refs("norm@RANK_BEFORE"),
-        writes=_refs("norm"),
-        closes="ahead",
-        repeats=True,
-        place="one NORM on each rank, before VERDICT",
-    ),
-    Kind.VERDICT: Row(
-        _RANK,
-        _COMPUTE,
-        reads=_refs("norm verdict@RANK_AFTER"),
-        writes=_refs("verdict"),
-        closes="ahead",
-        repeats=True,
-        place="one VERDICT on each rank, between NORM and REDO",
-    ),
-    Kind.REDO: Row(
-        _RANK,
-        _COMPUTE,
-        reads=_refs("verdict"),
-        writes=_refs("stands"),
-        closes="ahead",
-        place="one REDO on each rank, after VERDICT, with nothing but forwards before it",
-    ),
-    Kind.COMMIT: Row(
-        _STAGE,
-        _COMPUTE,
-        reads=_refs("stands"),
-        writes=_refs("clean"),
-        cost="step",
-        closes="ahead",
-        look=_look("C", "final step", "#c4c4c4", (251,)),
-        needs="step",
-        place="one COMMIT for each stage a rank holds, after REDO and before its first B or BW",
-        places={WORDS: ""},
-    ),
+    Kind.NORM: _row(_RANK, _COMPUTE, "norm@RANK_BEFORE", "norm", closes="ahead", repeats=True),
+    Kind.VERDICT: _row(_RANK, _COMPUTE, "norm verdict@RANK_AFTER", "verdict", closes="ahead", repeats=True),
+    Kind.REDO: _row(_RANK, _COMPUTE, "verdict", "stands", closes="ahead"),
+    Kind.COMMIT: _row(_STAGE, _COMPUTE, "stands", "clean", cost="step", closes="ahead", needs="step"),
     # ---- sharded weights
-    Kind.GATHER: Row(
+    Kind.GATHER: _row(
         _STAGE,
         _COLLECTIVE,
-        reads=_refs("shard"),
-        writes=_refs("weights"),
-        frees=_refs("shard"),
+        "shard",
+        "weights",
+        "shard",
         cost="gather",
-        look=_look("G", "gather of weights", "#d8cfe4", (188,)),
         needs="gathering",
         goes_on="gathered",
-        place="one GATHER for each stage a rank holds, before its first F, or after its TENTATIVE",
-        places={WORDS: "every rank gathers its words before its first I"},
         feature="sharded",
-        idle="no stage is stepped in parts",
     ),
-    Kind.FREE: Row(
-        _STAGE, _COMPUTE, reads=_refs("weights"), frees=_refs("weights"), feature="resident", idle="weights stay"
-    ),
+    Kind.FREE: _row(_STAGE, _COMPUTE, "weights", frees="weights", feature="resident"),
     # ---- replicas that average weights
-    Kind.AVERAGE: Row(
-        _STAGE,
-        _COLLECTIVE,
-        reads=_refs("weights"),
-        cost="average",
-        look=_look("K", "average of weights", "#cfe0e4", (152,)),
-        place="one AVERAGE for each stage a rank holds, before its first op",
-        places={
-            TIED: "every rank with a stage that shares weights averages them apart, before its first op",
-            WORDS: "every rank averages its words, before its first I",
-        },
-        feature="averages",
-    ),
+    Kind.AVERAGE: _row(_STAGE, _COLLECTIVE, "weights", cost="average", feature="averages"),
     # ---- sharded gradients
-    Kind.SCATTER: Row(
-        _STAGE,
-        _COLLECTIVE,
-        cost="reduce",
-        look=_look("Z", "sum of some gradients", "#b9a7cf", (146,)),
-        feature="scatters",
-        dealt=True,
-        idle="gradients are not shared out",
+    Kind.SCATTER: _row(_STAGE, _COLLECTIVE, cost="reduce", feature="scatters", dealt=True),
+    # ---- vocabulary parallel
+    Kind.SPREAD: _row(_EVERY, _COLLECTIVE, "top@LAST", "hidden", "top@LAST", cost="spread"),
+    Kind.S: _row(_EVERY, _COMPUTE, "hidden weights@WORDS", "logits sums", cost="s", data="targets"),
+    Kind.MEET: _row(_EVERY, _COLLECTIVE, "sums", "stats turn@LAST", "sums", cost="meet"),
+    Kind.T: _row(
+        _EVERY, _COMPUTE, "hidden logits stats weights@WORDS clean@WORDS", "outpart", "hidden logits stats", cost="t"
     ),
+    Kind.SUM: _row(_EVERY, _COLLECTIVE, "dtop", "turn@LAST", "dtop", cost="sum", feature="two sums"),
+    Kind.I: _row(_EVERY, _COMPUTE, "weights@WORDS", "words", cost="i", data="inputs"),
+    Kind.GIVE: _row(_EVERY, _COLLECTIVE, "words", "input@FIRST", "words", cost="give"),
+    Kind.TAKE: _row(_EVERY, _COLLECTIVE, "bottom@FIRST", "dinput", "bottom@FIRST", cost="take"),
+    Kind.E: _row(_EVERY, _COMPUTE, "dinput clean@WORDS", "inpart", "dinput", cost="e"),
 }
-# ---- vocabulary parallel
-_EVERY = Scope.EVERY
-ROWS |= {
-    Kind.SPREAD: Row(
-        _EVERY, _COLLECTIVE, reads=_refs("top@LAST"), writes=_refs("hidden"), frees=_refs("top@LAST"), cost="spread"
-    ),
-    Kind.S: Row(
-        _EVERY,
-        _COMPUTE,
-        reads=_refs("hidden weights@WORDS"),
-        writes=_refs("logits sums"),
-        cost="s",
-        data="targets",
-        look=_look("V", "logits of a rank's words", "#3a2a4f", (54,), "#ffffff"),
-    ),
-    Kind.MEET: Row(
-        _EVERY, _COLLECTIVE, reads=_refs("sums"), writes=_refs("stats turn@LAST"), frees=_refs("sums"), cost="meet"
-    ),
-    Kind.T: Row(
-        _EVERY,
-        _COMPUTE,
-        reads=_refs("hidden logits stats weights@WORDS clean@WORDS"),
-        writes=_refs("outpart"),
-        frees=_refs("hidden logits stats"),
-        cost="t",
-        look=_look("U", "gradient of a rank's words", "#d0bde3", (183,)),
-    ),
-    Kind.SUM: Row(
-        _EVERY,
-        _COLLECTIVE,
-        reads=_refs("dtop"),
-        writes=_refs("turn@LAST"),
-        frees=_refs("dtop"),
-        cost="sum",
-        feature="two sums",
-        idle="the ranks that share the vocabulary sum once, in MEET",
-    ),
-    Kind.I: Row(
-        _EVERY,
-        _COMPUTE,
-        reads=_refs("weights@WORDS"),
-        writes=_refs("words"),
-        cost="i",
-        data="inputs",
-        look=_look("I", "look-up of a rank's words", "#6f6a7d", (60,), "#ffffff"),
-    ),
-    Kind.GIVE: Row(
-        _EVERY, _COLLECTIVE, reads=_refs("words"), writes=_refs("input@FIRST"), frees=_refs("words"), cost="give"
-    ),
-    Kind.TAKE: Row(
-        _EVERY,
-        _COLLECTIVE,
-        reads=_refs("bottom@FIRST"),
-        writes=_refs("dinput"),
-        frees=_refs("bottom@FIRST"),
-        cost="take",
-    ),
-    Kind.E: Row(
-        _EVERY,
-        _COMPUTE,
-        reads=_refs("dinput clean@WORDS"),
-        writes=_refs("inpart"),
-        frees=_refs("dinput"),
-        cost="e",
-        look=_look("N", "gradient of looked-up words", "#f7f7fb", (231,)),
-    ),
+_LOOKS = {  # pictures leave other kinds out
+    Kind.F: _look("FP", "forward", "#28588f #3b6ca5", (25, 31), "#ffffff"),
+    Kind.B: _look("BE", "backward for the input", "#e3a04f #eab26e", (215, 223)),
+    Kind.W: _look("WM", "backward for the weights", "#f5e3a8 #f9edc5", (187, 230)),
+    Kind.BW: _look("DQ", "both backwards in one", "#4f9d83 #66ad95", (72, 115)),
+    Kind.OFFLOAD: _look("O", "copy to the host", "#8a8fd6", (104,)),
+    Kind.RELOAD: _look("L", "copy back", "#d68ab8", (175,)),
+    Kind.REDUCE: _look("S", "sum of gradients", "#b9a7cf", (146,)),
+    Kind.TENTATIVE: _look("A", "tentative step", "#5a5a5a", (240,), "#ffffff"),
+    Kind.COMMIT: _look("C", "final step", "#c4c4c4", (251,)),
+    Kind.GATHER: _look("G", "gather of weights", "#d8cfe4", (188,)),
+    Kind.AVERAGE: _look("K", "average of weights", "#cfe0e4", (152,)),
+    Kind.SCATTER: _look("Z", "sum of some gradients", "#b9a7cf", (146,)),
+    Kind.S: _look("V", "logits of a rank's words", "#3a2a4f", (54,), "#ffffff"),
+    Kind.T: _look("U", "gradient of a rank's words", "#d0bde3", (183,)),
+    Kind.I: _look("I", "look-up of a rank's words", "#6f6a7d", (60,), "#ffffff"),
+    Kind.E: _look("N", "gradient of looked-up words", "#f7f7fb", (231,)),
 }
-ROWS |= {
-    kind: row._replace(
-        feature=row.feature or "vocabulary", place="every rank has a share of each microbatch's words: add it"
-    )
-    for kind, row in ROWS.items()
-    if row.scope is _EVERY
+_IDLE = {  # by feature
+    "sharded": "no stage is stepped in parts",
+    "resident": "weights stay",
+    "scatters": "gradients are not shared out",
+    "two sums": "the ranks that share the vocabulary sum once, in MEET",
 }
+_PLACES = {  # the place of each owner's op in a step; 0: of a stage
+    (Kind.REDUCE, 0): (
+        "every rank that holds a replica of the stage sums its gradients, after the last W or BW of the stage"
+    ),
+    (Kind.REDUCE, TIED): "every rank with a stage that shares weights sums their gradients, after its last W or BW",
+    (Kind.REDUCE, WORDS): "every rank sums the gradients of its words over the replicas, after its last T and E",
+    (Kind.VALIDATE, 0): "one VALIDATE on each rank, after its last op of compute",
+    (Kind.STEP, 0): "one STEP for each stage a rank holds, after VALIDATE",
+    (Kind.STEP, WORDS): "every rank steps its words, after VALIDATE",
+    (Kind.TENTATIVE, 0): "one TENTATIVE for each stage a rank holds, after its last op of compute",
+    (Kind.TENTATIVE, WORDS): "",
+    (Kind.NORM, 0): "one NORM on each rank, before VERDICT",
+    (Kind.VERDICT, 0): "one VERDICT on each rank, between NORM and REDO",
+    (Kind.REDO, 0): "one REDO on each rank, after VERDICT, with nothing but forwards before it",
+    (Kind.COMMIT, 0): "one COMMIT for each stage a rank holds, after REDO and before its first B or BW",
+    (Kind.COMMIT, WORDS): "",
+    (Kind.GATHER, 0): "one GATHER for each stage a rank holds, before its first F, or after its TENTATIVE",
+    (Kind.GATHER, WORDS): "every rank gathers its words before its first I",
+    (Kind.AVERAGE, 0): "one AVERAGE for each stage a rank holds, before its first op",
+    (Kind.AVERAGE, TIED): "every rank with a stage that shares weights averages them apart, before its first op",
+    (Kind.AVERAGE, WORDS): "every rank averages its words, before its first I",
+}
+for _kind, _made in ROWS.items():
+    _own = {owner: text for (kind, owner), text in _PLACES.items() if kind is _kind}
+    _place, _idle = _own.pop(0, _made.place), _IDLE.get(_made.feature, "")
+    ROWS[_kind] = _made._replace(look=_LOOKS.get(_kind), place=_place, places=_own, idle=_idle)
 Rows = dict[Kind, Row]
 
 

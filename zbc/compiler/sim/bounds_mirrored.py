@@ -70,16 +70,11 @@ def mixed(placement: Placement, costs: Costs, m: int, limits: Sequence[float]) -
     """Lower bounds of makespan and span in ms of all orders with microbatches in several pipes; infinite for m = 1."""
     ways = [Way(placement, costs, pipe) for pipe in range(len(placement.pipes))]
     if len(ways) > 2:
-        return _shared(ways, m)
+        one = ways[0]
+        share = m * (sum(one.f) + sum(one.b) + sum(one.w)) / placement.ranks
+        return max(share, min(way.around(0, 0) for way in ways) + one.b[0] + one.w[0]), share
     ranks = [_MirroredRank(ways, m, limits[r] + ROOM, r) for r in range(placement.ranks) if ways[0].stages[r]]
     splits = [(x, m - x) for x in range(1, m)]
     makespan = min((max(rank.makespan(split) for rank in ranks) for split in splits), default=float("inf"))
     span = min((max(rank.span(split) for rank in ranks) for split in splits), default=float("inf"))
     return makespan, span
-
-
-def _shared(ways: Sequence[Way], m: int) -> tuple[float, float]:
-    """Lower bounds for any number of pipes."""
-    one = ways[0]
-    share = m * (sum(one.f) + sum(one.b) + sum(one.w)) / one.placement.ranks
-    return max(share, min(way.around(0, 0) for way in ways) + one.b[0] + one.w[0]), share
