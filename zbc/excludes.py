@@ -167,238 +167,165 @@ UNWRITTEN = ""  # the reason of a pair that could be built
 DROP = "drop one of them"
 
 
-class Excludes(NamedTuple):
-    """A trait and the traits that it excludes: names joined by |, each with the reason and maybe a fix. Errors point to
-    the setting of the trait, with `at_other` to the excluded one."""
-
-    trait: str
-    excludes: Mapping[str, str | tuple[str, str]]
-    code: str = "E110"
-    at_other: bool = False
-
-
-ROWS = (
-    Excludes(
-        "flushless",
-        {
-            "tied": "stages step at other times",
-            "shared vocabulary|offload": UNWRITTEN,
-            "overlap": "the two ops of a group, which run at once, may be of different steps and weights",
-            "freeze": "shares shorten a step from its first forward to its last backward, between two flushes",
-            "file|plugin": "orders from elsewhere are of one step, from its first forward to its last backward",
-            "balance": "steps of other numbers of microbatches do not follow one another without a flush",
-            "filler": "there is little to fill",
-            "flush": ("in a steady state there is no bubble that it could fill", "use 1f1b, interleaved-1f1b or gis"),
-            "trace": ("steps are recorded that begin where the one before ended", "leave out --trace"),
-        },
-    ),
-    Excludes("two versions", {"frees": UNWRITTEN, "replicas": "their order needs a flush"}),
-    Excludes(
-        "asynchronous",
-        {
-            "dp|shards more|replicas|ep": ("replicas would wait for each other", "set dp = 1, and no shard"),
-            "cp": ("ranks with parts of a gradient would wait for each other", "set cp = 1"),
-        },
-        at_other=True,
-    ),
-    Excludes("asynchronous", {"sliced": "slices of a microbatch would run on weights of several steps"}),
-    Excludes(
-        "average",
-        {
-            "post-validate": "what replicas would send each other may be taken back",
-            "two versions": UNWRITTEN,
-            "asynchronous": "replicas would wait for each other",
-            "sharded": "replicas with weights of their own have nothing to share out",
-            "replicas": "copies of a stage sum their gradients",
-            "world": "it compares ranks by their samples alone",
-            "bfloat16 weights": "a rotating share of bfloat16 weights would lose what is added to it",
-            "balance": "replicas of unequal work would count alike",
-            "copies": ("copies of a stage sum their gradients", "drop average, or use a schedule of one pipe"),
-        },
-    ),
-    Excludes(
-        "freeze",
-        {
-            "tied": "a gradient that is shared by layers is not the mean over the microbatches of one",
-            "compile": "a compiled layer cannot leave out its weight gradients in some microbatches only",
-            "scatters": "gradients are summed over ranks before their mean is known",
-            "replicas": "the replicas of a stage do not know what the others have left out",
-            "sliced": "slices of a microbatch would be trained in different layers",
-            "overlap|groups": "what a group takes does not follow from the shares of its ops",
-            "balance": "the shares are those of one number of microbatches",
-            "post-validate": "a step that is made again would need what was left out",
-            "offload": "a frozen layer keeps less than the host has room for",
-            "copies": (
-                "they do not know what the others have left out",
-                "drop [freeze], or use another schedule, such as 1f1b or zb-v",
-            ),
-        },
-    ),
-    Excludes(
-        "float16",
-        {
-            "barrier-free": (
-                "the loss scale of a step follows from the verdict on the one before",
-                'use dtype = "bfloat16", or sync = "before-step"',
-            ),
-            "average": ("replicas with weights of their own would have scales of their own", 'use dtype = "bfloat16"'),
-        },
-    ),
-    Excludes(
-        "no masters",
-        {"feedback|moving average": ("in bfloat16 most of what it adds would be lost by rounding", 'drop "alone"')},
-    ),
-    Excludes("fused gradients", {"compile": "a compiled layer adds up its gradients as its graph says"}),
-    Excludes(
-        "adapter",
-        {"frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"')},
-        at_other=True,
-    ),
-    Excludes(
-        "dropout",
-        {
-            "tp|cp|sliced": "what is 0 in one part of a layer or of a sequence would be so in the others",
-            "compile": UNWRITTEN,
-        },
-    ),
-    Excludes("trained whole", {"tied|vocabulary": (UNWRITTEN, "leave its name out, and all of it is frozen")}),
-    Excludes(
-        "balance",
-        {
-            "ramp": "balanced steps choose their own number of microbatches",
-            "sliced": "slices are cut at the same places of all microbatches",
-            "file": "a file is an order for one number of microbatches",
-            "compile": "attention depends on the lengths",
-            "trace": ("one plan is recorded for all replicas of a step", "leave out --trace"),
-        },
-        at_other=True,
-    ),
-    Excludes(
-        "tokens",
-        {
-            "sliced": "slices are cut at the same places of all microbatches",
-            "ramp": "they are of one number of microbatches",
-            "world": ("they are of one number of microbatches", "set parallel.pp and dp"),
-            "balance": ("balanced steps choose their own number of microbatches", 'set data.balance = "tokens"'),
-            "compile": ("a layer is compiled for whole microbatches", "set compile = false"),
-        },
-    ),
-    Excludes(
-        "dealt by tokens",
-        {"asynchronous": UNWRITTEN, "average": "replicas of unequal work would count alike", "graph": UNWRITTEN},
-        at_other=True,
-    ),
-    Excludes(
-        "steps",
-        {
-            "sliced": "slices are cut at the same places of all microbatches",
-            "ramp": "a step comes with all its microbatches",
-            "balance|dealt by tokens": "a step comes with its microbatches",
-            "experts": "experts would count and balance the rows of padding",
-            "evaluation": "nothing is kept for it",
-        },
-    ),
-    Excludes(
-        "graph",
-        {
-            "chains": ("a rank has one stage of it, once", 'use kind = "1f1b", "zb-h1", "zb-auto" or "auto"'),
-            "file|plugin": ("orders from elsewhere are of chains", 'use kind = "1f1b" or "zb-h1"'),
-            "sliced": ("slices are of sequences in a chain", "drop it"),
-            "chunks": ("a rank has one stage of it", "drop it"),
-            "shared vocabulary": ("its ends are more than two", "drop it"),
-            "replicas": ("they are of stages in a chain", "use dp"),
-            "barrier-free": ("norms travel along a chain", 'use sync = "before-step"'),
-            "freeze": ("shares are found for a chain", "drop it"),
-            "balance": ("it packs sequences of tokens", "drop it"),
-        },
-        at_other=True,
-    ),
-    Excludes(
-        "loss by chunks",
-        {
-            "vocabulary": (
-                "all ranks tell of a microbatch at once, of their words' logits, and keep them for the gradient",
-                'drop it, or set parallel.vocabulary = "ends"',
-            )
-        },
-    ),
-    Excludes(
-        "metric",
-        {
-            "cp|sliced": "it is a mean over whole samples",
-            "loss by chunks|shared vocabulary": "no rank has the logits of a microbatch at once",
-            "tp": UNWRITTEN,
-        },
-    ),
-    Excludes(
-        "shared vocabulary",
-        {
-            "post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"'),
-            "copies": (UNWRITTEN, 'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"'),
-        },
-    ),
-    Excludes(
-        "sliced",
-        {
-            "compile": ("a layer is compiled for whole microbatches", "set compile = false, or slices = 1"),
-            "file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind"),
-        },
-    ),
-    Excludes(
-        "slices",
-        {
-            "whole": (
-                "its places meet in the middle, and slices come back in reverse",
-                'drop schedule.slices, or use kind = "zb-v", "zb-auto" or "1f1b"',
-            )
-        },
-    ),
-    Excludes(
-        "selective",
-        {"compile": "a compiled layer is one piece", "model of transformers": "its layers do not say what is cheap"},
-    ),
-    Excludes(
-        "shards more",
-        {"post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"')},
-    ),
-    Excludes("tp|cp|ep", {"compile": "compiled layers cannot meet others inside"}),
-    Excludes(
-        "ep over dp",
-        {"balance|dealt by tokens": "replicas of unequal work would wait for each other in every block"},
-        at_other=True,
-    ),
-    Excludes(
-        "expert bias",
-        {"barrier-free": "the loads of a step are known when forwards of the next one have chosen their experts"},
-        at_other=True,
-    ),
-    Excludes(
-        "clipped scores",
-        {
-            "norms of heads": "the norm of queries and keys undoes it",
-            "adapter": "it scales weights that are frozen",
-            "own layers": "only heads of built-in models are known",
-            "flushless": "scores of weights from before the last clip would have it made twice",
-            "compile": UNWRITTEN,
-        },
-    ),
-    Excludes("unlike ranks", {"replicas": "replicas step in for ranks that are slow"}),
-    Excludes("unlike ranks", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
-    Excludes("memory by rank", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
-    Excludes(
-        "exact",
-        {
-            "slices|tokens": "the solver knows microbatches that are whole and alike",
-            "graph|copies|replicas": "the solver knows one pipe",
-            "overlap|groups": "the solver knows one op at a time",
-            "shared vocabulary|offload": "ops move after the order that the solver knows",
-            "barrier-free|period": "the solver knows one step",
-            "freeze": "shares shorten an order that is found without them",
-        },
-        at_other=True,
-    ),
-    Excludes("ramp", {"file": "a file is an order for one number of microbatches"}),
-)
+# Trait -> the traits that it excludes, names joined by |, each with the reason and maybe a fix. Errors point to the
+# setting of the trait, or to the excluded one after an @.
+ROWS: dict[str, dict[str, str | tuple[str, str]]] = {
+    "flushless": {
+        "tied": "stages step at other times",
+        "shared vocabulary|offload": UNWRITTEN,
+        "overlap": "the two ops of a group, which run at once, may be of different steps and weights",
+        "freeze": "shares shorten a step from its first forward to its last backward, between two flushes",
+        "file|plugin": "orders from elsewhere are of one step, from its first forward to its last backward",
+        "balance": "steps of other numbers of microbatches do not follow one another without a flush",
+        "filler": "there is little to fill",
+        "flush": ("in a steady state there is no bubble that it could fill", "use 1f1b, interleaved-1f1b or gis"),
+        "trace": ("steps are recorded that begin where the one before ended", "leave out --trace"),
+    },
+    "two versions": {"frees": UNWRITTEN, "replicas": "their order needs a flush"},
+    "asynchronous": {
+        "@dp|shards more|replicas|ep": ("replicas would wait for each other", "set dp = 1, and no shard"),
+        "@cp": ("ranks with parts of a gradient would wait for each other", "set cp = 1"),
+        "sliced": "slices of a microbatch would run on weights of several steps",
+    },
+    "average": {
+        "post-validate": "what replicas would send each other may be taken back",
+        "two versions": UNWRITTEN,
+        "asynchronous": "replicas would wait for each other",
+        "sharded": "replicas with weights of their own have nothing to share out",
+        "replicas": "copies of a stage sum their gradients",
+        "world": "it compares ranks by their samples alone",
+        "bfloat16 weights": "a rotating share of bfloat16 weights would lose what is added to it",
+        "balance": "replicas of unequal work would count alike",
+        "copies": ("copies of a stage sum their gradients", "drop average, or use a schedule of one pipe"),
+    },
+    "freeze": {
+        "tied": "a gradient that is shared by layers is not the mean over the microbatches of one",
+        "compile": "a compiled layer cannot leave out its weight gradients in some microbatches only",
+        "scatters": "gradients are summed over ranks before their mean is known",
+        "replicas": "the replicas of a stage do not know what the others have left out",
+        "sliced": "slices of a microbatch would be trained in different layers",
+        "overlap|groups": "what a group takes does not follow from the shares of its ops",
+        "balance": "the shares are those of one number of microbatches",
+        "post-validate": "a step that is made again would need what was left out",
+        "offload": "a frozen layer keeps less than the host has room for",
+        "copies": (
+            "they do not know what the others have left out",
+            "drop [freeze], or use another schedule, such as 1f1b or zb-v",
+        ),
+    },
+    "float16": {
+        "barrier-free": (
+            "the loss scale of a step follows from the verdict on the one before",
+            'use dtype = "bfloat16", or sync = "before-step"',
+        ),
+        "average": ("replicas with weights of their own would have scales of their own", 'use dtype = "bfloat16"'),
+    },
+    "no masters": {
+        "feedback|moving average": ("in bfloat16 most of what it adds would be lost by rounding", 'drop "alone"'),
+    },
+    "fused gradients": {"compile": "a compiled layer adds up its gradients as its graph says"},
+    "adapter": {"@frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"')},
+    "dropout": {
+        "tp|cp|sliced": "what is 0 in one part of a layer or of a sequence would be so in the others",
+        "compile": UNWRITTEN,
+    },
+    "trained whole": {"tied|vocabulary": (UNWRITTEN, "leave its name out, and all of it is frozen")},
+    "balance": {
+        "@ramp": "balanced steps choose their own number of microbatches",
+        "@sliced": "slices are cut at the same places of all microbatches",
+        "@file": "a file is an order for one number of microbatches",
+        "@compile": "attention depends on the lengths",
+        "@trace": ("one plan is recorded for all replicas of a step", "leave out --trace"),
+    },
+    "tokens": {
+        "sliced": "slices are cut at the same places of all microbatches",
+        "ramp": "they are of one number of microbatches",
+        "world": ("they are of one number of microbatches", "set parallel.pp and dp"),
+        "balance": ("balanced steps choose their own number of microbatches", 'set data.balance = "tokens"'),
+        "compile": ("a layer is compiled for whole microbatches", "set compile = false"),
+    },
+    "dealt by tokens": {
+        "@asynchronous": UNWRITTEN,
+        "@average": "replicas of unequal work would count alike",
+        "@graph": UNWRITTEN,
+    },
+    "steps": {
+        "sliced": "slices are cut at the same places of all microbatches",
+        "ramp": "a step comes with all its microbatches",
+        "balance|dealt by tokens": "a step comes with its microbatches",
+        "experts": "experts would count and balance the rows of padding",
+        "evaluation": "nothing is kept for it",
+    },
+    "graph": {
+        "@chains": ("a rank has one stage of it, once", 'use kind = "1f1b", "zb-h1", "zb-auto" or "auto"'),
+        "@file|plugin": ("orders from elsewhere are of chains", 'use kind = "1f1b" or "zb-h1"'),
+        "@sliced": ("slices are of sequences in a chain", "drop it"),
+        "@chunks": ("a rank has one stage of it", "drop it"),
+        "@shared vocabulary": ("its ends are more than two", "drop it"),
+        "@replicas": ("they are of stages in a chain", "use dp"),
+        "@barrier-free": ("norms travel along a chain", 'use sync = "before-step"'),
+        "@freeze": ("shares are found for a chain", "drop it"),
+        "@balance": ("it packs sequences of tokens", "drop it"),
+    },
+    "loss by chunks": {
+        "vocabulary": (
+            "all ranks tell of a microbatch at once, of their words' logits, and keep them for the gradient",
+            'drop it, or set parallel.vocabulary = "ends"',
+        ),
+    },
+    "metric": {
+        "cp|sliced": "it is a mean over whole samples",
+        "loss by chunks|shared vocabulary": "no rank has the logits of a microbatch at once",
+        "tp": UNWRITTEN,
+    },
+    "shared vocabulary": {
+        "post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"'),
+        "copies": (UNWRITTEN, 'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"'),
+    },
+    "sliced": {
+        "compile": ("a layer is compiled for whole microbatches", "set compile = false, or slices = 1"),
+        "file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind"),
+    },
+    "slices": {
+        "whole": (
+            "its places meet in the middle, and slices come back in reverse",
+            'drop schedule.slices, or use kind = "zb-v", "zb-auto" or "1f1b"',
+        ),
+    },
+    "selective": {
+        "compile": "a compiled layer is one piece",
+        "model of transformers": "its layers do not say what is cheap",
+    },
+    "shards more": {
+        "post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"'),
+    },
+    "tp|cp|ep": {"compile": "compiled layers cannot meet others inside"},
+    "ep over dp": {"@balance|dealt by tokens": "replicas of unequal work would wait for each other in every block"},
+    "expert bias": {
+        "@barrier-free": "the loads of a step are known when forwards of the next one have chosen their experts",
+    },
+    "clipped scores": {
+        "norms of heads": "the norm of queries and keys undoes it",
+        "adapter": "it scales weights that are frozen",
+        "own layers": "only heads of built-in models are known",
+        "flushless": "scores of weights from before the last clip would have it made twice",
+        "compile": UNWRITTEN,
+    },
+    "unlike ranks": {
+        "replicas": "replicas step in for ranks that are slow",
+        "world": ("they are of one number of ranks", "set parallel.pp and dp"),
+    },
+    "memory by rank": {"world": ("it is of one number of ranks", "set parallel.pp and dp")},
+    "exact": {
+        "@slices|tokens": "the solver knows microbatches that are whole and alike",
+        "@graph|copies|replicas": "the solver knows one pipe",
+        "@overlap|groups": "the solver knows one op at a time",
+        "@shared vocabulary|offload": "ops move after the order that the solver knows",
+        "@barrier-free|period": "the solver knows one step",
+        "@freeze": "shares shorten an order that is found without them",
+    },
+    "ramp": {"file": "a file is an order for one number of microbatches"},
+}
 
 
 class Exclusion(NamedTuple):
@@ -406,7 +333,6 @@ class Exclusion(NamedTuple):
 
     one: str
     other: str
-    code: str
     why: str
     hint: str
     at: str
@@ -419,21 +345,21 @@ class Exclusion(NamedTuple):
         """`schedule`: name of the schedule that has the other trait; `of`: the first word of the message."""
         label, excluded = (TRAITS[name].label for name in (self.one, self.other))
         text = f"{of}: {label} and {f'{schedule}, {excluded},' if schedule else excluded} {self.reason}"
-        return ZbcError(self.code, text, where=where and where(TRAITS[self.at].place), hint=self.hint)
+        return ZbcError("E110", text, where=where and where(TRAITS[self.at].place), hint=self.hint)
 
 
 def _single(names: str) -> Iterator[str]:
-    for name in names.split("|"):
+    for name in names.lstrip("@").split("|"):
         yield from SEVERAL.get(name, (name,))
 
 
 def _pairs() -> Iterator[Exclusion]:
-    for row in ROWS:
-        for names, reason in row.excludes.items():
+    for trait, row in ROWS.items():
+        for names, reason in row.items():
             why, hint = reason if isinstance(reason, tuple) else (reason, DROP)
-            for name in _single(row.trait):
-                for excluded in _single(names):
-                    yield Exclusion(name, excluded, row.code, why, hint, excluded if row.at_other else name)
+            for name in _single(trait):
+                for other in _single(names):
+                    yield Exclusion(name, other, why, hint, other if names[0] == "@" else name)
 
 
 PAIRS = tuple(_pairs())
@@ -446,7 +372,7 @@ def clashes(sections: Sections, more: Collection[str] = ()) -> Iterator[Exclusio
 
 
 def problems(sections: Sections, where: Where) -> Iterator[ZbcError]:
-    """An error for each pair of settings: E110 or E119."""
+    """An error for each pair of settings."""
     return (pair.error(where) for pair in clashes(sections))
 
 
@@ -470,9 +396,9 @@ def of_plan(there: Collection[str]) -> Iterator[ZbcError]:
 
 def table(word: str = "") -> Iterator[tuple[str, str, str]]:
     """Rows (trait, excluded traits, reason) as text, of the traits with `word` among the words of their names."""
-    for row in ROWS:
-        label = _called(_single(row.trait), "")
-        for names, reason in row.excludes.items():
+    for trait, row in ROWS.items():
+        label = _called(_single(trait), "")
+        for names, reason in row.items():
             excluded = _called(_single(names), "" if _has(label, word) else word)
             if excluded:
                 yield label, excluded, (reason[0] if isinstance(reason, tuple) else reason) or "not written yet"
