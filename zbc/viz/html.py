@@ -68,11 +68,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
     appearance = look(kind)
     return {
         "op": kind.value,
-        "letter": appearance.letter,
-        "other": appearance.other,
-        "name": appearance.name,
-        "fills": appearance.fills,
-        "ink": appearance.ink,
+        **{name: getattr(appearance, name) for name in ("letter", "other", "name", "fills", "ink")},
         "fills_at_start": not any(VALUES[ref.what].memory == "activations" for ref in kind.row.frees),
         "alone": not kind.computes,
     }
