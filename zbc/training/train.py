@@ -463,7 +463,7 @@ def _save(run: _Run) -> None:
     place, count = writers.index(run.rank) if run.rank in writers else 0, len(writers)
 
     def written(what: str, where: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Returns what all ranks have written, on rank 0."""
+        """Returns the texts about the files of all ranks, on rank 0."""
         run.board.leave(what, hffolder.write_shard(where, place, count, tensors) if tensors else "")
         run.board.meet(f"saved {what}", run.limit)
         return run.board.collect(what) if run.rank == 0 else []

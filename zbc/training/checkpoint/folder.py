@@ -191,7 +191,7 @@ def prune(parent: Path, keep: int, newest: int, best: int | None = None) -> None
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Renames the complete checkpoints after this one, so that no run takes them for the newest of what continues."""
+    """Renames the complete checkpoints after this one, so that no run takes them for its newest."""
     for step, folder in complete(checkpoint.parent).items():
         if step > (step_of(checkpoint) or 0):
             names = (folder.with_name(f"{folder.name}.aside{n or ''}") for n in itertools.count())

@@ -162,8 +162,8 @@ class Board:
     def meet(
         self, name: str, limit: timedelta, say: str = "", decide: Callable[[list[str]], str] = lambda texts: texts[0]
     ) -> str:
-        """Waits until every rank has called this, once for each name; returns what rank 0 decides on the texts of all,
-        by default its own one."""
+        """Waits until every rank has called this, once for each name; returns rank 0's decision on the texts of all, by
+        default its own one."""
         self._store.set(f"{name}/{self.rank}", say)
         its = near(self.rank, self.ranks)
         if self.rank == its[0]:

@@ -1,7 +1,7 @@
 """Kernels and collectives of the ops of a rig that runs on fake tensors: their operations, and the bytes they move.
 
-torch's own rules count the operations of products. Every other op counts by its bytes: what it reads and what it
-writes, once each. Times follow from `[hardware]` when a job is planned (compiler/cost/machine.py).
+torch's own rules count the operations of products. Every other op counts by its bytes: its inputs and its outputs,
+once each. Times follow from `[hardware]` when a job is planned (compiler/cost/machine.py).
 """
 
 from __future__ import annotations
