@@ -64,7 +64,7 @@ from zbc.training.warm import warm
 from zbc.training.watchdog import Watchdog, in_time, watch_siblings
 from zbc.training.worker import build_worker
 
-_SETTLE_S = 5.0  # for a failed rank to write its recorded steps
+_SETTLE_S = 10.0  # for a failed rank to write its recorded steps, and to complete the checkpoint that is being written
 
 
 class RankFailed(Exception):
@@ -310,7 +310,13 @@ def _invite(run: _Run) -> None:
         try_out(run.board, folder)
         board = context.place.board()
         how = (worker, board, options, folder, str(place), context.emit, run.first)
-        run.guests.append(Checkpoints(*how, lambda: evaluations.best))
+        run.guests.append(saves := Checkpoints(*how, lambda: evaluations.best))
+
+        def complete(_: object, error: BaseException | None, __: object) -> None:
+            if error is not None and getattr(error, "code", None) != "E702":  # no rank is lost, which a save waits for
+                in_time(saves.wait, _SETTLE_S)
+
+        run.training.push(complete)
 
 
 class _Outside(Guest):
