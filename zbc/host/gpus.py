@@ -19,6 +19,6 @@ def gpus() -> list[float]:
         return sizes
     named = [name.strip() for name in visible.split(",") if name.strip()]
     chosen = [int(name) for name in named if name.isdecimal()]
-    return (
-        [sizes[index] for index in chosen if index < len(sizes)] if len(chosen) == len(named) else sizes[: len(named)]
-    )
+    if len(chosen) < len(named):
+        return sizes[: len(named)]
+    return [sizes[index] for index in chosen if index < len(sizes)]

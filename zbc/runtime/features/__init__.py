@@ -40,7 +40,6 @@ ORDER = (
     "slices.stage_slice",
     "tensor_parallel",
     "ties",
-    "lengths",
     "freezing",
     "offload.offload",
     "unflushed.cycle",

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zbc.errors import ZbcError
 from zbc.ir import Op
 from zbc.job.sections import Average
 from zbc.ops import TIED
@@ -141,14 +140,12 @@ def meet(ranks: tuple[int, ...], tensors: Sequence[Tensor], transport: Transport
 
 
 def build(context: Context) -> Averages | None:
-    """Raises E406 if the plan has no settings for averages. Tied weights belong to several stages."""
+    """Tied weights belong to several stages."""
     manifest = context.manifest
     if not manifest.averages:
         return None
-    given = manifest.planning.get("parallel", {}).get("average")
-    if given is None:
-        raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
-    asked, ranks = Average.model_validate(given, strict=False), averaging(manifest, context.rank)
+    asked = Average.model_validate(manifest.planning["parallel"]["average"], strict=False)
+    ranks = averaging(manifest, context.rank)
     owned = {
         owner: {name: p for name, p in opt.parameters.items() if p.requires_grad}
         for owner, opt in context.optimizers.items()

@@ -2,6 +2,8 @@
 
 A forward runs inside of `packed`, which sets the lengths of the samples of each row for attention and positions. The
 rest of a row is padding: no token attends to it, and its targets do not count.
+
+Or microbatches with rows of unequal length: in each step their ops take the routes of stages for these lengths.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from torch import Tensor
 from zbc.ir import Kind, Op
 from zbc.runtime.core.current import Current
 from zbc.runtime.core.feature import Context, Feature
+from zbc.runtime.core.route import route_of
 from zbc.runtime.core.state import Handler, PhaseRun, Worker
-from zbc.runtime.core.tensors import cached
+from zbc.runtime.core.tensors import Length, cached
 
 Rows = tuple[tuple[int, ...], ...]  # lengths of the samples of each row, in their order
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]  # attention of queries, keys and values
@@ -72,5 +75,22 @@ def _in_rows(handler: Handler, worker: Worker, op: Op) -> None:
         handler(worker, op)
 
 
-def build(context: Context) -> Packed | None:
+class Lengths(Feature):
+    """`_now`: the length for which each op has a route."""
+
+    def __init__(self) -> None:
+        self._now: dict[Op, Length | None] = {}
+
+    def opens(self, worker: Worker) -> None:
+        run, now = worker.phase_run, self._now
+        for op in run.routes:  # without a flush also those of the next step
+            step = worker.step if run.ending.due(worker, op.mb) else worker.step + 1
+            length = worker.work.length(step, worker.number(op.mb))
+            if now.get(op) != length and (route := route_of(worker, run, op, length)) is not None:
+                run.routes[op], now[op] = route, length
+
+
+def build(context: Context) -> Feature | None:
+    if context.unequal:
+        return Lengths()
     return None if context.manifest.balance is None else Packed()

@@ -32,7 +32,6 @@ from torch.nn import functional
 
 from zbc.ir import Op
 from zbc.ops import WORDS
-from zbc.runtime.core.bucket import Bucket
 from zbc.runtime.core.feature import Answer, Context, Feature, Site
 from zbc.runtime.core.slot import Slot, current_slot
 from zbc.runtime.core.state import Worker
@@ -188,8 +187,7 @@ class SharedLayers(Feature):
         self.own = tuple(f"{name}." for name in shared.experts) if folded else ()  # other ranks have others
         self.meets = (self.group or shared.swaps or shared.tokens) is not None
         named = {s: stage.parameters.items() for s, stage in context.stages.items()}
-        ranks = () if self.group is None else self.group.ranks
-        self._sums = {s: Bucket([p for name, p in all_ if name in shared.partial], ranks) for s, all_ in named.items()}
+        self._parameters = {s: [p for name, p in all_ if name in shared.partial] for s, all_ in named.items()}
         reduced = {op.stage for plan in context.plans for op in plan.ops if op.kind.sums}
         self.rest = sorted(named.keys() - reduced)
 
@@ -209,11 +207,14 @@ class SharedLayers(Feature):
 
     def complete(self, worker: Worker, stage: int) -> None:
         """Sums the partial gradients of a stage over the group; blocks."""
-        if self.group is None or stage not in self._sums:
+        terms = [p for p in self._parameters.get(stage, ()) if p.grad is not None]
+        if self.group is None or not terms:
             return
         worker.progress.waiting = True
-        self._sums[stage].start(self.group.transport)
-        self._sums[stage].finish()
+        flat = torch.cat([p.grad.reshape(-1) for p in terms if p.grad is not None])
+        self.group.transport.all_reduce(flat, self.group.ranks)
+        for parameter, part in zip(terms, torch.split(flat, [p.numel() for p in terms]), strict=True):
+            parameter.grad = part.view_as(parameter)
         worker.progress.waiting = False
 
 

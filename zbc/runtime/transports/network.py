@@ -24,6 +24,7 @@ import socket
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +39,6 @@ from zbc.runtime.core.private import symmetric
 from zbc.runtime.features.shards import windows
 from zbc.runtime.transports import background
 from zbc.runtime.transports.transport import Again, Letter, Offer, Pending, Ranks, Shared, Signal, Then, Transport
-
-_MAX_TAG = 2**31
 
 Lost = Callable[[BaseException], ZbcError]  # makes the error of a transfer that failed
 _Way = tuple[Callable[..., dist.Work], int, int, Lost]  # function that starts a message, rank of its other end, its tag
@@ -115,9 +114,6 @@ class Network(Transport):
         self._sums: dict[tuple[int, ...], _Sum] = {}
         self._posted: dict[Letter, tuple[dist.Work | background.Threaded, Tensor, Lost]] = {}
         self._sends: dict[int, background.Sends] = {}  # by receiver
-        most = 4 * len(placement.edges) * manifest.microbatches * len(placement.pipes) * manifest.slices
-        if most > _MAX_TAG:
-            raise ZbcError("E703", f"run: {most} messages in one step are more than gloo has tags for")
         self._connect(device)
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
@@ -171,7 +167,7 @@ class Network(Transport):
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         if ranks == (self.rank,):
-            return _Done()
+            return _DONE
         start, lost = self._sums.get(ranks) or self._sum(ranks)
         try:
             work = start([view_as_real(tensor) if tensor.is_complex() else tensor], _SUM)
@@ -187,7 +183,7 @@ class Network(Transport):
                 offer.target.view(-1).copy_(offer.source.reshape(-1))
             if offer.then is not None:
                 offer.then.make()
-            return _Done()
+            return _DONE
         if offer.then is not None:
             return self._chained(offer, offer.then, ranks)
         group = self._swaps[ranks] if offer.what == "swap" else self._circle(ranks)
@@ -363,6 +359,7 @@ def _group(ranks: tuple[int, ...], timeout: timedelta, make_options: Callable[[]
     return dist.new_group(list(ranks), timeout=timeout, pg_options=options)
 
 
+_DONE: Pending = SimpleNamespace(wait=lambda: None, ready=lambda: True)  # of a collective of one rank
 _SUM = dist.AllreduceOptions()  # as dist.all_reduce with async_op=True
 _SUM.asyncOp = True
 
@@ -381,16 +378,6 @@ _STARTS: dict[str, Callable[[Offer, Any], Any]] = {
         one.target, one.source.contiguous(), [*one.into], [*one.rows], group=of, async_op=True
     ),
 }
-
-
-class _Done:
-    """The `Pending` of a collective of one rank."""
-
-    def wait(self) -> None:
-        return None
-
-    def ready(self) -> bool:
-        return True
 
 
 class _Collective(NamedTuple):

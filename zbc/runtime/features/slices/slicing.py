@@ -157,9 +157,6 @@ class Limits(NamedTuple):
     block: int | None = None
 
 
-_FREE = Limits()
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None, block: int | None = None
 ) -> Tensor:
@@ -222,7 +219,7 @@ class _Enter(torch.autograd.Function):
         return q.detach(), k.detach(), v.detach()
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
     """Causal attention of the last rows: each attends to all rows up to its own."""
     if limits.block is not None:
         tell_peaks(limits.block, functools.partial(peaks, q, k, limits))
