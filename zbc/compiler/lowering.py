@@ -49,7 +49,10 @@ class Pass(Protocol):
 
 
 # These do not depend on costs, except for the posting of receives (`Costs.rendezvous`).
-_FIRST: tuple[Pass, ...] = (InsertComm(), FuseBackward())
+_FIRST: tuple[Pass, ...] = (
+    InsertComm(),
+    FuseBackward(),
+)
 
 
 @dataclass(frozen=True, slots=True)
