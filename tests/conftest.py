@@ -4,12 +4,12 @@ Golden files are texts that a person has reviewed. `pytest --update-golden` rewr
 
 Tests marked `repeats` (tests/tiers.py) and those of tests/rest.txt run with `--all`, an eighth of them with `--eighth
 N`, or if the command line names one (`pytest tests/x.py::test_y`). rest.txt lists tests that took more than `QUICK` CPU
-seconds, with the cards that no other test reads, when `pytest --all --measure` last wrote it; of its second part, tests
-of more than `MOST`, only every fourth runs with its eighth. Its third part, kept by hand, lists tests that always run:
-they catch planted bugs that no other test catches as fast (bench/planted.py). A test that takes more than `MOST` fails,
-unless a line of tests/slow.txt gives the reason; its lines begin with prefixes of files, folders or tests. A slow
-machine may take longer by what it needs for additions; tests that `make test` leaves out have this limit with `--all`
-only.
+seconds, with the cards that no other test reads, when `pytest --all --measure` last wrote it (and are listed until they
+take half of that); of its second part, tests of more than `MOST`, only every fourth runs with its eighth. Its third
+part, kept by hand, lists tests that always run: they catch planted bugs that no other test catches as fast
+(bench/planted.py), or judge many features at once. A test that takes more than `MOST` fails, unless a line of
+tests/slow.txt gives the reason; its lines begin with prefixes of files, folders or tests. A slow machine may take
+longer by what it needs for additions; tests that `make test` leaves out have this limit with `--all` only.
 
 Schedules are searched for `BUDGET` seconds by default, except in tests of searches and of their results.
 """
@@ -152,7 +152,8 @@ def pytest_terminal_summary(terminalreporter, config):
             TOOK[name] += sum(cpu for card, cpu in some.items() if readers[card] == 1)
         long = {name for name, share in LEFT.items() if share > 8} - TOOK.keys()
         long |= {name for name, took in TOOK.items() if took > MOST}
-        some = {name for name, took in TOOK.items() if took > QUICK} | LEFT.keys() - TOOK.keys()
+        some = {name for name, took in TOOK.items() if took > QUICK / (2 if name in LEFT else 1)}
+        some |= LEFT.keys() - TOOK.keys()
         parts = ("".join(f"{name}\n" for name in sorted(names)) for names in (some - long, long, ALWAYS))
         REST.write_text("\n".join(parts), encoding="utf-8")
     terminalreporter.write_line(f"{sum(TOOK.values()):.0f} CPU seconds in tests, most in")

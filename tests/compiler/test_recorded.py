@@ -240,7 +240,7 @@ def as_measured(plan, steps):
     for kind in {kind for kind, _ in cost}:
         samples = [cost[kind, s] for s in range(plan.costs.stages)]
         whole = [median_ms(some) if some else 0.0 for some in samples]
-        column = plan.costs.ms.get(kind.row.cost, whole)  # slices keep their proportions of a microbatch
+        column = plan.costs.each(float, kind.row.cost)  # slices keep their proportions of a microbatch
         ms[kind.row.cost] = tuple(
             tuple(one / sum(e) * part for part in e) if isinstance(e, tuple) else one
             for one, e in zip(whole, column, strict=True)

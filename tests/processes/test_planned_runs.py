@@ -173,6 +173,7 @@ def test_a_factory_that_ends_its_process_and_an_empty_dataset_are_told_without_l
 ):
     (tmp_path / "own.py").write_text(OWN)
     model = {"family": f"own:{factory}", "loss": "mse"}
-    (tmp_path / "job.toml").write_text(toml_text(pp=2, m=2, layers=4, model=model, data={"kind": "own:Empty"}))
+    how = {"data": {"kind": "own:Empty"}, "costs": {"f": 1.0, "b": 1.0, "w": 1.0}}  # else planning runs the layers
+    (tmp_path / "job.toml").write_text(toml_text(pp=2, m=2, layers=4, model=model, **how))
     told = ran(tmp_path, "run", "job.toml", code=code).stderr
     assert text in told and "data.py" not in told
