@@ -20,9 +20,9 @@ BATCH = 2**22  # elements that a tentative step copies at a time
 STACK = 2**24  # elements of a stack of matrices for which Muon's updates are made at a time
 
 
-def cut(count: int) -> list[tuple[int, int]]:
-    """(start, stop) of the pieces of a parameter of `count` elements; an empty parameter is one piece."""
-    return [(start, min(start + CHUNK, count)) for start in range(0, max(1, count), CHUNK)]
+def cut(count: int, most: int = CHUNK) -> list[tuple[int, int]]:
+    """(start, stop) of the pieces of `count` elements of a parameter, `most` each; an empty parameter is one piece."""
+    return [(start, min(start + most, count)) for start in range(0, max(1, count), max(1, most))]
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:

@@ -457,7 +457,7 @@ def _weights(g: Graph) -> Iterator[ZbcError]:
         for i in g.mine(rank):
             op, row = g.ops[i], g.layout.rows[g.ops[i].kind]
             owners = (op.stage, experts_of(op.stage)) if row.scope is Scope.UNIT else (op.stage,)
-            dealt = [o for o in owners if o not in (WORDS, TIED) and g.layout.deals.get(o)]
+            dealt = [o for o in owners if o != WORDS and g.layout.deals.get(o)]
             makes, reads, frees = (any(ref.what == "weights" for ref in x) for x in (row.writes, row.reads, row.frees))
             for owner in dealt if i not in lost and row.scope in (Scope.UNIT, Scope.STAGE) else ():
                 full = [place for place in used if place >= 0]

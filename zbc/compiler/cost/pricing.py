@@ -199,11 +199,9 @@ def _with_words(costs: Costs, job: Job, rows: float, placement: Placement) -> Co
         return costs
     each = [vocabulary.columns(job, rows, slow) for slow in estimate.slowness(job)]
     costs = costs.with_ms(**{name: tuple(rank[name] for rank in each) for name in each[0]})
-    found = None if costs.bytes is None else vocabulary.share_bytes(job)
-    if found is None:
+    if costs.bytes is None or (found := vocabulary.share_bytes(job)) is None:
         return costs
-    state, share = found
-    return replace(costs, owners={**costs.owners, WORDS: state}, shares=(share,))
+    return replace(costs, owners={**costs.owners, WORDS: found[0]}, shares=(found[1],))
 
 
 def _given(
@@ -475,11 +473,8 @@ def _with_optimizer(costs: Costs, job: Job, placement: Placement, stages: Stages
 def _with_sums(costs: Costs, job: Job, placement: Placement, stages: Stages) -> Costs:
     """Adds the time of collectives over replicas: given, or estimated from the link if bytes are known; and the memory
     of experts and of a weight that two stages share."""
-    parallel, halves, by_pipe = (
-        job.parallel,
-        2 if job.parallel.shard == "none" else 1,
-        stage_bytes.by_pipe(job.parallel),
-    )
+    parallel, by_pipe = job.parallel, stage_bytes.by_pipe(job.parallel)
+    halves = 2 if parallel.shard == "none" else 1
     share = 0.0 if parallel.average is None else parallel.average.share
     all_of, columns = [placement.holders(s) for s in range(len(stages))], dict[str, list[float]]()
 

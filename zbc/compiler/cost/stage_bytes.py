@@ -35,7 +35,7 @@ class StageBytes:
     needs: Mapping[str, float] = field(default_factory=dict)  # temporaries of ops (turns.py)
     whole: Mapping[str, float] = field(default_factory=dict)  # of a BW in plans that split none, if it differs
     early: float = 0.0  # the part of `gradients` that B makes if W is an op of its own
-    lent: float = 0.0  # gradients that it makes for a weight it shares with another stage of its rank
+    tied: float = 0.0  # the part of `gradients` that is of a weight it shares with a stage of another rank
     largest: float = 0.0  # elements of its largest parameter
     step: float = 0.0  # temporaries of the optimizer step
     tentative: float = 0.0  # copies of the tentative step, a few parameters at a time
@@ -86,25 +86,23 @@ def of_length(
 
 
 def _with_given(placement: Placement, found: Sequence[StageBytes]) -> tuple[StageBytes, ...]:
-    near = [[a for a in placement.sources(s) if _together(placement, a, s)] for s in range(len(found))]
+    pipes = range(len(placement.pipes))  # that all have the two stages of an edge on one rank
+    near = [
+        [a for a in placement.sources(s) if not any(placement.crosses(a, s, pipe) for pipe in pipes)]
+        for s in range(len(found))
+    ]
     return tuple(replace(one, given=sum((found[a].sent for a in near[s]), 0.0)) for s, one in enumerate(found))
-
-
-def _together(placement: Placement, a: int, b: int) -> bool:
-    """Whether every pipe has the two stages of an edge on one rank."""
-    return not any(placement.crosses(a, b, pipe) for pipe in range(len(placement.pipes)))
 
 
 def _stage(job: Job, placement: Placement, s: int, stages: Stages) -> StageBytes:
     """Memory of stage s."""
-    part, sizes = stages[s], [layer.size for layer in stages[s]]
-    params, _ = _counted(placement, s, stages)
+    sizes = [layer.size for layer in stages[s]]
     own = of_owner(job, placement, s, stages)
     return replace(
         own,
         weights=own.weights + sum(z.tables for z in sizes) - _shared(job, placement, s, stages),
         early=min(own.gradients, sum(z.came_b for z in sizes)),
-        lent=float(GRAD_BYTES * (sum(layer.params - sum(layer.apart) for layer in part) - params)),
+        tied=float(GRAD_BYTES * _counted(placement, s, stages)[1]),
         largest=max((z.largest for z in sizes), default=0.0),
         **_needs(placement, s, stages),
         **_kept(job, s, stages),
@@ -202,7 +200,8 @@ def of_owner(job: Job, placement: Placement, s: int, stages: Stages, *, experts:
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # needed by a step that may be repeated
     casts = sum(layer.size.casts for layer in layers)
     low = GRAD_BYTES * lowered(job, layers) if shares.ranks > 1 else 0.0  # weights that exist as casts alone
-    message = _message(job, layers, shares) if low else weights / params * shares.row if params else 0.0
+    message = weights / params * shares.row if params else 0.0
+    message = _message(job, layers, shares, params, stages[-1][-1].tied) if low else message
     sums, sent = each * shares.summed, not job.parallel.one_sided
     versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
     stays = experts and shares.ranks == 1  # no other rank has it
@@ -225,7 +224,9 @@ def of_owner(job: Job, placement: Placement, s: int, stages: Stages, *, experts:
         own=weights / params * shares.row if params else 0.0,
         window=0.0 if sent else message + sums,
         summed=sums if sent else 0.0,
-        pending=max(0.0, sums * (1 + 1 / shares.ranks) - gradients) if shares.row and sent else 0.0,
+        pending=max(0.0, sums * (1 + 1 / shares.ranks) - gradients + each * shares.whole)
+        if shares.row and sent
+        else 0.0,
         gathered=message * (shares.ranks + 1) + kept if shares.row and sent else 0.0,
     )
 
@@ -238,10 +239,13 @@ def lowered(job: Job, layers: Sequence[Layer]) -> float:
     return sum((layer.size.casts for layer in layers if not layer.tied), 0.0) / _LOW
 
 
-def _message(job: Job, layers: Sequence[Layer], shares: Dealt) -> float:
+def _message(job: Job, layers: Sequence[Layer], shares: Dealt, params: int, tied: int) -> float:
     """Bytes that each rank sends of such weights: as many as the rank with most, of either type."""
     own = [one for layer in layers for one in _lows(layer.parts, _LOW * lowered(job, [layer]))]
-    kinds = [(stop - start, low) for size, low in own for start, stop in dealing.cut(size)]  # pieces
+    while sum(size for size, _ in own) > params - shares.whole and (tied, False) in own:
+        own.remove((tied, False))  # all ranks step it
+    uncut = {*map(math.prod, stepping.matrices(job.optimizer, layers))}
+    kinds = [(b - a, low) for size, low in own for a, b in dealing.cut(size, size if size in uncut else dealing.CHUNK)]
     if not kinds:
         return (GRAD_BYTES + _LOW) / 2 * shares.row
     dealt = dealing.deal([size for size, _ in kinds], shares.ranks)

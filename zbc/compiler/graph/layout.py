@@ -110,8 +110,9 @@ class Layout:
             or len(self.holding(TIED)) > 1
             or any(op[:2] == (MAKER["total"], TIED) for ops in program.ranks for op in ops)
         )
-        # Whether these ranks each step a part of it, if weights are sharded.
+        # Whether these ranks each step a part of it, if weights are sharded; each steps all of tied weights.
         self.deals = {s: there and program.shared(Op(MAKER["weights"], s)) for s, there in self.shares.items()}
+        self.deals[TIED] = False
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
         self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
         for edge, (a, b) in enumerate(self.edges):

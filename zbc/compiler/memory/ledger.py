@@ -25,7 +25,7 @@ Within a rank ops run one after another, so all but the end of a SEND follows fr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from zbc.compiler.cost.cost import CacheKey, Costs, Size
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
-from zbc.ops import VALUES, WORDS, At, Kind, Lane, Ref, Row, Scope, experts_of
+from zbc.ops import TIED, VALUES, WORDS, At, Kind, Lane, Ref, Row, Scope, experts_of
 
 HELD = ("activations", "kv")  # categories of microbatch state between F and W
 WIDE = 2**20  # elements of gradients widened to 8 bytes at a time, to sum their squares
@@ -196,7 +196,7 @@ class _RankLedger:
         effects = dict[tuple[int, int, bool], _Effect]()
         start, over = self.clock.begin, self.clock.end
         shared = graph.program.sharded and not graph.layout.ahead and self.costs.bytes is not None
-        gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
+        gradients = Gradients((graph.ops[i] for i in graph.mine(self.rank)), self.mine, self.costs)
         there = gradients.bytes + self.costs.bytes_owned(WORDS).gradients
         if there:
             yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, there),), (), None)
@@ -404,23 +404,21 @@ class _RankLedger:
 _MAKE_PART, _MAKE_LEFT = (
     frozenset(kind for kind in Kind if any(ref.what == what for ref in kind.row.writes)) for what in ("part", "left")
 )
-
-
 _GRADS = _MAKE_PART | _MAKE_LEFT | {Kind.STEP, Kind.COMMIT, Kind.SCATTER, Kind.REDUCE}
 
 
 class Gradients:
     """Bytes of gradients on a rank before and after its ops; B makes a few, BW or W all others.
 
-    They exist until the step of their stage, which without a barrier comes after the next step's first forwards. The
-    gradient of a weight that the first stage shares with the last one on its rank may be made by either.
+    They exist until the step of their stage, which without a barrier comes after the next step's first forwards. Those
+    of a weight that stages share are one tensor on a rank: any of these makes it, and no sum of a stage takes it.
     """
 
-    def __init__(self, ops: Sequence[Op], costs: Costs) -> None:
+    def __init__(self, ops: Iterable[Op], mine: Sequence[int], costs: Costs) -> None:
         self._costs = costs
         self._there: dict[int, float] = {}  # bytes by owner
         self._whole: set[int] = set()  # stages with all of their gradients
-        self._lent = 0.0  # bytes the last stage has made of the first one's gradients
+        self._tying = [s for s in mine if s in (0, costs.stages - 1)] if TIED in costs.owners else []
         self.bytes = 0.0
         for op in ops:
             if op.kind is Kind.COMMIT and op.stage >= 0:
@@ -435,24 +433,25 @@ class Gradients:
                 return False, 0.0
             self._have(stage, whole=kind in _MAKE_PART)
             return True, self.bytes - before
-        if kind is Kind.STEP or kind is Kind.COMMIT or (taken and kind in (Kind.SCATTER, Kind.REDUCE)):
-            self.bytes -= self._there.pop(stage, 0.0)
+        steps = kind is Kind.STEP or kind is Kind.COMMIT
+        if steps or (taken and kind in (Kind.SCATTER, Kind.REDUCE)):
             self._whole.discard(stage)
+            owners = (stage, TIED) if steps and [stage] == self._tying[:1] else (stage,)
+            self.bytes -= sum(self._there.pop(owner, 0.0) for owner in owners)
         return False, self.bytes - before
 
     def _have(self, stage: int, *, whole: bool) -> None:
         size = self._costs.bytes_owned(stage)
-        before, lent = self._there.get(stage, 0.0), self._lent
-        self._there[stage] = size.gradients if whole else size.early
+        self._put(stage, size.gradients - size.tied if whole else size.early)
         if whole:
             self._whole.add(stage)
-            self._lent = 0.0 if 0 in self._whole else lent + size.lent
-        self.bytes += self._there[stage] - before + self._lent - lent
-        experts = experts_of(stage)
-        if whole and experts in self._costs.owners:
-            own = self._costs.owners[experts].gradients
-            self.bytes += own - self._there.get(experts, 0.0)
-            self._there[experts] = own
+            more = (experts_of(stage), TIED) if stage in self._tying else (experts_of(stage),)
+            for owner in self._costs.owners.keys() & more:
+                self._put(owner, self._costs.owners[owner].gradients)
+
+    def _put(self, owner: int, size: float) -> None:
+        self.bytes += size - self._there.get(owner, 0.0)
+        self._there[owner] = size
 
 
 def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:

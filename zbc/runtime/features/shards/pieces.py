@@ -42,12 +42,9 @@ def cut(parameters: Mapping[str, nn.Parameter], whole: Collection[str] = ()) -> 
     pieces = []
     for name, parameter in parameters.items():
         count = parameter.numel()
-        if parameter.is_contiguous() and name not in whole:
-            places = dealing.cut(count)
-        else:
-            each = count // len(parameter) if name in whole and parameter.dim() > 2 else count
-            places = [(start, start + each) for start in range(0, count, each)] if count else [(0, 0)]
-        pieces += [Piece(name, start, stop) for start, stop in places]
+        most = dealing.CHUNK if parameter.is_contiguous() and name not in whole else count
+        most = count // len(parameter) if name in whole and parameter.dim() > 2 else most
+        pieces += [Piece(name, start, stop) for start, stop in dealing.cut(count, most)]
     return pieces
 
 
