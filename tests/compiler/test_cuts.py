@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,14 +12,11 @@ from tests.tiers import few
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
-from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.holding import fullest
-from zbc.compiler.memory.holding import peaks as held_peaks
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
 from zbc.compiler.partition.balance import Loads
 from zbc.compiler.planner.case import Case
-from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 
 BY_HAND = ("gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "eager-1f1b", "dualpipe-v", "hanayo")
@@ -226,19 +222,6 @@ def test_the_cuts_within_a_load_are_all_there_are(seed):
     assert sorted(found) == sorted(cut for cut in cuts if light.busiest(cut) < most)
     assert [light.busiest(cut) for cut in found] == sorted(map(light.busiest, found))
     assert not found or not light.below(most, count=len(found) - 1, nodes=10**6)[1]
-
-
-@pytest.mark.parametrize("kind", [name for name, card in SCHEDULES.items() if not card.searched])
-def test_what_an_order_holds_follows_from_a_few_moments(kind):
-    rng, card = Random(kind), SCHEDULES[kind]
-    program = card.make(Request(4, 9, card.default_chunks))
-    held = fullest(program)
-    for _ in range(4):
-        some = Costs.uniform(program.placement)
-        kept = tuple(rng.random() for _ in range(some.stages))
-        left = tuple(size * rng.uniform(0.2, 1.5) for size in kept)
-        costs = replace(some, amounts={"kept": kept, "left": left})
-        assert held_peaks(held, {"kept": kept, "left": left}) == pytest.approx([r.units for r in peaks(program, costs)])
 
 
 def with_head(layers, head, **parts):

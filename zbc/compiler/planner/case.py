@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from operator import add
 
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory import holding
 from zbc.compiler.partition.balance import Loads, Weights, even, moved, of_ranks
 from zbc.compiler.partition.initial import initial, is_open, times, uniform
 from zbc.compiler.partition.limits import hopeless, shortage, unlimited
@@ -227,9 +227,12 @@ class Case:
         if searched:
             flights.append([min(self.stages - s, job.schedule.microbatches) for s in range(self.stages)])
         else:
-            order = self.setup(self.start).ordered(0.0).program
-            for stage, counts in chain.from_iterable(chain.from_iterable(holding.fullest(order))):
-                flights[0][stage] = max(flights[0][stage], *counts)
+            for ops in self.setup(self.start).ordered(0.0).program.ranks:
+                now = Counter[tuple[str, int]]()
+                for op in ops:
+                    now.subtract((ref.what, op.stage) for ref in op.kind.row.frees)
+                    now.update((ref.what, op.stage) for ref in op.kind.row.writes)
+                    flights[0][op.stage] = max(flights[0][op.stage], now["kept", op.stage], now["left", op.stage])
         given = job.costs.act_b if job.costs.per == "layer" else None
         spared = any(map(job.memory.spares, range(self.stages)))
         sizes = [(estimate.selective(one, job.memory.attends_again) if spared else one).size for one in self.table]
