@@ -7,79 +7,60 @@ ops before it. (As a cumulative resource over time the same cases took a hundred
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbc.compiler.search.problem import KINDS, Problem
+from zbc.compiler.search.table import Numbers
 from zbc.compiler.search.timing import measure
 
 F, B, W = range(3)
 
 
-class IntegerProblem(NamedTuple):
-    """The numbers of a problem as integers."""
-
-    times: tuple[list[int], list[int], list[int]]  # F, B, W
-    lag: list[int]
-    keep_b: list[int]
-    keep_w: list[int]
-    limit: list[int]
-
-
 class CpModel:
-    """Orders with a cost between `least` and the cost of `first`, the order that the solver starts from."""
+    """Orders with a cost between `least` and the cost of `first`, the order that the solver starts from. All numbers of
+    the problem are integers."""
 
-    def __init__(
-        self, cp_model: Any, problem: Problem, whole: IntegerProblem, objective: str, first: Sequence[int], least: int
-    ) -> None:
+    def __init__(self, cp_model: Any, problem: Problem, objective: str, first: Sequence[int], least: int) -> None:
         self.model = cp_model.CpModel()
-        self.problem, self.whole, self.by_makespan = problem, whole, objective == "makespan"
-        self.n, self.m = problem.n_stages, problem.m
-        rows = problem.rows()
+        self.problem, self.by_makespan = problem, objective == "makespan"
+        self.n, self.m, rows = problem.n_stages, problem.m, problem.rows()
+        self.table = rows.table()
         # Of every op: its kind (F, B, W), stage and microbatch.
         self.what = [(KINDS.index(row.kind), row.stage, unit) for row in rows.rows for unit in range(row.units)]
         self.base = [rows.bases(kind) for kind in KINDS]
         self.heads = self._heads()
         starts, most = self._timed(first)
         self.start = [self._variable(op, starts[op], most) for op in range(problem.size)]
-        for op in range(problem.size):
-            self._precede(op)
+        self._precede(*rows.fed())
         for r in range(problem.p):
             self._rank(r)
         self._minimise(min(least, most), most)
 
     def _heads(self) -> list[int | None]:
         """The begin of each rank: its first stage's first F, if only first F's come before it; else None."""
-        problem, f = self.problem, self.whole.times[F]
+        problem, f = self.problem, self.problem.f
         result: list[int | None] = [None] * problem.p
         at = 0
         for s, r in enumerate(problem.rank):
             if r in problem.rank[:s]:
                 break
-            at += f[s - 1] + self.whole.lag[s] if s else 0
+            at += int(f[s - 1] + problem.lag[s]) if s else 0
             result[r] = at
         return result
 
     def _timed(self, order: Sequence[int]) -> tuple[list[int], int]:
         """Start of every op under `order`, and its cost."""
-        f, b, w = ([float(x) for x in times] for times in self.whole.times)
-        problem = replace(self.problem, f=f, b=b, w=w, lag=[float(x) for x in self.whole.lag])
-        table, order = problem.rows().table(), list(order)
-        position, end = [0] * problem.size, [0.0] * problem.size
-        _, span, makespan = measure(table, order, position, [0.0] * problem.p, end)
-        starts = [round(end[position[op]]) - self._length(op) for op in range(problem.size)]
+        length, position, end = self.table.length, [0] * len(order), [0.0] * len(order)
+        _, span, makespan = measure(self.table, list(order), position, [0.0] * self.problem.p, end)
+        starts = [round(end[place]) - ms for place, ms in zip(position, length, strict=True)]
         return starts, round(makespan if self.by_makespan else span)
-
-    def _length(self, op: int) -> int:
-        kind, s, _ = self.what[op]
-        return self.whole.times[kind][s]
 
     def _variable(self, op: int, hint: int, most: int) -> Any:
         """The start of an op, between the rank's begin and the latest end that is as good as the first order."""
         kind, s, unit = self.what[op]
         head = self.heads[self.problem.rank[s]]
         if head is None and not self.by_makespan:  # no rank waits longer than one microbatch after another takes
-            last = (sum(map(sum, self.whole.times)) + 2 * sum(self.whole.lag)) * self.m
+            last = sum(self.table.length) + int(2 * self.m * sum(self.problem.lag))
         else:
             last = most if self.by_makespan else (head or 0) + most
         variable = self.model.new_int_var(head or 0, last, "")
@@ -89,28 +70,23 @@ class CpModel:
         return variable
 
     def _after(self, later: int, earlier: int, lag: int = 0) -> Any:
-        return self.model.add(self.start[later] >= self.start[earlier] + self._length(earlier) + lag)
+        return self.model.add(self.start[later] >= self.start[earlier] + self.table.length[earlier] + lag)
 
-    def _precede(self, op: int) -> None:
+    def _precede(self, head: Numbers, reader: Numbers, lag: Numbers, after: Numbers) -> None:
         """Constraints: an op starts after the previous microbatch, and after its inputs."""
-        kind, s, unit = self.what[op]
-        f, b, lag = self.base[F], self.base[B], self.whole.lag
-        if unit:
-            self._after(op, op - 1)
-        if kind == F and s:
-            self._after(op, f[s - 1] + unit, lag[s])
-        elif kind == B and s < self.n - 1:
-            self._after(op, b[s + 1] + unit, lag[s + 1])
-        elif kind == B:
-            self._after(op, f[s] + unit)
-        elif kind == W:
-            self._after(op, b[s] + unit)
+        for op, (_, _, unit) in enumerate(self.what):
+            if unit:
+                self._after(op, op - 1)
+            edge = head[op]
+            while edge >= 0:
+                self._after(reader[edge], op, lag[edge])
+                edge = after[edge]
 
     def _rank(self, rank: int) -> None:
         """Constraints of a rank: one op at a time, within the memory limit."""
         stages = self.problem.stages[rank]
         ops = [self.base[kind][s] + i for kind in (F, B, W) for s in stages for i in range(self.m)]
-        intervals = [self.model.new_fixed_size_interval_var(self.start[op], self._length(op), "") for op in ops]
+        intervals = [self.model.new_fixed_size_interval_var(self.start[op], self.table.length[op], "") for op in ops]
         self.model.add_no_overlap(intervals)
         before = _Before(self, stages)
         for op in ops:
@@ -122,13 +98,10 @@ class CpModel:
 
     def _memory(self, rank: int, ops: Sequence[int], before: _Before) -> None:
         """Constraints: after each op that takes memory, the memory of all ops so far is within the limit."""
-        keep_b, keep_w, limit = self.whole.keep_b, self.whole.keep_w, self.whole.limit[rank]
-        if self.m * sum(max(keep_b[s], keep_w[s]) for s in self.problem.stages[rank]) <= limit:
+        most = [*map(max, self.problem.keep_b, self.problem.keep_w)]
+        limit, change = self.problem.limit[rank], self.table.change
+        if self.m * sum(most[s] for s in self.problem.stages[rank]) <= limit:
             return
-        change = {}
-        for op in ops:
-            kind, s, _ = self.what[op]
-            change[op] = (keep_b[s], keep_w[s] - keep_b[s], -keep_w[s])[kind]
         for op in ops:
             if change[op] > 0:
                 held = sum(change[other] * before(other, op) for other in ops if change[other])
@@ -141,7 +114,7 @@ class CpModel:
             begin = 0 if self.by_makespan else self.start[self.base[F][stages[0]]]
             for s in stages:
                 last = self.base[W][s] + self.m - 1
-                self.model.add(cost >= self.start[last] + self._length(last) - begin)
+                self.model.add(cost >= self.start[last] + self.table.length[last] - begin)
         self.model.minimize(cost)
 
     def order(self, solver: Any) -> list[int]:
@@ -152,7 +125,7 @@ class CpModel:
             """By time; ops without length before others of their start, and along the path of the microbatches."""
             kind, s, unit = self.what[op]
             start = solver.value(self.start[op])
-            return problem.rank[s], start, start + self._length(op), unit, s if kind == F else 2 * self.n - s
+            return problem.rank[s], start, start + self.table.length[op], unit, s if kind == F else 2 * self.n - s
 
         return sorted(range(problem.size), key=place)
 

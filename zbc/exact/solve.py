@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 from zbc import excludes
@@ -34,7 +35,7 @@ from zbc.compiler.search.feasible import one_by_one
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.sim.bounds import relaxed
 from zbc.errors import ZbcError, raise_all
-from zbc.exact.cpsat import CpModel, IntegerProblem
+from zbc.exact.cpsat import CpModel
 from zbc.host.cores import cores
 from zbc.job.spec import Job
 
@@ -115,7 +116,7 @@ def solve(
     if first is None:
         raise ZbcError("E303", "schedule: no order fits the memory limit", hint="raise the limit")
     whole, scale = integers(problem)
-    model = CpModel(cp_model, problem, whole, objective, first.order, math.floor(lower * scale * (1 - 1e-12)))
+    model = CpModel(cp_model, whole, objective, first.order, math.floor(lower * scale * (1 - 1e-12)))
     found = cp_model.CpSolver()
     found.parameters.max_time_in_seconds = max(0.0, end - time.monotonic())
     found.parameters.num_workers = workers
@@ -137,14 +138,14 @@ def solver() -> Any:
     return cp_model
 
 
-def integers(problem: Problem) -> tuple[IntegerProblem, int]:
-    """The problem's numbers as integers, and the number of time units per ms."""
-    time, exact = common_scale([*problem.f, *problem.b, *problem.w, *problem.lag])
-    f, b, w, lag = (_scaled(x, time, exact) for x in (problem.f, problem.b, problem.w, problem.lag))
-    unit, exact = common_scale([*problem.keep_b, *problem.keep_w])
-    keep_b, keep_w = (_scaled(x, unit, exact) for x in (problem.keep_b, problem.keep_w))
-    limit = [math.floor((x + ROOM) * unit) for x in problem.limit]
-    return IntegerProblem((f, b, w), lag, keep_b, keep_w, limit), time
+def integers(problem: Problem) -> tuple[Problem, int]:
+    """The problem in integers, and the number of time units per ms."""
+    units = {"keep_b": problem.keep_b, "keep_w": problem.keep_w}
+    times = {"f": problem.f, "b": problem.b, "w": problem.w, "lag": problem.lag}
+    (time, exact), (unit, whole) = (common_scale([*chain(*of.values())]) for of in (times, units))
+    found: dict[str, Any] = {name: _scaled(of, time, exact) for name, of in times.items()}
+    found |= {name: _scaled(of, unit, whole) for name, of in units.items()}
+    return replace(problem, limit=[math.floor((x + ROOM) * unit) for x in problem.limit], **found), time
 
 
 def common_scale(values: Sequence[float]) -> tuple[int, bool]:
