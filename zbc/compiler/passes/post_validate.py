@@ -211,16 +211,11 @@ def _receive_in_time(ops: Sequence[Op], twice: set[Op]) -> list[Op]:
 
 def forwards(graph: Graph) -> list[int]:
     """The largest closed reach of forwards alone: no backward precedes them, on any rank, directly or not."""
-    reach = [leading(graph, rank) for rank in range(len(graph.computing))]
-    place = _ranked(graph)
-    shrinking = True
-    while shrinking:
-        shrinking = False
-        for r, nodes in enumerate(graph.computing):
-            for k in range(reach[r]):
-                if any(at >= reach[peer] for peer, at in _needs(graph, place, nodes[k])):
-                    reach[r], shrinking = k, True
-                    break
+    reach, place = [leading(graph, rank) for rank in range(len(graph.computing))], _ranked(graph)
+    for op in graph.ran[0]:  # after all that it depends on
+        rank, k = place.get(op, (0, reach[0]))
+        if k < reach[rank] and any(at >= reach[peer] for peer, at in _needs(graph, place, op)):
+            reach[rank] = k
     return reach
 
 
@@ -233,16 +228,10 @@ def leading(graph: Graph, rank: int) -> int:
 def closed(graph: Graph, reach: Sequence[int]) -> list[int]:
     """The smallest closed reach that covers `reach`."""
     covered, place = list(reach), _ranked(graph)
-    pending = list(range(len(covered)))
-    seen = [0] * len(covered)  # per rank, the number of examined ops
-    while pending:
-        r = pending.pop()
-        for k in range(seen[r], covered[r]):
-            for peer, at in _needs(graph, place, graph.computing[r][k]):
-                if at >= covered[peer]:
-                    covered[peer] = at + 1
-                    pending.append(peer)
-        seen[r] = covered[r]
+    for op in reversed(graph.ran[0]):  # after all that depends on it
+        rank, k = place.get(op, (0, covered[0]))
+        for peer, at in _needs(graph, place, op) if k < covered[rank] else ():
+            covered[peer] = max(covered[peer], at + 1)
     return covered
 
 
