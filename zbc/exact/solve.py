@@ -28,7 +28,7 @@ from zbc import excludes
 from zbc.compiler.partition.limits import limit_of
 from zbc.compiler.partition.setup import Ordered, over_of
 from zbc.compiler.report.report import Facts, told
-from zbc.compiler.schedules.searched import fused, numbers, own_limit
+from zbc.compiler.schedules.searched import fused, own_limit
 from zbc.compiler.search.candidates import Bench
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import one_by_one
@@ -66,7 +66,7 @@ def proven(job: Job, found: Ordered, seconds: float) -> tuple[Ordered, Facts]:
     if pairs > MOST:
         text = f"plan: --exact has {pairs:,} pairs of ops to order on a rank, and is for at most {MOST:,}"
         raise ZbcError("E110", text, hint="plan fewer microbatches or stages, or leave out --exact")
-    began, before, lower = numbers(problem, program), found.step_ms(job), found.bounds.of(objective)
+    began, before, lower = problem.numbers(program), found.step_ms(job), found.bounds.of(objective)
     proof = solve(problem, objective, start=began, lower=lower, seconds=seconds, workers=cores())
     other = problem.program(proof.order, "exact")
     other = other if split else fused(other)

@@ -145,18 +145,16 @@ def ways(job: Job, worst: RankMemory) -> list[str]:
 def _over_limit(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
     units, most = asked_of(job)
     where = job.where("schedule", "memory_limit")
-    if units is not None:
-        held, rank = max((row.units, -r) for r, row in enumerate(memory))
-        if held > units + 1e-6:
-            text = f"does not fit: rank {-rank} holds {short(held)} activation units, the limit is {short(units)}"
-            hint = f'this schedule needs memory_limit = "{at_least(held / job.parallel.pp)}x"'
-            yield ZbcError("E302", text, where=where, hint=hint)
-    elif most is not None and costs.bytes is None:
+    if most is not None and costs.bytes is None:
         text = "does not fit: a limit in bytes needs a model whose sizes are known before it is built"
         yield ZbcError("E302", text, where=where, hint='give a multiple, "1.0x", or plan with --profile')
-    elif most is not None:
-        held, rank = max((row.activations, -r) for r, row in enumerate(memory))
-        if held > most:
-            text = f"does not fit: rank {-rank} holds {size(held)} of activations, the limit is {size(most)}"
-            hint = f'this schedule needs memory_limit = "{at_least(held / GIB)} GiB"'
-            yield ZbcError("E302", text, where=where, hint=hint)
+    elif most is not None or units is not None:
+        held, rank = max((row.units if most is None else row.activations, -r) for r, row in enumerate(memory))
+        limit, has, enough = most or 0.0, f"{size(held)} of activations", f"{at_least(held / GIB)} GiB"
+        given = size(limit)
+        if units is not None:
+            limit, has, enough = units + 1e-6, f"{short(held)} activation units", f"{at_least(held / job.parallel.pp)}x"
+            given = short(units)
+        if held > limit:
+            text = f"does not fit: rank {-rank} holds {has}, the limit is {given}"
+            yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{enough}"')

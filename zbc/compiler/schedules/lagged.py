@@ -73,11 +73,12 @@ def lagged(name: str, request: Request, *, warmup: PerRank, lag: PerRank | None 
     ranks = []
     for r in range(p):
         ahead = min(warmup(r) + k - 1, request.units)
-        ranks.append(tuple(_rank_ops(r, request.units, k, ahead, None if lag is None else min(lag(r), request.units))))
+        ranks.append(tuple(in_turn(r, request.units, k, ahead, None if lag is None else min(lag(r), request.units))))
     return Program(Placement.linear(p), m, tuple(ranks), history=(name,), slices=k)
 
 
-def _rank_ops(r: int, units: int, slices: int, warmup: int, lag: int | None) -> Iterator[Op]:
+def in_turn(r: int, units: int, slices: int, warmup: int, lag: int | None = None) -> Iterator[Op]:
+    """Yields the ops of a stage: `warmup` forwards, then one forward and one backward in turn."""
     yield from (nth(Kind.F, r, i, slices) for i in range(warmup))
     for i in range(units):
         if warmup + i < units:

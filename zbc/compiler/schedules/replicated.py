@@ -13,11 +13,11 @@ from itertools import accumulate
 from math import lcm
 
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.schedules.lagged import in_turn
 from zbc.compiler.schedules.request import Request, ScheduleCard, texts_of
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.sim.context import Context
-from zbc.ir import Op, Placement, Program, nth
-from zbc.ops import round_trip
+from zbc.ir import Op, Placement, Program
 
 NAME = "replicated-1f1b"
 _FAR = 16  # ops to look ahead while the next one's input has not arrived
@@ -60,12 +60,6 @@ def _plain(placement: Placement, replicas: Sequence[int], request: Request) -> P
         warmup = -(-sum(replicas[s + 1 :]) // count) * k + k - 1
         for replica in range(count):
             batches = range(replica, m, count)
-            forwards, backwards = (
-                [op._replace(mb=batches[op.mb], pipe=batches[op.mb] % pipes) for op in made]
-                for made in ([nth(kind, s, n, k) for n in range(len(batches) * k)] for kind in round_trip(split=False))
-            )
-            ops = forwards[:warmup]
-            for turn, backward in enumerate(backwards):
-                ops += [*forwards[warmup + turn : warmup + turn + 1], backward]
-            ranks.append(tuple(ops))
+            ops = in_turn(s, len(batches) * k, k, min(warmup, len(batches) * k))
+            ranks.append(tuple(op._replace(mb=batches[op.mb], pipe=batches[op.mb] % pipes) for op in ops))
     return Program(placement, m, tuple(ranks), (NAME,), k)

@@ -30,10 +30,10 @@ from zbc.compiler.search.engine import Engine, available, compiles_first
 from zbc.compiler.search.feasible import check_feasible, least_of, one_by_one
 from zbc.compiler.search.pipes import with_sums
 from zbc.compiler.search.portfolio import search, visits_of
-from zbc.compiler.search.problem import KINDS, Problem
+from zbc.compiler.search.problem import Problem
 from zbc.compiler.sim.bounds import bounds
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Placement, Program, turned
+from zbc.ir import Kind, Op, Placement, Program
 from zbc.text import at_least, short
 
 _OWN_LIMIT: dict[str, Callable[[int], int]] = {  # activation units of p ranks
@@ -169,23 +169,5 @@ def _by_hand(
     elif placement == Placement.looped(request.p, plain.v):
         programs = (interleaved_1f1b(plain), *((gis(plain),) if plain.slices > 1 else ()))
     for program in programs:
-        yield program.history[0], numbers(problem, program)
+        yield program.history[0], problem.numbers(program)
     yield "one by one", one_by_one(problem)
-
-
-def numbers(problem: Problem, program: Program) -> list[int]:
-    """A program as a rank-major order; a BW counts as B and W."""
-    rows, k, pipes, depth = problem.rows(), problem.slices, problem.pipes, problem.placement.stages
-    base = {kind: problem.bases(rows, kind) for kind in KINDS}
-    base_of = {kind: [base[kind]] for kind in KINDS} | {Kind.BW: [base[Kind.B], base[Kind.W]]}
-
-    def unit(op: Op) -> int:
-        made = op.mb // pipes * k + op.slice
-        return made if op.kind is Kind.F else turned(made, k)
-
-    return [
-        bases[op.pipe * depth + op.stage] + unit(op)
-        for ops in program.ranks
-        for op in ops
-        for bases in base_of[op.kind]
-    ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +20,7 @@ KINDS = round_trip(split=True)
 Exact = tuple[tuple[float, ...], tuple[float, ...]]  # ms and change of the units held, slice by slice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """m units through the stages of one pipe, or dealt to several in turn; times in ms, memory in activation units.
 
@@ -168,16 +169,28 @@ class Problem:
                 result.append(min(max(1.0, count), float(self.m), max(1.0, room)))
         return result
 
+    @cached_property
+    def ops(self) -> list[Op]:
+        """The ops by their numbers."""
+        pipes, k, rows = self.pipes, self.slices, self.rows().rows
+        return [nth(row.kind, row.stage, row.pipe + pipes * n, k, row.pipe) for row in rows for n in range(row.units)]
+
+    @cached_property
+    def _number(self) -> dict[Op, int]:
+        return {op: number for number, op in enumerate(self.ops)}
+
     def program(self, order: Sequence[int], name: str) -> Program:
         """The program of a rank-major order of op numbers."""
-        rows = self.rows()
-        ops = [
-            nth(row.kind, row.stage, row.pipe + self.pipes * unit, self.slices, row.pipe)
-            for row in rows.rows
-            for unit in range(row.units)
-        ]
-        ranks = tuple(tuple(map(ops.__getitem__, order[low:high])) for low, high in pairwise(rows.first))
+        ranks = tuple(tuple(map(self.ops.__getitem__, order[low:high])) for low, high in pairwise(self.rows().first))
         return Program(self.placement, self.m // self.slices, ranks, history=(name,), slices=self.slices)
+
+    def numbers(self, program: Program) -> list[int]:
+        """A program as a rank-major order; a BW counts as B and W."""
+        whole, found = round_trip(split=False)[-1], list[int]()
+        for op in chain.from_iterable(program.ranks):
+            halves = [op._replace(kind=kind) for kind in KINDS[1:]] if op.kind is whole else [op]
+            found += map(self._number.__getitem__, halves)
+        return found
 
 
 def _exact(costs: Costs, kind: Kind, pipe: int, stage: int, pipes: int) -> Exact:
