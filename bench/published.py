@@ -411,7 +411,7 @@ def balanced_ms(job: Job) -> float:
     card = SCHEDULES["1f1b"]
     placement = card.placement(P, 1)
     cuts = [1 + stage * (len(table) - 2) // P for stage in range(P + 1)]
-    costs = pricing.build(job, placement, [tuple(range(a, b)) for a, b in pairwise(cuts)], table)
+    costs = pricing.build(job, placement, [tuple(range(a, b)) for a, b in pairwise(cuts)])
     ends = [(layer.f / P, layer.b / P, layer.w / P) for layer in (table[0], table[-1])]
     f, b, w = (sum(column) for column in zip(*ends, strict=True))
     again = 2 * 4 * (job.model.vocab or 0) / P * (job.model.seq_len or 0)

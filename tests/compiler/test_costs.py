@@ -25,8 +25,7 @@ LINEAR, V = Placement.linear(4), Placement.vshape(4)
 
 
 def costs(description, placement=LINEAR):
-    table = estimate.layers(description)
-    return pricing.build(description, placement, initial(description, placement, table), table)
+    return pricing.build(description, placement, initial(description, placement))
 
 
 def comm(found):
@@ -374,7 +373,7 @@ def bytes_of(placement=None, **changes):
 def test_zero1_shares_out_the_optimizer_state_and_nothing_else():
     whole, parts = (bytes_of(parallel={"pp": 2, "dp": 4}, optimizer={"zero1": zero1}) for zero1 in (False, True))
     table = estimate.layers(job())
-    cut = initial(job(parallel={"pp": 2}), Placement.linear(2), table)
+    cut = initial(job(parallel={"pp": 2}), Placement.linear(2))
     for one, part, layers in zip(whole.bytes, parts.bytes, cut, strict=True):
         dealt, _ = most((count for i in layers for count in table[i].parts), 4)
         assert part.optimizer == pytest.approx(8 * dealt) == pytest.approx(one.optimizer / 4, rel=0.01)

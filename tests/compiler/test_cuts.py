@@ -11,7 +11,6 @@ from tests.lowered import lower
 from tests.tiers import few
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
 from zbc.compiler.partition.balance import Loads
@@ -64,7 +63,7 @@ def step(made, found):
 
 
 def planned(made, budget=None):
-    found = order(made, estimate.layers(made), budget)
+    found = order(made, budget)
     return step(made, found), found
 
 
@@ -189,7 +188,7 @@ def test_a_cut_that_is_asked_for_is_kept(partition):
     for kind in ("1f1b", "zb-auto", "auto"):
         limits = {"chunks": 1} if kind == "auto" else {}
         made = job(kind=kind, partition=partition, costs=heavy_head, schedule=limits)
-        found = order(made, estimate.layers(made), 0.0)
+        found = order(made, 0.0)
         sizes = [len(part) for part in found.stages]
         assert sizes == ([3, 2, 2, 3] if "equal" in partition.values() else [5, 2, 1, 2])
 
@@ -258,7 +257,7 @@ def test_plans_are_chosen_by_the_step_that_is_predicted_of_them_with_all_its_sum
     for model, copies in (({"ties": True, "vocab": 5000}, 1), ({}, 2)):
         parts = {"kind": kind, "pp": 2, "m": 3, "layers": 6, "model": model, "parallel": {"dp": copies}}
         made = job(**parts, schedule={"objective": objective})
-        found = order(made, estimate.layers(made), 0.0)
+        found = order(made, 0.0)
         assert found.step_ms(made) == pytest.approx(compile_job(made, budget=0.0).step_ms, rel=1e-9)
 
 
@@ -269,7 +268,7 @@ ROOM = {"hardware": {"memory_gib": 1.0}}
 def test_recompute_on_a_device_with_room_changes_no_unit_that_a_search_counts_in(kind):
     """With recompute W keeps more than F does; units stay shares of the activations without recompute."""
     parts = {"kind": kind, "pp": 4, "m": 4, "layers": 16, "memory": {"activations": "recompute"}}
-    free, roomy = (order(made, estimate.layers(made), 0.0) for made in (job(**parts), job(**parts, **ROOM)))
+    free, roomy = (order(made, 0.0) for made in (job(**parts), job(**parts, **ROOM)))
     assert step(job(**parts, **ROOM), roomy) is not None
     assert roomy.step_ms(job(**parts)) <= free.step_ms(job(**parts)) * 1.02
 
@@ -280,5 +279,5 @@ def test_with_little_memory_a_search_knows_the_cut_that_1f1b_would_have(p, m, la
     found = {}
     for kind in ("1f1b", "zb-auto"):
         made = job(kind=kind, pp=p, m=m, layers=layers, schedule={"memory_limit": "0.5x"})
-        found[kind] = order(made, estimate.layers(made), 0.0).step_ms(made)
+        found[kind] = order(made, 0.0).step_ms(made)
     assert found["zb-auto"] < found["1f1b"]

@@ -15,7 +15,7 @@ from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.cost import pricing
 from zbc.compiler.partition.initial import initial
 from zbc.compiler.planner.case import Case
 from zbc.compiler.recorded.derive import derive_from, solve
@@ -189,8 +189,7 @@ BOUNDARY = 1000  # bytes, as the profile says
 def costs(profile=None, placement=LINEAR, **changes):
     described = job(**changes)
     described = replace(described, profile=profile or profile_of(described))
-    table = estimate.layers(described)
-    return pricing.build(described, placement, initial(described, placement, table), table)
+    return pricing.build(described, placement, initial(described, placement))
 
 
 def test_ranks_that_share_layers_add_their_sums_to_what_was_measured_of_parts():
@@ -271,8 +270,7 @@ def test_bytes_come_from_the_profile_and_shared_tensors_count_once():
 
 def test_layers_of_a_factory_have_bytes_once_they_were_measured():
     described = job(**MINE)
-    table = estimate.layers(described)
-    assert pricing.build(described, LINEAR, initial(described, LINEAR, table), table).bytes is None
+    assert pricing.build(described, LINEAR, initial(described, LINEAR)).bytes is None
     found = costs(**MINE)
     assert found.bytes_of("kept") == (12000.0,) * 4
     assert [z.behind for z in found.bytes] == [1000.0] * 3 + [0.0]
@@ -299,5 +297,5 @@ def test_no_cut_is_ruled_out_by_the_slower_way_to_go_back(kind, share):
     kinds = {name: layer(1.0, 2.0, 3.0, bw=5.0 * share) for name in ("embed", "block", "head")}
     described = job(schedule={"kind": kind, "microbatches": 32})
     described = replace(described, profile=profile_of(described, layers=kinds))
-    least = Case(described, estimate.layers(described), find(kind), None).least_step
+    least = Case(described, find(kind), None).least_step
     assert 0 < least <= compile_job(described, budget=0.0).report.makespan_ms

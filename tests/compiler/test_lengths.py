@@ -12,7 +12,7 @@ from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler import numbering, recall
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.cost import pricing
 from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.numbering import numbered
@@ -43,7 +43,7 @@ def planned(**changes):
 
 
 def costs_of(made, placement=None):
-    return start_of(made, placement or Placement.linear(4), estimate.layers(made))[1]
+    return start_of(made, placement or Placement.linear(4))[1]
 
 
 def in_turn(program, ms, link=lambda message: 0.0):
@@ -127,7 +127,7 @@ def test_ops_of_a_microbatch_take_what_a_job_of_rows_of_its_length_says(tp):
     costs = costs_of(job(**unequal(**several)))
     for mb, tokens in enumerate(TOKENS):
         alone = {**several, "model": {**LONG["model"], "seq_len": tokens}}
-        like = pricing.build(one := job(**alone), Placement.linear(4), job_stages(several), estimate.layers(one))
+        like = pricing.build(job(**alone), Placement.linear(4), job_stages(several))
         for kind in (Kind.F, Kind.B, Kind.W, Kind.BW):
             for stage in range(4):
                 assert costs.duration(Op(kind, stage, mb)) == pytest.approx(like.duration(Op(kind, stage)))
@@ -142,7 +142,7 @@ def busiest(costs):
 
 def job_stages(several):
     made = job(**unequal(**several))
-    return start_of(made, Placement.linear(4), estimate.layers(made))[0]
+    return start_of(made, Placement.linear(4))[0]
 
 
 def test_of_given_times_blocks_of_a_known_model_have_less_of_attention_too():
@@ -210,10 +210,9 @@ def test_steps_in_a_row_begin_again_with_the_first_microbatch():
 def test_a_partition_is_even_for_the_mean_of_all_microbatches_and_not_for_whole_rows():
     long = {"model": {"family": "llama", "seq_len": 4096, "hidden": 256, "vocab": 8192}, "layers": 12}
     short, whole = job(**{**long, "schedule": {"tokens": [128] + [64] * 7}}), job(**long)
-    table = estimate.layers(short)
-    stages, costs = start_of(short, Placement.linear(4), table)
-    others, _ = start_of(whole, Placement.linear(4), estimate.layers(whole))
-    loads = [busiest(costs), busiest(pricing.build(short, Placement.linear(4), others, table))]
+    stages, costs = start_of(short, Placement.linear(4))
+    others, _ = start_of(whole, Placement.linear(4))
+    loads = [busiest(costs), busiest(pricing.build(short, Placement.linear(4), others))]
     assert stages != others and loads[0] < loads[1]
 
 
@@ -305,10 +304,10 @@ def test_a_search_is_no_worse_than_orders_made_for_equal_microbatches(kind):
 @pytest.mark.parametrize("seed", few(range(24), 6))
 def test_a_planned_step_is_never_longer_than_the_order_for_equal_lengths(seed):
     made = job(**(drawn := drawn_job(seed)))
-    _, found, said = numbered(made, estimate.layers(made), 0.0)
+    _, found, said = numbered(made, 0.0)
     even = job(**{**drawn, "schedule": {**drawn["schedule"], "tokens": None}})
     plain = compile_job(even, suggest=False, budget=0.0)
-    theirs = pricing.build(made, plain.program.placement, plain.found.stages, estimate.layers(made))
+    theirs = pricing.build(made, plain.program.placement, plain.found.stages)
     assert said.ms <= Context(plain.found.complete.program, theirs).step_ms(made.objective) * (1 + 1e-9)
     assert said.ms == pytest.approx(found.complete.step_ms(made.objective))
     assert sorted(said.tokens) == sorted(said.given)

@@ -42,7 +42,7 @@ def test_balance_finds_the_best_cut_of_all(weights, data):
 
 def names(description, stages, placement=None):
     table = estimate.layers(description)
-    parts = initial(description, placement or Placement.linear(stages), table)
+    parts = initial(description, placement or Placement.linear(stages))
     return [[table[i].name for i in part] for part in parts]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.jobs import job, per_layer
 from tests.recorded_runs import MS, World, record
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.cost import pricing
 from zbc.compiler.recorded import blame, report
 from zbc.compiler.recorded.derive import derive
 from zbc.compiler.recorded.replan import replan
@@ -318,7 +318,7 @@ def test_times_of_unequal_microbatches_tell_those_of_whole_rows(tmp_path, ran):
     plan = compiled("zb-h1", schedule=schedule, model={"seq_len": 16, "hidden": 8}, costs=given)
     lengths = plan.job.tokens if ran is None else tuple(ran)
     actual = plan.job.with_tokens(lengths)
-    costs = pricing.build(actual, plan.program.placement, plan.found.stages, estimate.layers(actual))
+    costs = pricing.build(actual, plan.program.placement, plan.found.stages)
     ops = {"op": lambda op, rank, step: costs.duration(op), "link": lambda sender, receiver: 0.5}
     trace = record(plan, tmp_path, as_predicted(plan, **ops, tokens=() if ran is None else lengths))
     found, derived = report.build(trace, again=False), derive(trace).profile

@@ -6,7 +6,6 @@ import pytest
 
 from tests.jobs import toml_text
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import estimate
 from zbc.compiler.order import order
 from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
@@ -36,7 +35,7 @@ def needed(folder, tables, *ways):
     """Bytes of the fullest rank with these settings."""
     settings = [one.replace(" = ", "=") for way in ways for one in way.split(" with ")]
     made = load_job(job_with(folder, tables), settings)
-    return max(rank.bytes for rank in order(made, estimate.layers(made), 0.0).memory)
+    return max(rank.bytes for rank in order(made, 0.0).memory)
 
 
 AGAIN = {"memory": {"activations": "recompute"}}

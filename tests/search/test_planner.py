@@ -6,7 +6,6 @@ from tests.jobs import job
 from tests.tiers import few
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import estimate
 from zbc.compiler.order import glance, order
 from zbc.compiler.partition.setup import Setup
 from zbc.compiler.planner import planner
@@ -29,7 +28,7 @@ PAIRS = [("zb-auto", ("1f1b", "zb-h1", "zb-h2")), ("v-auto", ("dualpipe-v",)), (
 
 def case(kind="1f1b", **changes):
     made = job(kind=kind, **changes)
-    return Case(made, estimate.layers(made), find(kind), None)
+    return Case(made, find(kind), None)
 
 
 @pytest.mark.parametrize("what", JOBS)
@@ -73,7 +72,7 @@ def test_what_is_answered_is_no_worse_than_any_look(kind, monkeypatch):
 
     monkeypatch.setattr(Best, "look", looked)
     made = job(kind=kind, pp=2, m=6, layers=9, model=LLAMA)
-    found = order(made, estimate.layers(made), 0.05)
+    found = order(made, 0.05)
     steps = [step for over, step in seen if not over]
     assert len(steps) > 1 and found.step_ms(made) == pytest.approx(min(steps), rel=1e-12)
 
@@ -94,7 +93,7 @@ def test_the_budget_goes_to_the_searched_orders_that_look_best_and_no_more_of_it
     monkeypatch.setattr(Best, "look", looked)
     monkeypatch.setattr(Setup, "_ordered", searched)
     made = job(kind="auto", pp=4, m=5, layers=8)
-    order(made, estimate.layers(made), 0.04)
+    order(made, 0.04)
     assert 0 < sum(searches) <= sum(seconds for seconds, _ in looks) * (1 + 1e-9) <= 0.04 * (1 + 1e-8)
     two_pipes = [two for seconds, two in looks if seconds]
     assert len(two_pipes) <= len(planner.SHARES) and any(two_pipes)
@@ -102,10 +101,10 @@ def test_the_budget_goes_to_the_searched_orders_that_look_best_and_no_more_of_it
 
 def test_a_glance_is_what_fits_and_nothing_where_nothing_does():
     made = job(kind="auto", pp=3, m=5, layers=10)
-    found = glance(made, estimate.layers(made))
-    assert found.step_ms(made) >= order(made, estimate.layers(made), 0.05).step_ms(made) * (1 - 1e-9)
+    found = glance(made)
+    assert found.step_ms(made) >= order(made, 0.05).step_ms(made) * (1 - 1e-9)
     tight = job(kind="1f1b", pp=3, m=5, layers=10, schedule={"memory_limit": "0.01x"})
-    assert glance(tight, estimate.layers(tight)) is None
+    assert glance(tight) is None
 
 
 def test_every_schedule_enters():
@@ -161,7 +160,7 @@ def test_what_fits_with_a_shared_vocabulary_fits_as_it_is_planned(limit):
         made = job(
             kind=kind, pp=2, m=4, model=LLAMA, parallel={"vocabulary": "shared"}, schedule={"memory_limit": limit}
         )
-        found = glance(made, estimate.layers(made))
+        found = glance(made)
         if found is not None:
             check_memory(made, found.memory, found.costs)
             fits += 1

@@ -13,7 +13,6 @@ from tests.search.instances import PROFILES, instance
 from tests.tiers import few
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limit_of, smallest, whole
@@ -95,8 +94,8 @@ def uneven(seed):
 def test_auto_is_no_worse_than_any_schedule_by_name_with_the_same_budget(seed):
     parts, schedule = uneven(seed)
     free = job(kind="zb-auto", **parts, schedule=schedule)
-    table, where = estimate.layers(free), Placement.linear(free.parallel.pp)
-    units = 1.2 * smallest(free, where, start_of(free, where, table)[1])
+    where = Placement.linear(free.parallel.pp)
+    units = 1.2 * smallest(free, where, start_of(free, where)[1])
     for limit in (f"{units:.3f}x", "1x", None):
         more = schedule if limit is None else {**schedule, "memory_limit": limit}
         budget = (0.0, 0.001)[seed % 2]
@@ -119,7 +118,7 @@ def steps_under(limits, visits, kind, parts, schedule):
         more = schedule if limit is None else {**schedule, "memory_limit": f"{limit}x"}
         try:
             asked = job(kind=kind, **parts, schedule=more)
-            found = order(asked, estimate.layers(asked), visits / COMPILED_RATE)
+            found = order(asked, visits / COMPILED_RATE)
         except ZbcError:
             continue
         if not over_of(asked, found):

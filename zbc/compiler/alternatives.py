@@ -9,7 +9,6 @@ from itertools import islice
 
 from zbc.compiler.check.memory import RECOMPUTE, asked_of, check_memory, fullest_device, hint_of, ways
 from zbc.compiler.compiled import Compiled
-from zbc.compiler.cost import estimate
 from zbc.compiler.deciding import chunked
 from zbc.compiler.order import glance, order, under
 from zbc.compiler.partition.setup import Ordered
@@ -59,16 +58,16 @@ def _need(other: Ordered, job: Job, error: ZbcError) -> str:
 def _fitting(job: Job, failed: str, until: Until, left: list[str]) -> Iterator[tuple[float, Ordered]]:
     """Yields ms of a step and the order of every other schedule that keeps to the job's limits, those without a search
     first; predicted, not proven. `left` gets the ones there is no time for."""
-    jobs = [(one, estimate.layers(one)) for one in (job, chunked(job)) if one is not None]
+    jobs = [one for one in (job, chunked(job)) if one is not None]
     for name in sorted(SCHEDULES, key=lambda name: SCHEDULES[name].searched):
         if name == failed:
             continue
         if until.over():
             left.append(name)
             continue
-        for one, table in jobs:  # whole logits first, as plans have them
+        for one in jobs:  # whole logits first, as plans have them
             with suppress(ZbcError):
-                found = glance(under(one, name), table)
+                found = glance(under(one, name))
                 if found is not None:
                     yield found.step_ms(one), found
                     break
@@ -83,7 +82,7 @@ def _helps(compiled: Compiled, way: str) -> bool:
             document = toml.merge(document, spec.override(setting.replace(" = ", "="), document.source))
         other = job_of(document, (compiled.job.profile, compiled.job.links))
         other = (chunked(other) if way == RECOMPUTE else None) or other
-        found = order(other, estimate.layers(other), 0.0)
+        found = order(other, 0.0)
         if way == RECOMPUTE:
             check_memory(other, found.memory, found.costs)
     except ZbcError:
@@ -94,11 +93,10 @@ def _helps(compiled: Compiled, way: str) -> bool:
 def _enough(compiled: Compiled, hint: str, budget: float | None) -> str:
     """The hint with a sufficient amount of memory: with more room a search may find an order that needs more."""
     head, key, amount = hint.rpartition("memory_gib = ")
-    table = estimate.layers(compiled.job)
     for _ in range(4):
         job = replace(compiled.job, hardware=compiled.job.hardware.model_copy(update={"memory_gib": float(amount)}))
         try:
-            found = order(job, table, budget)
+            found = order(job, budget)
         except ZbcError:
             return hint
         most = max(rank.bytes for rank in found.memory) / GIB

@@ -59,14 +59,13 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None, 
 def planned(job: Job, budget: float | None, exact: float | None = None) -> Compiled:
     """`compile_job` without its ramp, and without the check whether it fits."""
     began = time.perf_counter()
-    table = estimate.layers(job)
     # Order: choose, prove or shorten, freeze; lower it to a complete program.
     try:
-        job, before, unequal = numbered(job, table, budget)
+        job, before, unequal = numbered(job, budget)
         proof = None
         if exact is not None and over_of(job, before) == 0:
             before, proof = proven(job, before, exact)
-        found = freezes(job, before, table)
+        found = freezes(job, before)
         found.compute.forget()
         program = found.complete.program
     except ZbcError as error:
@@ -80,6 +79,7 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
         check_forward(program)
     # Time and weigh; tell.
     timeline, memory = found.complete.timeline, found.memory
+    table = estimate.layers(job)
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     chosen = report.Chosen(layers, as_ordered(job, found).memory, found.tried, found.all_tried, cuts_of(job))
     barrier, ahead = with_barrier(found.complete), without_barrier(found.complete)
@@ -108,9 +108,8 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
 def looked(job: Job) -> tuple[Ordered, float]:
     """The order that `planned` would choose at once, and ms of its step with the optimizer in steady state; neither
     proven nor reported."""
-    table = estimate.layers(job)
-    job, before, _ = numbered(job, table, 0.0)
-    return (found := freezes(job, before, table)), settled(found.complete)
+    job, before, _ = numbered(job, 0.0)
+    return (found := freezes(job, before)), settled(found.complete)
 
 
 def _steps(job: Job, program: Program, period: float, flush: float) -> report.Facts:

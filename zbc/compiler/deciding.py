@@ -80,7 +80,7 @@ def _by_layers(job: Job) -> Job:
     if not elsewhere and (kind == AUTO or find(kind).searched):
         some = {0, most, most + 1, *(k << n for n in range(most.bit_length()) for k in (1, 3) if k << n < most)}
         return _shortest(map(of, sorted(some)), worth=0.0, while_shorter=True) or of(most + 1)
-    found = order(of(most + 1), table, 0.0)
+    found = order(of(most + 1), 0.0)
     placement, layers = found.program.placement, [sum(table[i].name not in ENDS for i in part) for part in found.stages]
     pinned = {"layers_per_stage": layers} if is_open(job) else {}
     few, many = [0] * placement.ranks, [most + 1] * placement.ranks
@@ -88,7 +88,7 @@ def _by_layers(job: Job) -> Job:
         half = [(a + b) // 2 for a, b in zip(few, many, strict=True)]
         look = of(*(max(half[rank] for rank in placement.holders(s)) for s in range(placement.stages)))
         look = replace(look, partition=job.partition.model_copy(update=pinned))
-        found = order(look, table, 0.0)
+        found = order(look, 0.0)
         for rank, share in enumerate(shares(look, found.memory, found.costs)):
             few[rank], many[rank] = (
                 (few[rank], half[rank]) if share <= 1 else (min(half[rank] + 1, many[rank]), many[rank])
@@ -100,7 +100,7 @@ def _by_layers(job: Job) -> Job:
 def quick_ms(job: Job) -> float | None:
     """ms of a step by the fastest search; None if it finds none that fits."""
     try:
-        found = order(job, estimate.layers(job), 0.0)
+        found = order(job, 0.0)
         check_memory(job, found.memory, found.costs)
     except ZbcError:
         return None

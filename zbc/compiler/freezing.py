@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from zbc.compiler.cost import estimate, pricing
@@ -17,14 +16,14 @@ from zbc.job.spec import Adapter, Job
 from zbc.ops import round_trip
 
 
-def freezes(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Ordered:
+def freezes(job: Job, found: Ordered) -> Ordered:
     """The order with layers frozen, if requested. Raises E110 for orders in which none can be, E602."""
     if not job.freeze.share:
         return found
     refused = freezing_refused(job, found)
     if refused is not None:
         raise refused
-    layers = tuple(trained(table, part) for part in found.stages)
+    layers = tuple(trained(estimate.layers(job), part) for part in found.stages)
     lowering = replace(found.lowering, freeze=Freeze(job.freeze.share, layers))
     return replace(found, lowering=lowering, bounds=_bounds(job, found))
 
@@ -60,13 +59,13 @@ def adapter_report(job: Job, found: Ordered) -> Facts | None:
     if not job.adapter.rank:
         return None
     plain = replace(as_ordered(job, found), adapter=Adapter.model_validate({}), profile=None)
-    mine, theirs = estimate.layers(job), estimate.layers(plain)
+    mine = estimate.layers(job)
     every = estimate.layers(plain.with_vocabulary("ends"))  # shared tables are of no layer
     trained, whole = (sum(layer.params for layer in table) - table[-1].tied for table in (mine, every))
     whole = whole or sum(layer.frozen for layer in mine)
     if job.profile is not None or job.costs.f is not None or not job.model.builtin:
         return told(rank=job.adapter.rank, trained=trained, whole=whole, whole_ms=None, whole_bytes=None)
-    context = found.complete.priced(pricing.build(plain, found.program.placement, found.stages, theirs))
+    context = found.complete.priced(pricing.build(plain, found.program.placement, found.stages))
     held = peaks(context.program, context.costs, context.timeline)
     most = max(one.bytes or 0.0 for one in held)
     times = {"whole_ms": context.timeline.makespan, "whole_bytes": most}

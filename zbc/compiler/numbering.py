@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from zbc.compiler.cost import estimate
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, over_of
 from zbc.compiler.report.report import Facts, told
@@ -30,15 +29,15 @@ INF = float("inf")
 Numbers = tuple[int, ...]  # microbatch -> which of the given ones it is
 
 
-def numbered(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> tuple[Job, Ordered, Facts | None]:
+def numbered(job: Job, budget: float | None) -> tuple[Job, Ordered, Facts | None]:
     """The job with its microbatches numbered and its ranks ordered, its order of ops, and a report on unequal
     microbatches. Raises like `order`."""
     if not job.tokens:
-        return *seated(job, table, budget), None
-    chosen = _numbered(job, table, budget)
+        return *seated(job, budget), None
+    chosen = _numbered(job, budget)
     for rival in _rivals(job, chosen.found):
         try:
-            other = _numbered(rival, table, budget)
+            other = _numbered(rival, budget)
         except ZbcError:
             continue
         if other.score < chosen.score:
@@ -75,15 +74,15 @@ def _rivals(job: Job, found: Sequence[Ordered]) -> Iterator[Job]:
             yield replace(job, schedule=job.schedule.model_copy(update={"kind": name, "chunks": chunks}))
 
 
-def _numbered(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> _Chosen:
+def _numbered(job: Job, budget: float | None) -> _Chosen:
     """Raises like `order`."""
     found, failed = list[Ordered](), None
     try:
-        job, given = seated(job, table, budget)
+        job, given = seated(job, budget)
         found.append(given)
     except ZbcError as error:  # in other orders ranks may gather weights in turns that never end
         failed = error
-    alike = _alike(job, table, budget)
+    alike = _alike(job, budget)
     found += [] if alike is None else [alike]
     if not found and failed is not None:
         raise failed
@@ -94,7 +93,7 @@ def _numbered(job: Job, table: Sequence[estimate.Layer], budget: float | None) -
         numbers, best = min(every, key=lambda pair: _score(job, pair[1]))
         chosen = job.with_tokens([job.tokens[k] for k in numbers])
         if numbers != tuple(range(len(numbers))):
-            best = _again(chosen, best, table, budget)
+            best = _again(chosen, best, budget)
     report = told(
         tokens=chosen.tokens,
         given=job.tokens,
@@ -109,21 +108,21 @@ def _score(job: Job, order: Ordered) -> tuple[float, float]:
     return over_of(job, order), order.step_ms(job)
 
 
-def _again(job: Job, best: Ordered, table: Sequence[estimate.Layer], budget: float | None) -> Ordered:
+def _again(job: Job, best: Ordered, budget: float | None) -> Ordered:
     """The order for the new numbers, if there is one and it is better than the one that they were found for."""
     try:
-        _, found = seated(job, table, budget)
+        _, found = seated(job, budget)
     except ZbcError:
         return best
     over, ms = _score(job, found)
     return found if (over, ms / _BETTER) < _score(job, best) else best
 
 
-def _alike(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> Ordered | None:
+def _alike(job: Job, budget: float | None) -> Ordered | None:
     """The order of the job with whole rows, at the costs of its unequal ones; None if no such order fits."""
     even = job.with_tokens(())
     try:
-        made = seated(even, estimate.layers(even), budget)[1].repriced(job, table)
+        made = seated(even, budget)[1].repriced(job)
     except ZbcError:
         return None
     return made if _fits(job, made) else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from zbc.compiler.check.faults import op_faults
 from zbc.compiler.check.memory import excess
-from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.cost import pricing
 from zbc.compiler.cost.cost import refuse_slices
 from zbc.compiler.partition import groups
 from zbc.compiler.partition.limits import bounds_of, limit_of
@@ -29,25 +28,25 @@ from zbc.job.sections import is_name
 from zbc.job.spec import Job
 
 
-def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None) -> Ordered:
+def order(job: Job, budget: float | None = None) -> Ordered:
     """The order of `job`; searched ones take about `budget` seconds (None: the schedule's default). Raises E1xx
     (impossible as requested), E303 (memory_limit below the need of any order) or, for an order made elsewhere, E202,
     E205 or E206."""
     if job.schedule.plugin is not None:
-        return _plugin(job, table)
+        return _plugin(job)
     if job.schedule.file is not None:
-        return _file(job, table)
+        return _file(job)
     if job.model.graph:
-        return _of_graph(job, table)
-    return planned(job, table, _cards(job), budget)
+        return _of_graph(job)
+    return planned(job, _cards(job), budget)
 
 
-def glance(job: Job, table: Sequence[estimate.Layer]) -> Ordered | None:
+def glance(job: Job) -> Ordered | None:
     """The best order that fits, by the fast part of searches; None if it finds none. Raises E1xx."""
     if not is_name(job.schedule.kind) or job.model.graph:
-        found = order(job, table)
+        found = order(job)
         return None if excess(job, found.memory, found.costs) > 0 else found
-    return looked(job, table, _cards(job))[0].ordered
+    return looked(job, _cards(job))[0].ordered
 
 
 def under(job: Job, name: str) -> Job:
@@ -68,14 +67,14 @@ def _cards(job: Job) -> list[tuple[ScheduleCard, int | None]]:
     return [(card, job.schedule.chunks)]
 
 
-def _of_graph(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
+def _of_graph(job: Job) -> Ordered:
     """The order of a model that is a graph of groups of layers. Raises E110 for a schedule without an order for graphs,
     E110 or E130 for impossible stages, E303 for a limit."""
     kind = job.schedule.kind.lower()
     if kind != AUTO:
         raise_all(refusals(job, find(kind)))
-    stages, placement = groups.stages_of(job, table)
-    costs = pricing.build(with_recompute(job, (), placement), placement, stages, table)
+    stages, placement = groups.stages_of(job)
+    costs = pricing.build(with_recompute(job, (), placement), placement, stages)
     request = Request(job.parallel.pp, job.schedule.microbatches, costs=costs, objective=job.objective)
     made = branched(kind, placement, request)
     program = finished(job, made, costs, stages)
@@ -88,7 +87,7 @@ def _of_graph(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
 # ---- orders from elsewhere: files and plugins -----------------------------------------------------------------------
 
 
-def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
+def _file(job: Job) -> Ordered:
     """The order of a torch CSV file; a relative path starts at the folder of the job file that names it."""
     where = job.where("schedule", "kind")
     path = Path(job.schedule.file or "")
@@ -108,10 +107,10 @@ def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
         if asked is not None and found != asked:
             text = f"schedule: {path.name} is an order for {key} = {found}, the job has {asked}"
             raise ZbcError("E110", text, where=where, hint=f"set {key} = {found}")
-    return _given(path.name, program, job, table)
+    return _given(path.name, program, job)
 
 
-def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
+def _plugin(job: Job) -> Ordered:
     """A user's own generator, `module:function`, Request -> Program."""
     name = job.schedule.plugin or ""
     where = job.where("schedule", "kind")
@@ -150,13 +149,13 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
         text = f"schedule: plugin {name} made a program with {number}, schedule.chunks is {chunks}"
         hint = "leave schedule.chunks out" if made is None else f"set schedule.chunks = {made}, or leave it out"
         raise ZbcError("E121", text, where=job.where("schedule", "chunks"), hint=hint)
-    return _given(name, replace(program, history=(name,)), job, table)
+    return _given(name, replace(program, history=(name,)), job)
 
 
-def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
+def _given(name: str, program: Program, job: Job) -> Ordered:
     """An order made elsewhere, with the partition the job starts from. Raises E202, E205 or E206 for faults of its ops:
     passes and the simulator rely on them."""
-    stages, costs = start_of(job, program.placement, table)
+    stages, costs = start_of(job, program.placement)
     least = bounds_of(job, program.placement, costs.hidden() if program.grouped else costs)
     given = Ordered(name, finished(job, program, costs, stages), stages, costs, least, lowering_of(job))
     raise_found(op_faults(given.compute.graph))

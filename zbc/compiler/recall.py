@@ -77,8 +77,7 @@ def costs_for(job: Job, manifest: Manifest) -> Costs:
     """Costs of a plan's ops for the job `job`, with the partition of the plan. Raises E110."""
     if manifest.slices != job.slices:  # a plan of foreign origin
         refuse_slices("plan: the order", manifest.slices, where=MANIFEST)
-    table = estimate.layers(job)
-    return pricing.build(job, manifest.to_placement(), stages_of(manifest, table), table)
+    return pricing.build(job, manifest.to_placement(), stages_of(manifest, estimate.layers(job)))
 
 
 def stages_of(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...]]:

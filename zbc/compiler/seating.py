@@ -6,7 +6,6 @@ replicas, the order of their numbers where the simulated step is shorter with it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from zbc.compiler.cost import estimate
@@ -19,16 +18,16 @@ from zbc.job.spec import Job
 _NOMINAL = 1 << 20  # bytes of a tensor of unknown size
 
 
-def seated(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> tuple[Job, Ordered]:
+def seated(job: Job, budget: float | None) -> tuple[Job, Ordered]:
     """The job with the order of its ranks, and its order of ops. Raises as `order`."""
     if job.links is None or job.parallel.order is not None or job.parallel.pp * job.parallel.dp == 1:
-        return job, order(job, table, budget)
+        return job, order(job, budget)
     chosen = _with(job, best_chain(transfers(job)))
-    found = order(chosen, table, budget)
+    found = order(chosen, budget)
     numbered = _with(job, tuple(range(job.parallel.pp * job.parallel.dp)))
-    if found.repriced(numbered, table).step_ms(numbered) >= found.step_ms(chosen):
+    if found.repriced(numbered).step_ms(numbered) >= found.step_ms(chosen):
         return chosen, found
-    again = order(numbered, table, budget)
+    again = order(numbered, budget)
     return (numbered, again) if again.step_ms(numbered) < found.step_ms(chosen) else (chosen, found)
 
 

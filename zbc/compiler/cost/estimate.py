@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import truediv
 from statistics import fmean
+from typing import Any
 
 from zbc.compiler.cost import cards, profiled
 from zbc.compiler.cost.footprint import NOTHING, Footprint
@@ -21,6 +22,11 @@ from zbc.job.graph import names
 from zbc.job.profile import FAMILY, Collective, LayerBytes, LayerProfile, Profile
 from zbc.job.spec import Job, Model
 from zbc.job.tokens import shares_of
+
+# Sections that tables of layers are made of; tables in memory, as of cards.
+_READ = ("model", "adapter", "optimizer", "costs", "data", "schedule", "parallel", "train", "hardware", "profile")
+_MOST = 64
+_tables: dict[tuple[int, ...], tuple[list[Any], list[Layer]]] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +95,18 @@ def recomputed(layer: Layer) -> Layer:
 
 
 def layers(job: Job) -> list[Layer]:
-    """Every layer in order, with measured costs or given per-layer costs if the job has them."""
+    """Every layer in order, with measured costs or given per-layer costs if the job has them; the same ones for jobs
+    that differ in other sections."""
+    read = [getattr(job, name) for name in _READ]
+    key = (job.carded, *map(id, read))
+    if key not in _tables:
+        if len(_tables) >= _MOST:
+            _tables.clear()
+        _tables[key] = read, _made(job)
+    return _tables[key][1]
+
+
+def _made(job: Job) -> list[Layer]:
     table = _whole(job)
     if not job.tokens:
         return table

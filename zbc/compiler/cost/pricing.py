@@ -28,8 +28,8 @@ from zbc.ops import TIED, WORDS, experts_of
 NEEDS = 8  # lengths whose ops' needs are counted, where microbatches have more; those of others are rounded up
 
 
-def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
-    """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s.
+def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]]) -> Costs:
+    """The costs of `job` with its layers `stages[s]`, by their indices, on stage s.
 
     Where layers recompute, B takes the time of F as well, and F keeps their inputs only; activations given
     in [costs] then keep the same share as the estimated bytes do, or all if no bytes are known. Raises E110
@@ -37,6 +37,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     the host is not known).
     """
     check_stages(job, placement)
+    table = estimate.layers(job)
     spared = {i for s, part in enumerate(stages) if job.memory.spares(s) for i in part}
     again = {i for s, part in enumerate(stages) for i in part[: job.memory.again(s, [table[i].name for i in part])]}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from zbc.compiler.cost.estimate import Layer, on_the_mean
+from zbc.compiler.cost import estimate
 from zbc.compiler.partition.balance import balance
 from zbc.compiler.partition.initial import Stages, is_open, times
 from zbc.errors import ZbcError
@@ -20,9 +20,9 @@ from zbc.job.spec import Job
 Runs = list[list[int]]  # per group the number of layers of each of its stages
 
 
-def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
+def stages_of(job: Job) -> tuple[Stages, Placement]:
     """The layers of each stage and the graph of stages, one on each rank. Raises E110, E130."""
-    groups = spans(job.model)
+    groups, table = spans(job.model), estimate.layers(job)
     ranks = job.parallel.pp
     if len(groups) > ranks or ranks > job.model.layers:
         fewest, most = len(groups), job.model.layers
@@ -33,7 +33,7 @@ def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
     if isinstance(job.partition.layers_per_stage, list):
         runs = _listed(job, groups, job.partition.layers_per_stage)
     else:
-        ms = times(job, on_the_mean(job, table), [1.0])[0] if is_open(job) else [1.0] * len(table)
+        ms = times(job, estimate.on_the_mean(job, table), [1.0])[0] if is_open(job) else [1.0] * len(table)
         runs = even([[ms[i] for i in layers] for layers in groups.values()], ranks)
     counts = [count for run in runs for count in run]
     stages = tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(counts)]))

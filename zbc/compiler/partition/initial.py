@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
-from zbc.compiler.cost.estimate import Layer, on_the_mean, selective, slow_of
+from zbc.compiler.cost.estimate import Layer, layers, on_the_mean, selective, slow_of
 from zbc.compiler.partition import megatron_layout
 from zbc.compiler.partition.balance import even
 from zbc.errors import ZbcError
@@ -19,9 +19,9 @@ from zbc.job.spec import Job
 Stages = tuple[tuple[int, ...], ...]  # stage -> indices of its layers
 
 
-def initial(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
+def initial(job: Job, placement: Placement) -> Stages:
     """The layers of each stage. Raises E130 (too few layers, wrong sums, or no layout)."""
-    stages, asked = placement.stages, job.partition
+    stages, asked, table = placement.stages, job.partition, layers(job)
     if isinstance(asked.layers_per_stage, list):
         return _listed(job, stages, table, asked.layers_per_stage, "layers_per_stage")
     if asked.layout is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from zbc import excludes
 from zbc.compiler.check.memory import check_memory, excess
-from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.cost import pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
@@ -123,10 +123,10 @@ class Ordered:
             vars(other)["begun"] = self.begun
         return other
 
-    def repriced(self, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
-        """The same order at the costs of another job, of which `table` are the layers. Raises E110."""
+    def repriced(self, job: Job) -> Ordered:
+        """The same order at the costs of another job. Raises E110."""
         placement = self.program.placement
-        costs = pricing.build(as_ordered(job, self), placement, self.stages, table)
+        costs = pricing.build(as_ordered(job, self), placement, self.stages)
         program = finished(job, self.program, costs, self.stages)
         return replace(self, program=program, costs=costs, bounds=bounds_of(job, placement, costs))
 
@@ -384,10 +384,10 @@ def as_ordered(job: Job, found: Ordered) -> Job:
     return with_recompute(made, found.recompute, found.program.placement)
 
 
-def start_of(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
+def start_of(job: Job, placement: Placement) -> tuple[Stages, Costs]:
     """The partition a job starts from, and the costs of its stages."""
-    stages = initial(job, placement, table)
-    return stages, pricing.build(with_recompute(job, (), placement), placement, stages, table)
+    stages = initial(job, placement)
+    return stages, pricing.build(with_recompute(job, (), placement), placement, stages)
 
 
 def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Program:

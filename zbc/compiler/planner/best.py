@@ -5,12 +5,12 @@ Keeps the shortest step that fits, all evaluated variants, and the reasons why o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 from zbc import excludes
 from zbc.compiler.check.memory import check_host, fullest
-from zbc.compiler.cost import copies, estimate
+from zbc.compiler.cost import copies
 from zbc.compiler.partition.limits import smallest, unlimited
 from zbc.compiler.partition.moving import places, planned
 from zbc.compiler.partition.setup import (
@@ -41,8 +41,8 @@ SPARED, BOTH = "selective+offload", "recompute+offload"
 class Best:
     """The best order that fits so far, the first of equals; and the reasons why others do not fit."""
 
-    def __init__(self, job: Job, table: Sequence[estimate.Layer]) -> None:
-        self.job, self.table, self.step = job, table, INF
+    def __init__(self, job: Job) -> None:
+        self.job, self.step = job, INF
         self.ordered: Ordered | None = None
         self.looks = 0
         self.compiled = False  # whether kernels are loaded for the fast tier, too: it pays before many searches
@@ -192,7 +192,7 @@ class Best:
         return order.told(
             bounds=unlimited(self.job, placement, order.costs),
             weighed=tuple(self.weighed.items()),
-            copy_share=copies.share_of(start_of(moved, placement, self.table)[1], placement),
+            copy_share=copies.share_of(start_of(moved, placement)[1], placement),
         )
 
 

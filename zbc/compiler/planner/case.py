@@ -44,17 +44,15 @@ class Case:
     """A schedule of a job with decided activations except for stages that may recompute. Raises E1xx if it is
     impossible; with `roomy`, two pipes may exceed the limit that their schedule's name implies."""
 
-    def __init__(
-        self, job: Job, table: Sequence[estimate.Layer], card: ScheduleCard, chunks: int | None, *, roomy: bool = False
-    ) -> None:
+    def __init__(self, job: Job, card: ScheduleCard, chunks: int | None, *, roomy: bool = False) -> None:
         card.check_ranks(job.parallel.pp)
         raise_all(refusals(job, card))
-        self.job, self.table, self.card, self.v = job, table, card, card.stages_per_rank(chunks)
-        self.mean = estimate.on_the_mean(job, table)
+        self.table, self.job, self.card, self.v = estimate.layers(job), job, card, card.stages_per_rank(chunks)
+        self.mean = estimate.on_the_mean(job, self.table)
         self.placement = card.placement(job.parallel.pp, self.v)
-        self.start = Choice.of(initial(job, self.placement, table))
+        self.start = Choice.of(initial(job, self.placement))
         self.stages = self.placement.stages
-        self.movable = is_open(job) and len(table) > self.stages > 1
+        self.movable = is_open(job) and len(self.table) > self.stages > 1
         self.optional = [s for s in range(self.stages) if job.memory.of(s) == "auto"]  # stages that may recompute
         self.moves = moves(job, self.placement)
         self.two_pipes = len(self.placement.pipes) > 1
@@ -67,7 +65,7 @@ class Case:
 
     def with_memory(self, memory: Memory) -> Case:
         """This case with decided activations."""
-        return Case(replace(self.job, memory=memory), self.table, self.card, self.v, roomy=self.roomy)
+        return Case(replace(self.job, memory=memory), self.card, self.v, roomy=self.roomy)
 
     @property
     def free(self) -> bool:
@@ -109,7 +107,7 @@ class Case:
         """Raises E1xx (impossible as requested)."""
         if choice not in self._costs:
             job = with_recompute(self.job, choice.recompute, self.placement)
-            self._costs[choice] = pricing.build(job, self.placement, choice.stages, self.table)
+            self._costs[choice] = pricing.build(job, self.placement, choice.stages)
         return self._costs[choice]
 
     def times(self, recompute: frozenset[int], *, split: bool | None = None) -> list[list[float]]:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from zbc.compiler.cost import estimate
 from zbc.compiler.partition.moving import planned as moving
 from zbc.compiler.partition.setup import Choice, Ordered
 from zbc.compiler.passes.offload import TooTight, enough
@@ -65,15 +64,10 @@ def woven(job: Job, card: ScheduleCard) -> Iterator[Job]:
         yield replace(job, schedule=asked.model_copy(update=WOVEN))
 
 
-def planned(
-    job: Job,
-    table: Sequence[estimate.Layer],
-    cards: Sequence[tuple[ScheduleCard, int | None]],
-    budget: float | None = None,
-) -> Ordered:
+def planned(job: Job, cards: Sequence[tuple[ScheduleCard, int | None]], budget: float | None = None) -> Ordered:
     """The best order among these schedules; searches take about `budget` seconds in all (None: the schedule's default).
     Raises E1xx (impossible as requested) or E303 (memory_limit below the need of any order)."""
-    best, cases = looked(job, table, cards)
+    best, cases = looked(job, cards)
     if best.ordered is None:
         _least_memory(best, cases)
     else:
@@ -94,9 +88,9 @@ def planned(
         raise _with_recompute(error, cases) from None
 
 
-def faster(job: Job, table: Sequence[estimate.Layer], names: Container[str], step: float) -> list[str]:
+def faster(job: Job, names: Container[str], step: float) -> list[str]:
     """Those of these schedules that take less than `step` ms by looks only, the fastest first."""
-    best, cases = Best(job, table), list[Case]()
+    best, cases = Best(job), list[Case]()
     best.step, best.compiled = step, True
     asked = job.schedule.chunks
     for name, card in SCHEDULES.items():
@@ -108,11 +102,9 @@ def faster(job: Job, table: Sequence[estimate.Layer], names: Container[str], ste
     return [*dict.fromkeys(case.card.name for case, _ in best.ranked(step))]
 
 
-def looked(
-    job: Job, table: Sequence[estimate.Layer], cards: Sequence[tuple[ScheduleCard, int | None]]
-) -> tuple[Best, list[Case]]:
+def looked(job: Job, cards: Sequence[tuple[ScheduleCard, int | None]]) -> tuple[Best, list[Case]]:
     """The best order found by looks only, if any fits, and all cases. Raises E1xx as `planned`."""
-    best = Best(job, table)
+    best = Best(job)
     cases = list(_cases(best, cards))
     best.compiled = len(cards) > 1 or len(cases) > MANY
     for case in cases:
@@ -126,7 +118,7 @@ def _cases(best: Best, cards: Sequence[tuple[ScheduleCard, int | None]]) -> Iter
     for card, chunks in cards:
         for variant in (job, *woven(job, card)) if len(cards) > 1 else (job,):
             try:
-                bare = Case(variant, best.table, card, chunks, roomy=len(cards) > 1)
+                bare = Case(variant, card, chunks, roomy=len(cards) > 1)
                 for memory in activations(variant, bare):
                     cases.append(bare if memory is job.memory else bare.with_memory(memory))
             except ZbcError as error:
@@ -209,7 +201,7 @@ def _improve(best: Best, case: Case, choice: Choice, seconds: float) -> float:
     the seconds that its looks count for in a budget, at most about `seconds`."""
     price = case.size * (SEARCHING if case.card.searched else 1) * (WEAVING if case.job.vocabulary else 1)
     price *= STEPPING if case.job.steady else 1
-    price += LAYER * len(best.table)
+    price += LAYER * len(case.table)
     took = (LOOK + price * (PIPES if case.card.searched and case.two_pipes else 1)) / RATE
     most, before = int(min(max(2, min(MOVES, OPS // price)), seconds / took)), best.looks
     if not most:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
-from zbc.compiler.cost import estimate
 from zbc.compiler.partition.setup import as_ordered
 from zbc.compiler.planner.case import Case
 from zbc.compiler.planner.planner import faster
@@ -149,12 +148,11 @@ def state_of(document: toml.Document) -> State:
     single = world.read(_with(document, alone))
     assert isinstance(single, toml.Document)
     job = _job(single)
-    table = estimate.layers(job)
-    case = Case(job, table, find("1f1b"), None)
+    case = Case(job, find("1f1b"), None)
     sizes = case.first.bytes or ()
     held = sum(row.weights + row.gradients + row.masters + row.optimizer for row in sizes)
     count = int(document.values["parallel"]["world"])
-    state = State(sum(layer.params + layer.frozen for layer in table), held, job.room, count)
+    state = State(sum(layer.params + layer.frozen for layer in case.table), held, job.room, count)
     if state.room is not None and state.share > state.room:
         raise _too_large(job, state)
     return state
@@ -247,7 +245,7 @@ def _bound(document: toml.Document) -> float:
     """ms of a sample that 1F1B takes at least; none if it cannot be planned, which a look at it tells."""
     try:
         job = _job(_with(document, {**WHOLE, ACTIVATIONS: "keep"}))
-        case = Case(job, estimate.layers(job), find(BASELINE), None)
+        case = Case(job, find(BASELINE), None)
         samples = job.schedule.microbatches * job.schedule.microbatch_size * job.parallel.dp
         return case.setup(case.start).least_step / samples
     except ZbcError:
@@ -331,7 +329,7 @@ def _under_all(row: Row) -> Row:
         document, wanted = _with(document, changes), FEW
         step = _weighed(document, row.shape._replace(microbatches=count)).step_ms or step
     job, better = _job(document).under(AUTO), list[Row]()
-    while len(better) < wanted and (names := faster(job, estimate.layers(job), left, step * (1 - AHEAD))):
+    while len(better) < wanted and (names := faster(job, left, step * (1 - AHEAD))):
         for name in names[: wanted - len(better)]:
             planned = _whole(_with(row.document, {("schedule", "kind"): name}))
             better += [one for one in planned if one.sample_ms < row.sample_ms]

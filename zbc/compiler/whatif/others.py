@@ -104,10 +104,9 @@ def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
 
 
 def _ordered(job: Job, card: ScheduleCard, *, every: bool) -> Ordered | None:
-    table = estimate.layers(job)
     if every or not card.searched or job.model.graph:
-        return glance(job, table)
-    case = Case(job, table, card, job.schedule.chunks)
+        return glance(job)
+    case = Case(job, card, job.schedule.chunks)
     choice = next(filter(case.may_fit, case.starts), None)
     return None if choice is None else planned(case.setup(choice), 0.0)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from zbc.compiler.check.memory import excess
 from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
-from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.setup import start_of
 from zbc.compiler.sim.simulate import Timeline
@@ -128,7 +127,7 @@ def bent_by_memory(compiled: Compiled) -> bool:
         return True
     if job.hardware.memory_gib is None and job.schedule.memory_limit is None:
         return False
-    even, costs = start_of(job, program.placement, estimate.layers(job))
+    even, costs = start_of(job, program.placement)
     return even != compiled.found.stages and excess(job, peaks(program, costs), costs) > 0
 
 
