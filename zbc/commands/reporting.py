@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.compiler.recorded.blame import Shares
-    from zbc.compiler.recorded.deviations import Outlier, Stall
+    from zbc.compiler.recorded.deviations import Outlier
     from zbc.compiler.recorded.log import Loads, RunLog
     from zbc.compiler.recorded.report import Quantity, RunReport
+    from zbc.compiler.report.report import Facts
 
 _OPS, _OUTLIERS = 8, 5  # rows without -v
 WORTH = 0.005  # share of a step that a new plan has to save
@@ -316,7 +317,7 @@ def _findings(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
         yield indented(_links(made))
 
 
-def _stall(one: Stall) -> str:
+def _stall(one: Facts) -> str:
     return f"step {one.step}: ranks {ranges(one.ranks)} stood still together, {short(one.ms, 3)} ms: a busy machine"
 
 

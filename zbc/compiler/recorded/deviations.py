@@ -14,6 +14,7 @@ from typing import NamedTuple
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.times import Times, median_ms
 from zbc.compiler.recorded.view import RecordedStep
+from zbc.compiler.report.report import Facts, told
 from zbc.ir import Kind, Op, Program
 
 SLOW = 1.15  # ratio to the others from which a rank counts as slow
@@ -42,26 +43,6 @@ class Deviation(NamedTuple):
         return self.measured / self.predicted if self.predicted > 0 else float("inf")
 
 
-class LinkTime(NamedTuple):
-    """Transfers from one rank to another; ms. Only transfers that the receiver `awaited` (number per step) count."""
-
-    sender: int
-    receiver: int
-    awaited: int
-    predicted: float
-    measured: float
-
-
-class SliceCompared(NamedTuple):
-    """ms of one slice of a microbatch on all stages, forward and backward."""
-
-    number: int
-    predicted_f_ms: float
-    measured_f_ms: float
-    predicted_b_ms: float  # with W
-    measured_b_ms: float
-
-
 class Outlier(NamedTuple):
     """One op, or one transfer (`sender`), that took far longer than others of its kind; ms, on the clock of rank 0."""
 
@@ -78,31 +59,6 @@ class Outlier(NamedTuple):
         return self.start + self.measured
 
 
-class Stall(NamedTuple):
-    """Most ranks of a run stood still at the same time, for about `ms`: caused by the machine, not the plan."""
-
-    step: int
-    ranks: tuple[int, ...]
-    ms: float
-
-
-class SlowRank(NamedTuple):
-    """A rank whose ops take `ratio` times the predicted time, compared with `others` times for the other ranks."""
-
-    rank: int
-    ratio: float
-    others: float
-
-
-class SlowLink(NamedTuple):
-    """A link whose transfers take `ms`, compared with `others` for the other links."""
-
-    sender: int
-    receiver: int
-    ms: float
-    others: float
-
-
 def deviations(times: Times, costs: Costs, steps: int, program: Program) -> list[Deviation]:
     """Every kind of op of every stage on every rank, sorted by excess over the prediction, largest first."""
     rows = list[Deviation]()
@@ -115,19 +71,25 @@ def deviations(times: Times, costs: Costs, steps: int, program: Program) -> list
     return sorted(rows, key=lambda row: (-abs(row.excess), row.rank, row.stage, row.kind))
 
 
-def links(times: Times, costs: Costs, program: Program, steps: int) -> list[LinkTime]:
-    """Every pair of ranks with transfers, by ranks."""
+def links(times: Times, costs: Costs, program: Program, steps: int) -> list[Facts]:
+    """Every pair of ranks with transfers, by ranks; ms of those that the receiver `awaited`, so many a step."""
     edges = _edges(costs, program)
     part = [program.topology.of(rank).pp for rank in range(program.topology.world)]
     return [
-        LinkTime(a, b, round(len(samples) / steps), edges.get((part[a], part[b]), 0.0), median_ms(samples))
+        told(
+            sender=a,
+            receiver=b,
+            awaited=round(len(samples) / steps),
+            predicted=edges.get((part[a], part[b]), 0.0),
+            measured=median_ms(samples),
+        )
         for (a, b), samples in sorted(times.links.items())
         if samples
     ]
 
 
-def compared_slices(steps: Sequence[RecordedStep], costs: Costs) -> Iterator[SliceCompared]:
-    """Yields every slice; nothing if microbatches are whole."""
+def compared_slices(steps: Sequence[RecordedStep], costs: Costs) -> Iterator[Facts]:
+    """Yields ms of every slice on all stages, forward and backward (with W); nothing if microbatches are whole."""
     program = steps[0].program
     if program.slices == 1:
         return
@@ -143,7 +105,13 @@ def compared_slices(steps: Sequence[RecordedStep], costs: Costs) -> Iterator[Sli
         meant[j][side] += share * costs.of(kind.row.cost, stage, j)
         took[j][side] += share * median_ms(values)
     for j in range(program.slices):
-        yield SliceCompared(j, meant[j][0], took[j][0], meant[j][1], took[j][1])
+        yield told(
+            number=j,
+            predicted_f_ms=meant[j][0],
+            measured_f_ms=took[j][0],
+            predicted_b_ms=meant[j][1],
+            measured_b_ms=took[j][1],
+        )
 
 
 def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
@@ -156,10 +124,10 @@ def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
     return edges
 
 
-def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
-    """The ranks whose ops are slow compared with the others', the slowest first. Ranks with the same stages, in other
-    replicas of the pipeline or in the other pipe, are the basis of comparison if they exist: stages that take longer
-    than predicted do so on all of them."""
+def slow_ranks(found: Sequence[Deviation]) -> list[Facts]:
+    """The ranks whose ops take `ratio` times the predicted time, slow compared with `others`, the slowest first. Ranks
+    with the same stages, in other replicas of the pipeline or in the other pipe, are the basis of comparison if they
+    exist: stages that take longer than predicted do so on all of them."""
     spent, meant, holds = dict[int, float](), dict[int, float](), dict[int, set[int]]()
     for deviation in found:
         holds.setdefault(deviation.rank, set()).add(deviation.stage)
@@ -172,31 +140,32 @@ def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
         twins = [value for number, value in rest.items() if holds[number] == holds[rank]]
         normal = statistics.median(twins or [*rest.values()] or [ratio])
         if ratio > SLOW * normal > 0:
-            slow.append(SlowRank(rank, ratio, normal))
+            slow.append(told(rank=rank, ratio=ratio, others=normal))
     return sorted(slow, key=lambda row: -row.ratio / row.others)
 
 
-def slow_links(found: Sequence[LinkTime], step_ms: float) -> list[SlowLink]:
-    """The links whose transfers are slow compared with the others', the slowest first."""
+def slow_links(found: Sequence[Facts], step_ms: float) -> list[Facts]:
+    """The links whose transfers are slow compared with the others', the slowest first; ms of both."""
     slow = []
     for link in found:
         rest = [entry.measured for entry in found if {entry.sender, entry.receiver} != {link.sender, link.receiver}]
         normal = statistics.median(rest) if rest else link.predicted
         if link.measured > SLOW_LINK * normal and link.measured - normal > LEAST_LINK * step_ms:
-            slow.append(SlowLink(link.sender, link.receiver, link.measured, normal))
+            slow.append(told(sender=link.sender, receiver=link.receiver, ms=link.measured, others=normal))
     return sorted(slow, key=lambda link: -link.ms)
 
 
-def outliers(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> tuple[list[Outlier], list[Stall]]:
-    """Single outlying ops and transfers, the longest first, and stalls of most ranks at once."""
-    rows, stalls, frozen = list[Outlier](), list[Stall](), list[tuple[float, float]]()
+def outliers(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> tuple[list[Outlier], list[Facts]]:
+    """Single outlying ops and transfers, the longest first, and stalls: most ranks stood still at once, for about `ms`,
+    which the machine causes, not the plan."""
+    rows, stalls, frozen = list[Outlier](), list[Facts](), list[tuple[float, float]]()
     for group in _together(_out_of_line(_ops(steps, times), step_ms)):
         ranks = {slow.rank for slow in group}
         if len(ranks) == 1 or 2 * len(ranks) <= len(steps[0].ranks):
             rows += group
             continue
         lost = [max(slow.measured - slow.usual for slow in group if slow.rank == rank) for rank in ranks]
-        stalls.append(Stall(group[0].step, tuple(sorted(ranks)), statistics.median(lost)))
+        stalls.append(told(step=group[0].step, ranks=tuple(sorted(ranks)), ms=statistics.median(lost)))
         frozen.append((group[0].start, max(slow.end for slow in group)))
     late = _out_of_line(_messages(steps, times), step_ms)
     rows += [slow for slow in late if not any(slow.start < end and begin < slow.end for begin, end in frozen)]

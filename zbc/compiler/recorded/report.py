@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbc.compiler import recall
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded import blame, deviations
-from zbc.compiler.recorded.blame import Shares
 from zbc.compiler.recorded.derive import derive_from
-from zbc.compiler.recorded.replan import Replan, replan
+from zbc.compiler.recorded.replan import replan
 from zbc.compiler.recorded.times import times_of
 from zbc.compiler.recorded.view import RecordedStep, typical
+from zbc.compiler.report.report import Facts, told
 from zbc.compiler.sim.beside import Copying, copied
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import Timeline
@@ -53,77 +53,8 @@ class Quantity:
         return None if not self.predicted else self.measured / self.predicted - 1
 
 
-@dataclass(frozen=True, slots=True)
-class RankShares:
-    """The measured time of a rank in the median step by cause, and the predicted one; ms."""
-
-    rank: int
-    predicted: Shares
-    measured: Shares
-
-
-class CopiesCompared(NamedTuple):
-    """Copies of activations of a rank in a step: ms, and the share that no rank waited for."""
-
-    rank: int
-    predicted_ms: float
-    predicted_hidden: float
-    measured_ms: float
-    measured_hidden: float
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryCompared:
-    """Peak bytes of a rank by category, predicted (None: not known) and measured, and of all together at one moment."""
-
-    rank: int
-    predicted: dict[str, float] | None
-    measured: dict[str, int]
-    peak: int
-    predicted_peak: int | None = None
-
-
-class Crowd(NamedTuple):
-    """Ranks that compute on one machine and share fewer cores there."""
-
-    host: str
-    ranks: int
-    cores: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """Results of a recorded run compared with its prediction; times in ms."""
-
-    plan: str
-    schedule: str
-    device: str
-    phase: str  # in a ramp, the folder of these steps' plan; "" after the ramp
-    microbatches: int
-    steps: tuple[int, ...]  # the evaluated ones
-    median_step: int  # the one split by cause
-    clock_uncertainty_ms: float
-    crowded: tuple[Crowd, ...]  # machines with more ranks than cores
-    step: Quantity  # with the optimizer, in steady state
-    makespan: Quantity
-    span: Quantity
-    bubble_makespan: Quantity
-    bubble_span: Quantity
-    idle_rate: Quantity  # of the makespan, mean over ranks
-    balance: Quantity  # mean work of a rank relative to the busiest rank's
-    rates: dict[str, Quantity]  # the known ones of samples and tokens per second, and MFU, by key
-    ranks: tuple[RankShares, ...]
-    slow_ranks: tuple[deviations.SlowRank, ...]
-    slow_links: tuple[deviations.SlowLink, ...]
-    outliers: tuple[deviations.Outlier, ...]
-    stalls: tuple[deviations.Stall, ...]
-    ops: tuple[deviations.Deviation, ...]
-    links: tuple[deviations.LinkTime, ...]
-    memory: tuple[MemoryCompared, ...]  # () if no step measured memory
-    replan: Replan | None
-    copies: tuple[CopiesCompared, ...] = ()  # of the median step, if activations are offloaded
-    slices: tuple[deviations.SliceCompared, ...] = ()  # if microbatches have several slices
-    slow: tuple[float, ...] = ()  # if a rank is slow, the hardware.slow for a plan around it
+class RunReport(Facts):
+    """Results of a recorded run compared with its prediction; times in ms. See `build`."""
 
     def __str__(self) -> str:
         """The main numbers, a line each; `zbc report RUN` prints all of them."""
@@ -142,11 +73,8 @@ class RunReport:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
+        values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_plain(self)}
         values |= {**dict.fromkeys(Throughput._fields), **values.pop("rates")}
-        for key in ("copies", "slices"):
-            if not values[key]:
-                del values[key]
         if self.replan is not None:
             values["replan"]["gain"] = _plain(self.replan.gain)
         return values
@@ -160,6 +88,8 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -184,16 +114,17 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
     single, stalls = deviations.outliers(steps, times, wall)
     busy = [timeline.busy(rank) for rank in range(timeline.ranks)]
     bubbles = (timeline.bubble_rate_makespan, timeline.bubble_rate_span)
-    return RunReport(
+    facts = told(
         plan=manifest.id,
         schedule=manifest.schedule,
         device=trace.device,
-        phase=trace.phase,
+        phase=trace.phase,  # in a ramp, the folder of these steps' plan; "" after the ramp
         microbatches=manifest.microbatches,
-        steps=tuple(step.number for step in steps),
-        median_step=middle.number,
+        steps=tuple(step.number for step in steps),  # the evaluated ones
+        median_step=middle.number,  # the one split by cause
         clock_uncertainty_ms=trace.uncertainty_ns / _MS,
         crowded=_crowded(trace),
+        # With the optimizer, in steady state.
         step=Quantity.of(settled(context), [step.wall_ns / _MS for step in steps]),
         makespan=Quantity.of(timeline.makespan, [step.makespan_ns / _MS for step in steps]),
         span=Quantity.of(timeline.span, [step.span_ns / _MS for step in steps]),
@@ -211,13 +142,14 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         links=tuple(links),
         memory=_memory(trace),
         replan=new,
-        copies=tuple(_copies(middle, timeline)),
-        slices=tuple(deviations.compared_slices(steps, costs)),
+        copies=tuple(_copies(middle, timeline)) or None,
+        slices=tuple(deviations.compared_slices(steps, costs)) or None,
         slow=_slow(manifest, tuple(deviations.slow_ranks(ops))),
     )
+    return RunReport(facts)
 
 
-def _slow(manifest: Manifest, found: Sequence[deviations.SlowRank]) -> tuple[float, ...]:
+def _slow(manifest: Manifest, found: Sequence[Facts]) -> tuple[float, ...]:
     """For each rank of the pipeline, the slowest replica's ratio to the others; () if none is slow."""
     run = manifest.topology
     ratios = [1.0] * run.pp
@@ -237,8 +169,8 @@ def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Qu
             yield key, Quantity.of(getattr(meant, key), values)
 
 
-def _crowded(trace: Trace) -> tuple[Crowd, ...]:
-    """The machines whose ranks take turns on the cores; none for ranks bound to cores of their own."""
+def _crowded(trace: Trace) -> tuple[Facts, ...]:
+    """The machines whose ranks take turns on its cores; none for ranks bound to cores of their own."""
     heads: dict[str, list[Head]] = {}
     for rank in trace.ranks:
         heads.setdefault(rank.head.host, []).append(rank.head)
@@ -246,7 +178,7 @@ def _crowded(trace: Trace) -> tuple[Crowd, ...]:
     for host, those in heads.items():
         cores = [head.cores for head in those if head.cores is not None]
         if len(cores) == len(those) > max(cores):
-            crowds.append(Crowd(host, len(those), max(cores)))
+            crowds.append(told(host=host, ranks=len(those), cores=max(cores)))
     return tuple(crowds)
 
 
@@ -268,23 +200,34 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _shares(step: RecordedStep, timeline: Timeline, costs: Costs) -> Iterator[RankShares]:
+def _shares(step: RecordedStep, timeline: Timeline, costs: Costs) -> Iterator[Facts]:
+    """Yields the time of each rank in a step by cause, as measured and as predicted; ms."""
     meant = blame.predicted(step.program, timeline, costs)
     for rank, shares in enumerate(blame.shares(step)):
-        yield RankShares(rank, meant[step.program.topology.of(rank).pp], shares.scaled(1 / _MS))
+        planned = meant[step.program.topology.of(rank).pp]
+        yield told(rank=rank, predicted=planned, measured=shares.scaled(1 / _MS))
 
 
-def _copies(step: RecordedStep, timeline: Timeline) -> Iterator[CopiesCompared]:
+def _copies(step: RecordedStep, timeline: Timeline) -> Iterator[Facts]:
+    """Yields the copies of activations of each rank in a step: ms, and the share that no rank waited for."""
     meant = copied(timeline)
     for rank, record in enumerate(step.ranks):
         planned = meant[step.program.topology.of(rank).pp]
         if record.copies:
             took = sum(copy.end - copy.start for copy in record.copies)
             measured = Copying(took / _MS, sum(record.waited(Cause.COPY).values()) / _MS)
-            yield CopiesCompared(rank, planned.copying, planned.hidden, measured.copying, measured.hidden)
+            yield told(
+                rank=rank,
+                predicted_ms=planned.copying,
+                predicted_hidden=planned.hidden,
+                measured_ms=measured.copying,
+                measured_hidden=measured.hidden,
+            )
 
 
-def _memory(trace: Trace) -> tuple[MemoryCompared, ...]:
+def _memory(trace: Trace) -> tuple[Facts, ...]:
+    """Peak bytes of each rank by category, predicted (None: not known) and measured, and of all together at one moment;
+    () if no step measured memory."""
     manifest = trace.plan.manifest
     meant = manifest.predicted.get("per_rank", [])
     bytes_known = bool(manifest.predicted.get("bytes_known"))
@@ -302,5 +245,5 @@ def _memory(trace: Trace) -> tuple[MemoryCompared, ...]:
         most.pop("peak", 0)
         peak = max(columns.get("peak", (0,)))
         whole = None if row is None else int(row["peak_bytes"])
-        rows.append(MemoryCompared(rank, predicted, most, peak, whole))
+        rows.append(told(rank=rank, predicted=predicted, measured=most, peak=peak, predicted_peak=whole))
     return tuple(rows)

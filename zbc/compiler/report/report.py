@@ -30,7 +30,7 @@ FORMAT, VERSION = "zbc-report", 1
 MET = 5e-7  # relative excess over its bound with which a step meets it
 # Facts that a plan may lack -> what they read as. None is left out of these, and is a value of all others.
 ABSENT: Mapping[str, Any] = MappingProxyType(
-    {"slices": (), "selective": False, "kv_bytes": 0, "messages_ms": 0.0}
+    {"slices": (), "copies": (), "selective": False, "kv_bytes": 0, "messages_ms": 0.0}
     | dict.fromkeys(("host", "copied", "freezing", "adapter", "unequal", "gathered", "flushless", "tp_sums", "exact"))
 )
 # Facts of this run of the planner, and of what the manifest has elsewhere.
