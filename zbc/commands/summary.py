@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zbc.compiler.compiled import Compiled
     from zbc.compiler.report.report import Facts, Report
     from zbc.compiler.whatif.others import Other, Others, Sharing
-    from zbc.compiler.whatif.why import Path, WhatIf
+    from zbc.compiler.whatif.why import Path
     from zbc.host.until import Until
     from zbc.job.profile import Profile
     from zbc.job.sections import Average
@@ -297,7 +297,7 @@ def _path(path: Path) -> Iterator[str]:
         yield f"of its F, B and W {percent(part)} are of slice {late}, {percent(mean)} of a slice on average"
 
 
-def _what_ifs(found: list[WhatIf]) -> Iterator[str]:
+def _what_ifs(found: list[Facts]) -> Iterator[str]:
     changes = aligned([100 * (entry.factor - 1) for entry in found], 2)
     for entry, by in zip(found, changes, strict=True):
         yield f"{entry.change}: {'' if by.startswith('-') else '+'}{by}%"

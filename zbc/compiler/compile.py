@@ -81,16 +81,17 @@ def planned(job: Job, budget: float | None, exact: float | None = None) -> Compi
     timeline, memory = found.complete.timeline, found.memory
     table = estimate.layers(job)
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
-    chosen = report.Chosen(layers, as_ordered(job, found).memory, found.tried, found.all_tried, cuts_of(job))
     barrier, ahead = with_barrier(found.complete), without_barrier(found.complete)
     summary = report.build(
-        program,
-        found.costs,
-        timeline,
+        found.complete,
         memory,
         found.bounds,
         found.name,
-        chosen,
+        layers,
+        as_ordered(job, found).memory,
+        cuts_of(job),
+        # The number of simulated partitions, and whether no other could be better for this schedule.
+        report.told(tried=found.tried, all_tried=found.all_tried),
         barrier_ms=barrier,
         ahead_ms=None if job.freeze.share else ahead,  # frozen layers need the barrier
         limits=limits_of(job, found.name, found.costs),

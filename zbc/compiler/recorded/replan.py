@@ -5,11 +5,12 @@ The result is the plan that `zbc profile RUN` and `zbc plan --profile` make of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
+from zbc.compiler.report.report import Facts, told
 from zbc.compiler.sim.context import Context
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
@@ -20,40 +21,26 @@ from zbc.plan.directory import Manifest
 from zbc.topology import inner_of
 
 
-@dataclass(frozen=True, slots=True)
-class Replan:
-    """ms of a step in steady state under measured times: in the present order, and as planned with these times.
-    `why_not` is the reason if there is no new plan."""
-
-    present_ms: float
-    planned_ms: float | None
-    schedule: str
-    cut: tuple[tuple[str, ...], ...]
-    changed: bool  # whether the partition or the order differs
-    why_not: str | None = None
-
-    @property
-    def gain(self) -> float | None:
-        """The share of the present step that the new plan saves."""
-        return None if self.planned_ms is None else 1 - self.planned_ms / self.present_ms
-
-
-def replan(manifest: Manifest, program: Program, profile: Profile, *, whole: Manifest | None = None) -> Replan:
-    """Plan the job of a plan again with a profile, and compare both under it. For a phase of a ramp the `whole` plan is
-    planned again, and the same phase of it compared."""
+def replan(manifest: Manifest, program: Program, profile: Profile, *, whole: Manifest | None = None) -> Facts:
+    """Plan the job of a plan again with a profile, and compare both: ms of a step in steady state, in the present
+    order, and as planned; whether the partition or the order is `changed`, and the share of the present step that this
+    saves; `why_not` if there is no new plan. For a phase of a ramp the `whole` plan is planned again, and the same phase
+    of it compared."""
     job = with_profile(manifest if whole is None else whole, profile)
     again = recall.costs_for(job, manifest)
     present = settled(Context(program, again))
     cut = tuple(map(tuple, manifest.layers))
+    found = told(present_ms=present, planned_ms=None, schedule=manifest.schedule, cut=cut, changed=False)
     try:
         compiled = compile_job(job, suggest=False)
     except ZbcError as error:
-        return Replan(present, None, manifest.schedule, cut, False, error.message)
+        return told(**found, why_not=error.message, gain=None)
     if whole is not None:
         starts = (start.compiled for start in compiled.ramp)
         compiled = next(plan for plan in starts if plan.program.microbatches == program.microbatches)
     changed = compiled.layers != cut or _work(compiled.program) != _work(program)
-    return Replan(present, compiled.settled_ms, compiled.schedule, compiled.layers, changed)
+    found |= told(planned_ms=compiled.settled_ms, schedule=compiled.schedule, cut=compiled.layers, changed=changed)
+    return told(**found, why_not=None, gain=1 - compiled.settled_ms / present)
 
 
 def same_work(one: Compiled, other: Compiled) -> bool:

@@ -75,8 +75,6 @@ class RunReport(Facts):
     def as_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_plain(self)}
         values |= {**dict.fromkeys(Throughput._fields), **values.pop("rates")}
-        if self.replan is not None:
-            values["replan"]["gain"] = _plain(self.replan.gain)
         return values
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbc.compiler.check.device import Survival, survival
 from zbc.compiler.cost.copies import share_of
@@ -20,6 +20,7 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.search.engine import engine_name
 from zbc.compiler.sim.beside import Copying, copied, sums_of
 from zbc.compiler.sim.bounds import Bounds
+from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import Timeline, run, steady_state
 from zbc.ir import Op, Program, forward
 from zbc.job.sections import Memory
@@ -152,27 +153,20 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class Chosen(NamedTuple):
-    """The partition of a plan, and how it was found."""
-
-    layers: tuple[tuple[str, ...], ...]  # stage -> layer names
-    memory: Memory  # the activation policy
-    tried: int = 1  # number of simulated partitions
-    all_tried: bool = False  # whether no other could be better for this schedule
-    cuts: Sequence[int] = ()  # of a microbatch into slices
-
-
 def build(
-    program: Program,
-    costs: Costs,
-    timeline: Timeline,
+    complete: Context,
     memory: list[RankMemory],
     bounds: Bounds,
     name: str,
-    chosen: Chosen,
+    layers: Sequence[Sequence[str]],
+    policy: Memory,
+    cuts: Sequence[int],
+    found: Facts,
     **of_job: Any,
 ) -> Report:
-    """The report of a program that passed check/, with the facts that the caller knows of its job."""
+    """The report of a program that passed check/, with the facts that the caller knows of its job: the layers of each
+    stage, the activation policy, where microbatches are cut, how the partition was `found`, and more."""
+    program, costs, timeline = complete.program, complete.costs, complete.timeline
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     busy = [timeline.busy(rank) for rank in range(timeline.ranks)]
     facts = {
@@ -197,11 +191,11 @@ def build(
         "compile_seconds": 0.0,
         "engine": engine_name(),  # of searches: "numba" or "plain Python"
         "per_rank": tuple(_rank(program, costs, timeline, rank, held, begin) for rank, held in enumerate(memory)),
-        "cut": _cut(program, costs, busy, chosen),
+        "cut": _cut(program, costs, busy, layers, policy, found),
         "limits": told(activation_units=None, activation_bytes=None, device_bytes=None),
         "rates": NOTHING_KNOWN,  # with the optimizer, in steady state
         "speedup_over_1f1b": None,  # per sequence; None if not requested, or 1F1B is impossible
-        "slices": tuple(_slice(costs, j, *ends) for j, ends in enumerate(pairwise(chosen.cuts))) or None,
+        "slices": tuple(_slice(costs, j, *ends) for j, ends in enumerate(pairwise(cuts))) or None,
         "host": host.predicted(program, costs) or None,  # of the ranks that copy activations there: see memory/host.py
         "copied": _copies(program, costs, timeline),
         "freezing": None,
@@ -253,7 +247,9 @@ def _copies(program: Program, costs: Costs, timeline: Timeline) -> Facts | None:
     return told(moved=moved / forwards, **times, k=share_of(costs, program.placement))
 
 
-def _cut(program: Program, costs: Costs, busy: Sequence[float], chosen: Chosen) -> Facts:
+def _cut(
+    program: Program, costs: Costs, busy: Sequence[float], layers: Sequence[Sequence[str]], policy: Memory, found: Facts
+) -> Facts:
     """Layers to stages, and the cost of their unevenness."""
     busiest = max(range(len(busy)), key=lambda rank: busy[rank])
     times = {f"{name}_ms": costs.column(name) for name in ("f", "b", "w")}
@@ -262,14 +258,13 @@ def _cut(program: Program, costs: Costs, busy: Sequence[float], chosen: Chosen) 
         busiest_rank=busiest,
         busiest_ms=busy[busiest],  # its work in a step
         balanced_ms=sum(busy) / len(busy),  # each rank's work if layers could be split at will
-        tried=chosen.tried,
-        all_tried=chosen.all_tried,
-        stages=tuple(_stage(program, costs, s, names, chosen.memory, held) for s, names in enumerate(chosen.layers)),
+        **found,
+        stages=tuple(_stage(program, costs, s, names, policy, held) for s, names in enumerate(layers)),
     )
 
 
 def _stage(
-    program: Program, costs: Costs, s: int, layers: tuple[str, ...], memory: Memory, held: Mapping[str, Sequence[float]]
+    program: Program, costs: Costs, s: int, layers: Sequence[str], memory: Memory, held: Mapping[str, Sequence[float]]
 ) -> Facts:
     """One stage: ms and bytes of one microbatch, and its resident bytes; 0 if sizes are not known."""
     state = sum(one.weights + one.gradients + one.masters + one.optimizer for one in costs.bytes_of_stage(s))

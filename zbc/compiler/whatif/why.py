@@ -13,6 +13,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.setup import start_of
+from zbc.compiler.report.report import Facts, told
 from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError
 from zbc.host.until import Until
@@ -36,15 +37,6 @@ class Path:
     @property
     def total(self) -> float:
         return sum(self.by_kind.values()) + self.transfers
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """A change of the job and the resulting time per sequence, compared with the plan."""
-
-    change: str
-    ms: float  # per step of the changed job
-    factor: float  # time per sequence, relative to the plan
 
 
 def critical_path(compiled: Compiled) -> Path:
@@ -145,8 +137,9 @@ def _full(compiled: Compiled) -> bool:
     return excess(compiled.job, more, costs) > SAME
 
 
-def what_ifs(compiled: Compiled, until: Until = ENDLESS) -> Iterator[WhatIf]:
-    """Yields changed jobs, planned like the job itself with the fast tier of the search, as long as there is time."""
+def what_ifs(compiled: Compiled, until: Until = ENDLESS) -> Iterator[Facts]:
+    """Yields each change of the job with ms of its step, and the time per sequence relative to the plan: planned like
+    the job itself with the fast tier of the search, as long as there is time."""
     if until.over(2 * compiled.report.compile_seconds):  # of the job itself and one other
         return
     now = _fast(compiled.job)
@@ -156,7 +149,7 @@ def what_ifs(compiled: Compiled, until: Until = ENDLESS) -> Iterator[WhatIf]:
     for change, job in _changes(compiled):
         made = None if until.over() else _fast(job)
         if made is not None:
-            yield WhatIf(change, made.step_ms, made.step_ms / made.sequences / base)
+            yield told(change=change, ms=made.step_ms, factor=made.step_ms / made.sequences / base)
 
 
 def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
