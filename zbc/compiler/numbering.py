@@ -11,7 +11,8 @@ as long as the step gets shorter. Finally the ops are ordered again for the best
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 
 from zbc.compiler.partition.limits import limits_of
@@ -27,6 +28,8 @@ NEAR = 1.1  # times the best step, within which a schedule gets numbers of its o
 INF = float("inf")
 
 Numbers = tuple[int, ...]  # microbatch -> which of the given ones it is
+Score = tuple[float, float]  # the share by which an order is too large, and ms of its step
+_Numbered = tuple[Score, Job, Ordered, Facts]  # with tokens of rows as numbered and as given, and ms of a step
 
 
 def numbered(job: Job, budget: float | None) -> tuple[Job, Ordered, Facts | None]:
@@ -34,32 +37,13 @@ def numbered(job: Job, budget: float | None) -> tuple[Job, Ordered, Facts | None
     microbatches. Raises like `order`."""
     if not job.tokens:
         return *seated(job, budget), None
-    chosen = _numbered(job, budget)
-    for rival in _rivals(job, chosen.found):
-        try:
-            other = _numbered(rival, budget)
-        except ZbcError:
-            continue
-        if other.score < chosen.score:
-            chosen = replace(other, found=chosen.found)
+    chosen, found = _numbered(job, budget)
+    for rival in _rivals(job, found):
+        with suppress(ZbcError):
+            chosen = min(chosen, _numbered(rival, budget)[0], key=lambda one: one[0])
+    _, numbered, order, report = chosen
     unnamed = {key: getattr(job.schedule, key) for key in ("kind", "chunks")}
-    named = replace(chosen.job, schedule=chosen.job.schedule.model_copy(update=unnamed))
-    return named, chosen.order, chosen.report
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """A numbered job, its order, the share by which that is too large, and the orders to begin with."""
-
-    job: Job
-    order: Ordered
-    report: Facts  # tokens of rows as numbered and as given, and ms of a step: see `_numbered`
-    over: float
-    found: Sequence[Ordered]
-
-    @property
-    def score(self) -> tuple[float, float]:
-        return self.over, float(self.report.ms)
+    return replace(numbered, schedule=numbered.schedule.model_copy(update=unnamed)), order, report
 
 
 def _rivals(job: Job, found: Sequence[Ordered]) -> Iterator[Job]:
@@ -74,8 +58,8 @@ def _rivals(job: Job, found: Sequence[Ordered]) -> Iterator[Job]:
             yield replace(job, schedule=job.schedule.model_copy(update={"kind": name, "chunks": chunks}))
 
 
-def _numbered(job: Job, budget: float | None) -> _Chosen:
-    """Raises like `order`."""
+def _numbered(job: Job, budget: float | None) -> tuple[_Numbered, Sequence[Ordered]]:
+    """Also the orders to begin with. Raises like `order`."""
     found, failed = list[Ordered](), None
     try:
         job, given = seated(job, budget)
@@ -101,10 +85,10 @@ def _numbered(job: Job, budget: float | None) -> _Chosen:
         given_ms=as_given[0],  # with the given numbers
         alike_ms=as_given[-1] if alike is not None else None,  # with these, in the order for equal lengths, if it fits
     )
-    return _Chosen(chosen, best, report, over_of(chosen, best), found)
+    return (_score(chosen, best), chosen, best, report), found
 
 
-def _score(job: Job, order: Ordered) -> tuple[float, float]:
+def _score(job: Job, order: Ordered) -> Score:
     return over_of(job, order), order.step_ms(job)
 
 

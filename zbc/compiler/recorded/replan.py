@@ -24,8 +24,8 @@ from zbc.topology import inner_of
 def replan(manifest: Manifest, program: Program, profile: Profile, *, whole: Manifest | None = None) -> Facts:
     """Plan the job of a plan again with a profile, and compare both: ms of a step in steady state, in the present
     order, and as planned; whether the partition or the order is `changed`, and the share of the present step that this
-    saves; `why_not` if there is no new plan. For a phase of a ramp the `whole` plan is planned again, and the same phase
-    of it compared."""
+    saves; `why_not` if there is no new plan. For a phase of a ramp the `whole` plan is planned again, and that phase of
+    it compared."""
     job = with_profile(manifest if whole is None else whole, profile)
     again = recall.costs_for(job, manifest)
     present = settled(Context(program, again))
