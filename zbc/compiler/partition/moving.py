@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import sub
 from typing import TypeVar
 
 from zbc.compiler.check.memory import excess
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.limits import Limit
-from zbc.compiler.partition.setup import Ordered, Setup, everything, lowering_of, moves
+from zbc.compiler.partition.setup import RETRIES, Ordered, Setup, everything, lowering_of, moves
 from zbc.compiler.passes.offload import HUGE, LARGE, Offload, TooTight
 from zbc.compiler.search.feasible import least_of
 from zbc.ir import Placement
@@ -23,7 +24,6 @@ from zbc.job.spec import Job
 WIDER = (0.8, 1.0, 1.3, 1.6, 2.0, 3.0)  # times the limit: limits that orders are made for
 FINALISTS, NEAR = 3, 1.1  # orders evaluated fully, and the longest of their steps relative to the first
 MOST = 100_000  # F, B and W of all orders together, beyond which there are fewer, at least two
-RETRIES = 4  # with less for activations, until tensors in flight fit as well
 SAME, TINY = 1e-12, 1e-9
 INF = float("inf")
 T = TypeVar("T")
@@ -33,18 +33,15 @@ def planned(setup: Setup, budget: float | None = None, *, beat: float = INF) -> 
     """`Setup.make`, or if activations may move and memory is limited, the best order that keeps to it by offloading.
     Orders that take `beat` ms without copies are skipped if there are others. If tensors in flight need more of the
     device than was left for them, activations get that much less. Raises E303 if no order fits."""
-    units, device = setup.limit.units, setup.job.room
+    units = setup.limit.units
     if units is None or not moves(setup.job, setup.placement):
         return setup.make(budget, beat=beat)
     orders = list(_orders(setup, units, setup.schedule.budget if budget is None else budget))
     for _ in range(RETRIES):
         best = _fastest(setup, orders, units, beat)
-        if device is None or not setup.limit.unit:
+        if not any(over := setup.beyond(best)):
             break
-        over = [max(0.0, rank.bytes - device) for rank in best.memory]
-        if not any(over):
-            break
-        units = tuple(now - extra / unit for now, extra, unit in zip(units, over, setup.limit.unit, strict=True))
+        units = tuple(map(sub, units, over))
     return best
 
 

@@ -173,21 +173,23 @@ class Setup:
         tighter = self.limit.tighter
         if tighter is not None and excess(self.job, order.memory, self.costs) > 0:
             return replace(self, limit=tighter).make(budget, beat=beat)
-        device, units = self.job.room, self.limit.units
+        units = self.limit.units
         for _ in range(RETRIES):
-            if device is None or units is None or not self.limit.unit:
-                break
-            over = [max(0.0, rank.bytes - device) for rank in order.memory]
-            if not any(over):
+            over = self.beyond(order)
+            if units is None or not any(over):
                 break
             held = [rank.units for rank in peaks(order.program, replace(self.limit.costs, bytes=None))]
-            lowered = [
-                now - extra / unit if extra else most
-                for now, extra, unit, most in zip(held, over, self.limit.unit, units, strict=True)
-            ]
+            lowered = (now - more if more else most for now, more, most in zip(held, over, units, strict=True))
             units = tuple(map(max, lowered, least_of(self.placement, self.limit.costs)))
             order = self.under(units)._best(budget, beat)
         return order
+
+    def beyond(self, order: Ordered) -> list[float]:
+        """By rank the units by which all it holds exceeds its device; [] if that is no limit of the search."""
+        device, unit = self.job.room, self.limit.unit
+        if device is None or not unit:
+            return []
+        return [max(0.0, rank.bytes - device) / each for rank, each in zip(order.memory, unit, strict=True)]
 
     def _best(self, budget: float | None, beat: float) -> Ordered:
         """One order for its limit. If searches do not see all costs of a step, the best by the full step of that and of
