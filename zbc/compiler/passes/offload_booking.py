@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,31 +31,30 @@ class Booking(NamedTuple):
 Booked = dict[int, Booking]  # of one rank, by the index of the life
 
 
-class _Room:
-    """The streams of one rank, and the link that it may share."""
+class _Room(NamedTuple):
+    """The lanes of one rank that a copy takes: its stream, and the link that it may share."""
 
-    def __init__(self, link: tuple[Busy, Busy] | None, *, duplex: bool) -> None:
+    out: Sequence[Busy]
+    back: Sequence[Busy]
+
+
+def _rooms(count: int, *, duplex: bool) -> Iterator[_Room]:
+    link: list[list[Busy]] = [[[]], [[]]] if count > 1 else [[], []]
+    for _ in range(count):
         out: Busy = []
-        back: Busy = [] if duplex else out
-        self.out = (out,) if link is None else (out, link[0])
-        self.back = (back,) if link is None else (back, link[1])
-
-    @staticmethod
-    def take(lanes: Sequence[Busy], begin: float, end: float) -> None:
-        """Books an interval; adjacent intervals are merged."""
-        for busy in lanes:
-            j, first, last = bisect_left(busy, (begin, end)), begin, end
-            if j < len(busy) and busy[j][0] <= end + EPS:
-                last = max(last, busy.pop(j)[1])
-            if j and busy[j - 1][1] >= begin - EPS:
-                first = busy.pop(j - 1)[0]
-                j -= 1
-            busy.insert(j, (first, last))
+        yield _Room([out, *link[0]], [[] if duplex else out, *link[1]])
 
 
-def _rooms(count: int, *, duplex: bool) -> list[_Room]:
-    link: tuple[Busy, Busy] | None = ([], []) if count > 1 else None
-    return [_Room(link, duplex=duplex) for _ in range(count)]
+def _take(lanes: Sequence[Busy], begin: float, end: float) -> None:
+    """Books an interval; adjacent intervals are merged."""
+    for busy in lanes:
+        j, first, last = bisect_left(busy, (begin, end)), begin, end
+        if j < len(busy) and busy[j][0] <= end + EPS:
+            last = max(last, busy.pop(j)[1])
+        if j and busy[j - 1][1] >= begin - EPS:
+            first = busy.pop(j - 1)[0]
+            j -= 1
+        busy.insert(j, (first, last))
 
 
 # ---- one by one ------------------------------------------------------------------------------------------------------
@@ -117,8 +116,8 @@ class _Chooser:
         until = bisect_right(view.issued, back + EPS) - 1
         if until <= j:  # also if both would use one stream at once
             return
-        room.take(room.out, out, out + life.out)
-        room.take(room.back, back, back + self.lead * life.back)
+        _take(room.out, out, out + life.out)
+        _take(room.back, back, back + self.lead * life.back)
         first = max(bisect_left(view.start, out + life.out - EPS), life.a + 1)
         self.chosen[x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
         self.away += life.units
@@ -143,7 +142,7 @@ def all_at_once(views: Sequence[View], limits: Sequence[float], lead: float, *, 
             grew |= max(over, default=0.0) > EPS and _covered(view, over, picked, lead)
         if not grew:
             break
-        booked = _packed(views, chosen, lead, _rooms(len(views), duplex=duplex))
+        booked = _packed(views, chosen, lead, [*_rooms(len(views), duplex=duplex)])
     return booked
 
 
@@ -157,11 +156,11 @@ def _packed(
         life, room = views[n].lives[x], rooms[n]
         length = lead * life.back
         begin[n, x] = _latest(views[n].start[life.z], length, room.back)
-        room.take(room.back, begin[n, x], begin[n, x] + length)
+        _take(room.back, begin[n, x], begin[n, x] + length)
     for n, x in sorted(every, key=lambda pair: (views[pair[0]].end[views[pair[0]].lives[pair[1]].a], pair)):
         view, life, room = views[n], views[n].lives[x], rooms[n]
         out = _earliest(view.end[life.a], life.out, room.out)
-        room.take(room.out, out, out + life.out)
+        _take(room.out, out, out + life.out)
         first = max(bisect_left(view.start, out + life.out - EPS), life.a + 1)
         until = bisect_right(view.issued, begin[n, x] + EPS) - 1
         bookings[n][x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph
@@ -15,15 +15,6 @@ from zbc.ir import COPY, Kind, Op, Program
 
 SETTLES = 4  # steps until the ranks are in steady state, at most
 SLACK = 0.25  # of a forward: slack for a message before its op
-
-
-class _Places(NamedTuple):
-    """Per rank, the index of the compute op before which an op is inserted; the number of compute ops means the end."""
-
-    norm: list[int]
-    verdict: list[int]
-    redo: list[int]
-    commit: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +47,15 @@ class PostValidate:
     name: ClassVar[str] = "post-validate"
 
     def run(self, program: Program, context: Context) -> Program:
-        places = _places(context.graph, program, _positive(context.costs))
-        twice = _repeated(program, places.redo)
+        norm, verdict, redo, commit = _places(context.graph, program, _positive(context.costs))
+        twice = _repeated(program, redo)
         ranks = []
         for rank, ops in enumerate(program.ranks):
             owners = program.owners(rank)
             inserted: dict[int, list[Op]] = {}
-            for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
+            for kind, place in ((Kind.NORM, norm), (Kind.VERDICT, verdict), (Kind.REDO, redo)):
                 inserted.setdefault(place[rank], []).append(Op(kind, 0))
-            inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, owner) for owner in owners)
+            inserted.setdefault(commit[rank], []).extend(Op(Kind.COMMIT, owner) for owner in owners)
             woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), twice)
             ranks.append([*woven, *(op for owner in owners for op in _tentative(program, owner))])
         return program.with_ranks(ranks, by=self.name)
@@ -78,7 +69,8 @@ def _tentative(program: Program, owner: int) -> list[Op]:
 # ---- places --------------------------------------------------------------------------------------------------
 
 
-def _places(graph: Graph, program: Program, costs: Costs) -> _Places:
+def _places(graph: Graph, program: Program, costs: Costs) -> tuple[list[int], ...]:
+    """Per rank the compute ops before which NORM, VERDICT, REDO and COMMIT are inserted; their number means the end."""
     ranks = len(program.ranks)
     reach = forwards(graph)
     closing = [[op for owner in program.owners(r) for op in _tentative(program, owner)] for r in range(ranks)]
@@ -100,7 +92,7 @@ def _places(graph: Graph, program: Program, costs: Costs) -> _Places:
     for r in reversed(range(ranks)):
         arrival = down if r == ranks - 1 else up + hop
         verdict[r], up = hops.place(r, arrival, norm[r], hops.late_verdict[r], own=r == ranks - 1)
-    return _Places(norm, verdict, closed(graph, verdict), [leading(graph, r) for r in range(ranks)])
+    return norm, verdict, closed(graph, verdict), [leading(graph, r) for r in range(ranks)]
 
 
 def _positive(costs: Costs) -> Costs:

@@ -61,11 +61,7 @@ def longest(
 ) -> list[float]:
     """For each stage the longest path that ends with it: `ms` of its stages and `links` of the edges between them.
     `reads` are the stages before it: `placement.sources` for paths from the data, `placement.sinks` from the loss."""
-    found: dict[int, float] = {}
-    while len(found) < placement.stages:
-        for s in range(placement.stages):
-            others = reads(s)
-            if s not in found and all(other in found for other in others):
-                before = [found[other] + links[min(s, other), max(s, other)] for other in others]
-                found[s] = ms[s] + max(before, default=0.0)
-    return [found[s] for s in range(placement.stages)]
+    found = [0.0] * placement.stages
+    for s in range(placement.stages) if not reads(0) else reversed(range(placement.stages)):  # those before it first
+        found[s] = ms[s] + max((found[other] + links[min(s, other), max(s, other)] for other in reads(s)), default=0.0)
+    return found
