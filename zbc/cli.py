@@ -34,6 +34,7 @@ from zbc.commands import (
     tuning,
 )
 from zbc.commands.console import show_error, tell
+from zbc.commands.options import spread
 from zbc.errors import EXIT_BUG, EXIT_INTERRUPTED, ZbcError
 from zbc.host.closed_pipe import EXIT_PIPE, open_missing, silence, to_stdout, unwritten_stdout
 
@@ -109,7 +110,7 @@ for _name, _command in (
     ("export", exchanging.export),
     ("explain", explaining.explain),
 ):
-    app.command(_name)(_command)
+    app.command(_name)(spread(_command))
 
 
 _PLANS = {"advise", "compare", "plan"}  # commands that run no layers, whose memory collections may free

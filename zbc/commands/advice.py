@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from zbc.commands.options import AsJson, Quiet, Settings, Verbose
+from zbc.commands.options import Out, Settings
 
 
 def count(text: str) -> int:
@@ -43,9 +43,8 @@ def advise(
     ] = None,
     row: Annotated[int, typer.Option(min=1, max=5, metavar="N", help="Which row -o writes.")] = 1,
     settings: Settings = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    out: Out,
 ) -> None:
     """Find the five best ways to train a model on N GPUs.
 
@@ -54,5 +53,4 @@ def advise(
     """
     from zbc.commands.advising import advised
 
-    asked = (model, gpus, gpu, batch, seq_len, settings or ())
-    advised(*asked, output, row, json=json, quiet=quiet, verbose=verbose)
+    advised(model, gpus, gpu, batch, seq_len, settings or (), output, row, out)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbc.commands.advice import count
-from zbc.commands.console import labelled, progress, refuse_unwritable, show, show_json, table, tell, write_text
+from zbc.commands.console import labelled, progress, refuse_unwritable, show, table, tell, write_text
 from zbc.commands.jobs import template_text, toml_value
+from zbc.commands.options import Out
 from zbc.commands.summary import throughput_lines
 from zbc.errors import ZbcError
 from zbc.job import gpu as gpus_known
@@ -50,10 +51,7 @@ def advised(
     settings: Sequence[str],
     output: Path | None,
     row: int,
-    *,
-    json: bool,
-    quiet: bool,
-    verbose: bool,
+    out: Out,
 ) -> None:
     from zbc.compiler.whatif import advise as core
 
@@ -61,25 +59,23 @@ def advised(
     if output is not None:
         refuse_unwritable(output)
     state = core.state_of(source)
-    if not quiet and not json:
+    if not out.silent:
         show(*_fits(source, state))
-    with progress("planning", 100, quiet=quiet or json) as advance:
-        advice = core.advise(source, _counter(advance), _so_far if not quiet and not json else lambda row: None)
+    with progress("planning", 100, quiet=out.silent) as advance:
+        advice = core.advise(source, _counter(advance), (lambda row: None) if out.silent else _so_far)
     if output is not None and row > len(advice.rows):
         raise ZbcError(
             "E109", f"advise: there are {len(advice.rows)} rows, not {row}", hint="choose one of them: --row 1"
         )
-    if json:
-        written: dict[str, Any] = {} if output is None else {"job": str(output), "row": row}
-        show_json({**as_json(advice), **written})
-    elif not quiet:
-        show("", *of_advice(advice, verbose=verbose), "")
-        if output is None:
-            named = shlex.join(["zbc", "advise", str(model), *_again(gpus, gpu, batch, seq_len, settings or ())])
+    written: dict[str, Any] = {} if output is None else {"job": str(output), "row": row}
+    out.answer(lambda: {**as_json(advice), **written}, lambda: ("", *of_advice(advice, verbose=out.verbose), ""))
+    if output is None:
+        named = shlex.join(["zbc", "advise", str(model), *_again(gpus, gpu, batch, seq_len, settings or ())])
+        if not out.silent:
             show(labelled("next", f"{named} -o job.toml", "writes the job of row 1; --row 2 that of another"))
-    if output is not None:
+    else:
         write_text(output, job_text(advice, row, model))
-        if not quiet and not json:
+        if not out.silent:
             job = shlex.quote(str(output))
             show(f"wrote {output}, row {row}", labelled("next", f"zbc plan {job}", f"zbc compare {job}"))
 

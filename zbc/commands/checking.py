@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zbc.commands.console import labelled, show, show_json, tell, write_text
+from zbc.commands.console import labelled, show, tell, write_text
 from zbc.commands.opening import NO_CHANGES, Changes
-from zbc.commands.options import AsJson, Budget, PlanJobOrCsv, ProfileFile, Quiet, ScheduleName, Settings, Verbose
+from zbc.commands.options import Out, PlanJobOrCsv
 from zbc.commands.summary import PROVEN, outlives, ranges
 from zbc.errors import ZbcError, raise_all
 from zbc.text import short
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import RenderableType
 
-    from zbc.commands.opening import Changes
     from zbc.compiler.check import Survival
     from zbc.compiler.sim.simulate import Transfers
     from zbc.ir import Op, Program
@@ -60,13 +57,9 @@ def check(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write the order of --fix to a file.")
     ] = None,
-    schedule: ScheduleName = None,
-    settings: Settings = None,
-    profile: ProfileFile = None,
-    budget: Budget = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    changes: Changes,
+    out: Out,
 ) -> None:
     """Prove a plan directory, a torch CSV or a job.
 
@@ -76,12 +69,8 @@ def check(
     With --fix the exit code is still that of the file as it is. With --gradients two microbatches run on the CPU
     through the stages of the job's plan and through plain autograd; E510 if a gradient differs.
     """
-    changes = Changes(settings, schedule, profile, budget)
     if gradients:
-        from zbc.commands.checking import examine
-
-        examine(target, changes, json=json, quiet=quiet)
-        return
+        return examine(target, changes, out)
     wanted = fix or output is not None
     if wanted and target.suffix != ".csv":
         raise typer.BadParameter("--fix works on torch CSV files; plans and jobs are made again with `zbc plan`")
@@ -93,16 +82,16 @@ def check(
         raise
     if strict and not checked.survives.blocking_sends:
         raise not_strict(checked.program)
-    if json:
-        against: dict[str, Any] = {}
-        if checked.priced is not None:
-            from zbc.compiler.whatif.others import BASELINE, quick, speedup
 
-            job, ms = checked.priced
-            against["speedup_over_1f1b"] = speedup(quick(job, BASELINE), ms)  # 1F1B is planned for it
-        show_json({**checked.as_json, **against})
-    elif not quiet:
-        show(*verdict(checked, target, verbose=verbose))
+    def document() -> dict[str, Any]:
+        if checked.priced is None:
+            return checked.as_json
+        from zbc.compiler.whatif.others import BASELINE, quick, speedup
+
+        job, ms = checked.priced
+        return {**checked.as_json, "speedup_over_1f1b": speedup(quick(job, BASELINE), ms)}  # 1F1B is planned for it
+
+    out.answer(document, lambda: verdict(checked, target, verbose=out.verbose))
 
 
 def is_plan(target: Path) -> bool:
@@ -297,7 +286,7 @@ def verdict(checked: Checked, target: Path, *, verbose: bool) -> Iterator[Render
 _SHOWN = 8  # parameters of an error
 
 
-def examine(target: Path, changes: Changes, *, json: bool, quiet: bool) -> None:
+def examine(target: Path, changes: Changes, out: Out) -> None:
     """Plans the job, runs two microbatches both ways and prints the comparison. Raises E510 if gradients differ, E704
     if they are not finite."""
     from zbc.compiler.compile import compile_job
@@ -322,31 +311,28 @@ def examine(target: Path, changes: Changes, *, json: bool, quiet: bool) -> None:
         text += " by plain autograd as through the stages"
         hint = "torch.autograd.set_detect_anomaly(True) in the factory names the operation they come from"
         raise ZbcError("E704", text, hint=hint, details=[f"loss {checkup.loss:.9g}", *_first(overflowing)])
-    if json:
-        show_json(checkup.as_json())
-    elif not quiet:
-        _report(compiled.schedule, plan, checkup)
+    out.answer(checkup.as_json, lambda: _examined(compiled.schedule, plan, checkup))
 
 
-def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
+def _examined(schedule: str, plan: StoredPlan, found: Checkup) -> Iterator[RenderableType]:
     manifest = plan.manifest
     layers = sum(map(len, manifest.layers))
-    show(labelled("model", f"{layers} layers, {len(found.parameters)} parameters"))
+    yield labelled("model", f"{layers} layers, {len(found.parameters)} parameters")
     ways: dict[str, list[int]] = {}
     for stage, way in enumerate(found.stages):
         ways.setdefault(way, []).append(stage)
-    show(labelled("plan", f"{schedule}, {manifest.stages} stages", *(f"{ranges(s)}: {way}" for way, s in ways.items())))
-    show(labelled("loss", f"{found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"))
+    yield labelled("plan", f"{schedule}, {manifest.stages} stages", *(f"{ranges(s)}: {way}" for way, s in ways.items()))
+    yield labelled("loss", f"{found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece")
     rest = sum(parameter.error != 0 for parameter in found.parameters)
     lines = [f"bit by bit the same for {len(found.parameters) - rest} of {len(found.parameters)} parameters"]
     if rest:
         worst = max(found.parameters, key=lambda parameter: parameter.error)
         lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
-    show(labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right"))
+    yield labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right")
     if found.unscaled:
         from zbc.training.probing.trials import unscaled
 
-        show(labelled("warning", *unscaled(found.unscaled)))
+        yield labelled("warning", *unscaled(found.unscaled))
 
 
 def _differs(found: Checkup) -> ZbcError:

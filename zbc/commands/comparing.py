@@ -16,7 +16,7 @@ import typer
 
 from zbc.commands.console import progress, refuse_unwritable, show, show_json, tell, write_text
 from zbc.commands.opening import Changes, say_if_compiling
-from zbc.commands.options import AsJson, Budget, ProfileFile, Quiet, Settings, Verbose, again, complete_schedule, share
+from zbc.commands.options import Budget, Out, ProfileFile, Settings, again, complete_schedule, share
 from zbc.commands.shortlist import Shortlist, by_world, failures
 from zbc.commands.summary import chosen_of
 from zbc.text import GIB, aligned, percent, short, wrap
@@ -151,9 +151,8 @@ def compare(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write a file too, in the format of its name's ending."),
     ] = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    out: Out,
 ) -> None:
     """Rank a job's schedules, or compare two plans.
 
@@ -163,16 +162,15 @@ def compare(
 
     Of two plans: their numbers and, rank by rank, how the order of ops differs.
     """
-    json = json or form is Format.JSON
+    out = out._replace(json=out.json or form is Format.JSON)
     if other is not None:
         from zbc.commands.differing import differ
 
-        given = {"--sweep": sweep, "--jitter": jitter, "--output": output, "--format": None if json else form}
+        given = {"--sweep": sweep, "--jitter": jitter, "--output": output, "--format": None if out.json else form}
         for name in (name for name, value in given.items() if value is not None):
             raise typer.BadParameter(f"works with one job, not with {target} and {other}", param_hint=name)
-        asked_for = Changes(settings, None if schedules == "all" else schedules, profile, budget)
-        differ(target, other, asked_for, json=json, quiet=quiet, verbose=verbose)
-        return
+        asked_for = Changes(None if schedules == "all" else schedules, settings, profile, budget)
+        return differ(target, other, asked_for, out)
     from zbc.commands import frontier
     from zbc.compiler.schedules import SCHEDULES
     from zbc.compiler.whatif.compare import Asked, beside_baseline, combinations
@@ -180,7 +178,7 @@ def compare(
     from zbc.compiler.whatif.crossings import changed, crossings
     from zbc.compiler.whatif.noise import Noise
 
-    printed = None if output is not None or json else form
+    printed = None if output is not None or out.json else form
     written = None if output is None else form or _form_of(output)
     if output is not None:
         refuse_unwritable(output)
@@ -192,8 +190,8 @@ def compare(
     asked = Asked(target, tuple(settings or ()), profile, 0.0 if budget is None else budget, noise)
     wanted = asked.both_ways(combinations(names, sweep or ()))
     asked, weighed = asked.settled(wanted)
-    say_if_compiling(None, quiet=quiet or json or printed is not None)
-    with progress("planning", len(wanted), quiet=quiet) as done:
+    say_if_compiling(None, quiet=out.silent or printed is not None)
+    with progress("planning", len(wanted), quiet=out.quiet) as done:
         rows = [*beside_baseline(rows_of(asked, wanted, done), asked)]
     named_all = all(name != "all" for name in named)
     changes_of = partial(crossings, asked, rows)
@@ -205,7 +203,7 @@ def compare(
             return frontier.svg(rows, _without)
         if form is Format.JSON:
             return jsonlib.dumps(document(), indent=1, ensure_ascii=False)
-        return (as_markdown if form is Format.MD else as_tex)(rows, verbose=verbose, everything=named_all)
+        return (as_markdown if form is Format.MD else as_tex)(rows, verbose=out.verbose, everything=named_all)
 
     def document() -> dict[str, Any]:
         world = {"world": [row.as_json() for row in weighed]} if weighed else {}
@@ -215,26 +213,26 @@ def compare(
         write_text(output, text_of(written) + "\n")
     if printed is not None:
         show(text_of(printed))
-    elif json:
+    elif out.json:
         show_json(document())
     else:
-        with progress("where the fastest changes", None, quiet=quiet):
-            changes = changes_of(every=verbose)
-        pairs = set() if verbose else changed(rows) - {change.pair for change in changes if change.leading}
-        if verbose:
+        with progress("where the fastest changes", None, quiet=out.quiet):
+            changes = changes_of(every=out.verbose)
+        pairs = set() if out.verbose else changed(rows) - {change.pair for change in changes if change.leading}
+        if out.verbose:
             show(*as_table(rows, changes))
         else:
             show(*as_shortlist(rows, changes, more=len(pairs), everything=named_all))
         show(*frontier.drawn(rows, _without))
-        if (remark := asked.remark()) is not None and not quiet:
+        if (remark := asked.remark()) is not None and not out.quiet:
             show("", remark)
-        if weighed and not quiet:
+        if weighed and not out.quiet:
             show("", f"all at {chosen_of(weighed)}; --sweep parallel.pp=1,2,4 plans others")
-        if rows[0].report is not None and not quiet:
+        if rows[0].report is not None and not out.quiet:
             first = rows[0]
             chosen = [*(settings or ()), *(f"{key}={value}" for key, value in first.settings)]
             show("", f"next: {again('plan', target, first.schedule, chosen, profile)}")
-    if output is not None and not quiet and not json:
+    if output is not None and not out.silent:
         tell(f"wrote {output}")
     if all(row.error is not None for row in rows):
         raise typer.Exit(min(row.error.exit_code for row in rows if row.error is not None))

@@ -7,8 +7,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zbc.commands.console import labelled, show, show_json, table
+from zbc.commands.console import labelled, table
 from zbc.commands.opening import Changes, opened_both
+from zbc.commands.options import Out
 from zbc.text import aligned, change, few, percent, size
 
 if TYPE_CHECKING:
@@ -31,20 +32,20 @@ class Metric(NamedTuple):
     kind: str  # count | ms | rate | units | bytes
 
 
-def differ(left: Path, right: Path, changes: Changes, *, json: bool, quiet: bool, verbose: bool) -> None:
+def differ(left: Path, right: Path, changes: Changes, out: Out) -> None:
     """Prints the numbers of two plans, jobs, CSV files or runs and, rank by rank, how the order of ops differs."""
     from zbc.api import as_plan
 
     first, second = map(as_plan, opened_both((left, right), changes))
     ranks = first.diff(second)
     numbers = list(metrics(first, second))
-    if json:
-        show_json(_document(first, second, numbers, ranks))
-        return
-    if quiet:
-        return
-    show(*_numbers(first, second, [number for number in numbers if verbose or not number.name.startswith("bubble")]))
-    show("", *_placements(first, second), *_orders(ranks, verbose=verbose))
+
+    def parts() -> Iterator[RenderableType]:
+        shown = [number for number in numbers if out.verbose or not number.name.startswith("bubble")]
+        yield from (*_numbers(first, second, shown), "")
+        yield from (*_placements(first, second), *_orders(ranks, verbose=out.verbose))
+
+    out.answer(lambda: _document(first, second, numbers, ranks), parts)
 
 
 def metrics(left: Plan, right: Plan) -> Iterator[Metric]:

@@ -17,17 +17,7 @@ import typer
 
 from zbc.commands.console import show, show_json, tell, write_bytes, write_text
 from zbc.commands.opening import Changes, opened_both
-from zbc.commands.options import (
-    AsJson,
-    Budget,
-    PlanJobCsvOrRun,
-    ProfileFile,
-    Quiet,
-    ScheduleName,
-    Settings,
-    Verbose,
-    listed,
-)
+from zbc.commands.options import Out, PlanJobCsvOrRun, listed
 from zbc.errors import ZbcError
 
 if TYPE_CHECKING:
@@ -171,13 +161,9 @@ def visualize(
     steps: Annotated[
         str, typer.Option(metavar="N|A-B", help="Draw this many steps in a row; of a recorded run also A to B.")
     ] = "1",
-    schedule: ScheduleName = None,
-    settings: Settings = None,
-    profile: ProfileFile = None,
-    budget: Budget = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    changes: Changes,
+    out: Out,
 ) -> None:
     """Draw when each rank does what.
 
@@ -187,7 +173,6 @@ def visualize(
     if output is None and form in (Form.PNG, Form.PDF):
         raise typer.BadParameter(f"{form.value} needs a file: -o FILE.{form.value}", param_hint="--format")
     refuse_unused(form, {"--by slot": by is By.SLOT, "--zoom": zoom is not None})
-    changes = Changes(settings, schedule, profile, budget)
     drawn = _drawn([target, *(others or ())], changes, *_parse_steps(steps))
     strips = [plan.strip for plan in drawn]
     shown = None if ranks is None else listed(ranks, "--ranks")
@@ -197,15 +182,15 @@ def visualize(
     if shown is not None and max(shown) >= min(counts):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
     window = None if zoom is None else _parse_zoom(zoom, max(strip.length for strip in strips))
-    wanted = Wanted(form, shown, window, by is By.SLOT, verbose, output is not None)
+    wanted = Wanted(form, shown, window, by is By.SLOT, out.verbose, output is not None)
     if output is not None:
         wanted.write(drawn, output)
-    elif not json:
+    elif not out.json:
         wanted.show(drawn)
-    if json:
+    if out.json:
         text, file = (wanted.text(drawn), None) if output is None else (None, str(output))
         show_json({"format": "zbc-picture", "version": 1, "form": form.value, "file": file, "picture": text})
-    elif output is not None and not quiet:
+    elif output is not None and not out.quiet:
         tell(f"wrote {output}")
 
 

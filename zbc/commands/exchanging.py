@@ -10,7 +10,7 @@ import typer
 
 from zbc.commands.console import refuse_unwritable, show, show_json, tell, write_text
 from zbc.commands.opening import Changes, opened_plan
-from zbc.commands.options import AsJson, Budget, PlanJobOrCsv, ProfileFile, Quiet, ScheduleName, Settings, Verbose
+from zbc.commands.options import Out, PlanJobOrCsv
 
 
 class Target(StrEnum):
@@ -50,13 +50,9 @@ def export(
             show_default="compute_only; 0.2",
         ),
     ] = None,
-    schedule: ScheduleName = None,
-    settings: Settings = None,
-    profile: ProfileFile = None,
-    budget: Budget = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    changes: Changes,
+    out: Out,
 ) -> None:
     """Export a plan to another tool's format.
 
@@ -66,11 +62,11 @@ def export(
     if output is not None:
         refuse_unwritable(output)
     csv_name = "order.csv" if output is None else str(output.with_suffix(".csv"))
-    files = opened_plan(target, Changes(settings, schedule, profile, budget)).export(
+    files = opened_plan(target, changes).export(
         to.value, csv_name=csv_name, dialect=None if dialect is None else dialect.value
     )
     main, *extra = files
-    if json and output is None:
+    if out.json and output is None:
         show_json({"format": "zbc-export", "version": 1, "to": to.value, "texts": files})
         return
     if output is None:
@@ -87,7 +83,7 @@ def export(
             raise typer.BadParameter(f"{output} ends like the file beside it; choose FILE{main}", param_hint="-o")
         write_text(path, files[suffix])
         written.append(str(path))
-        if not quiet and not json:
+        if not out.silent:
             tell(f"wrote {path}")
-    if json:
+    if out.json:
         show_json({"format": "zbc-export", "version": 1, "to": to.value, "files": written})

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zbc import __version__, excludes
-from zbc.commands.console import labelled, show, show_json, table
+from zbc.commands.console import labelled, table
 from zbc.commands.drawing import columns_here
 from zbc.commands.jobs import toml_value
 from zbc.commands.opening import Changes
-from zbc.commands.options import AsJson, ProfileFile, Quiet, ScheduleName, Settings, Verbose, complete_schedule
+from zbc.commands.options import Out, ProfileFile, ScheduleName, Settings, complete_schedule
 from zbc.errors import ZbcError
 from zbc.host.cores import cores
 from zbc.host.torch_version import OLDEST, release
@@ -63,25 +63,22 @@ def explain(
     schedule: ScheduleName = None,
     settings: Settings = None,
     profile: ProfileFile = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    out: Out,
 ) -> None:
     """Explain an error, a word, a key, a schedule, or a job.
 
     Without a topic, list all codes and words. Of a job, or the plan directory it went into: every value with its
     origin, as a job file. "machine" is what zbc can do here; "keys" with --json is the JSON Schema of job files.
     """
+    changes = Changes(schedule, settings, profile)
     if topic is not None and (topic.endswith(".toml") or isfile(Path(topic, "plan.json"))):
-        job = Changes(settings, schedule, profile).job(Path(topic))
+        job = changes.job(Path(topic))
         answer: Answer = {"format": "zbc-config", "version": 1, "sections": _values(job)}, listing(job)
     else:
-        Changes(settings, schedule, profile).refuse(Path(topic or "nothing"))
+        changes.refuse(Path(topic or "nothing"))
         answer = _answer(topic, " ".join(more or ()))
-    if json:
-        show_json(answer[0])
-    elif not quiet:
-        show(*answer[1])
+    out.answer(lambda: answer[0], lambda: answer[1])
 
 
 Answer = tuple[Mapping[str, Any], "Iterable[RenderableType]"]  # for --json, and for readers

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from zbc.commands.console import labelled, show, show_json, write_text
-from zbc.commands.options import AsJson, Quiet, ScheduleName, Verbose
+from zbc.commands.console import labelled, write_text
+from zbc.commands.options import Out, ScheduleName
 from zbc.errors import ZbcError
 
 
@@ -38,9 +38,8 @@ def init(
         Path | None, typer.Option(metavar="FOLDER", help="Start from a Hugging Face model instead, on this machine.")
     ] = None,
     schedule: ScheduleName = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    out: Out,
 ) -> None:
     """Write a first, commented zbc.toml.
 
@@ -57,11 +56,11 @@ def init(
 
         text = text_for(from_hf)
     write_text(path, text if schedule is None else _scheduled(text, schedule, path.parent))
-    if json:
-        show_json({"format": "zbc-init", "version": 1, "job": str(path)})
-    elif not quiet:
-        named = shlex.quote(str(path))
-        show(f"wrote {path}", "", labelled("next", f"zbc plan {named}", f"zbc compare {named}"))
+    named = shlex.quote(str(path))
+    out.answer(
+        lambda: {"format": "zbc-init", "version": 1, "job": str(path)},
+        lambda: (f"wrote {path}", "", labelled("next", f"zbc plan {named}", f"zbc compare {named}")),
+    )
 
 
 def _scheduled(text: str, schedule: str, folder: Path) -> str:

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
+from zbc.commands.options import Budget, ProfileFile, ScheduleName, Settings
+
 if TYPE_CHECKING:
     from zbc.api import Plan, Run
     from zbc.job.spec import Job
 
 
 class Changes(NamedTuple):
-    """The values of --set, --schedule, --profile and --budget."""
+    """The options of a command that change a job."""
 
-    settings: list[str] | None = None
-    schedule: str | None = None
-    profile: Path | None = None
-    budget: float | None = None
+    schedule: ScheduleName = None
+    settings: Settings = None
+    profile: ProfileFile = None
+    budget: Budget = None
 
     def job(self, path: Path, *, sketch: bool = False) -> Job:
         """The job of a file (see `load_job`). Raises E1xx."""
@@ -31,8 +33,8 @@ class Changes(NamedTuple):
 
     def refuse(self, path: Path) -> None:
         """Refuses the options if any is given, since `path` is no job."""
-        names = ("--set", "--schedule", "--profile", "--budget")
-        given = [name for name, value in zip(names, self, strict=True) if value is not None and value != []]
+        values = {"--set": self.settings, "--schedule": self.schedule, "--profile": self.profile}
+        given = [name for name, value in {**values, "--budget": self.budget}.items() if value not in (None, [])]
         if given:
             text = f"{' and '.join(given)} change a job, JOB.toml; {path} is none (`zbc plan` makes a plan again)"
             raise typer.BadParameter(text)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
+
+from zbc.commands.console import show, show_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _MOST = 1_000_000  # most numbers of a range
 
@@ -109,6 +115,44 @@ Exact = Annotated[
     float | None,
     typer.Option("--exact", metavar="TIME", help="Prove the order optimal or find a shorter one: 60s.", parser=seconds),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all details.")]
+
+
+class Out(NamedTuple):
+    """How a command answers."""
+
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all details.")] = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether there is no text for readers."""
+        return self.json or self.quiet
+
+    def answer(self, document: Callable[[], Mapping[str, Any]], parts: Callable[[], Iterable[RenderableType]]) -> None:
+        """Prints one of both, of which only that one is made."""
+        if self.json:
+            show_json(document())
+        elif not self.quiet:
+            show(*parts())
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """A command as typer takes it: in place of parameters that are groups of options, such as `Out`, their fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if hasattr(kind, "_field_defaults")}
+    options = dict[str, inspect.Parameter]()
+    for name, given in inspect.signature(command).parameters.items():
+        group = groups.get(name)
+        fields = {name: given.default} if group is None else group._field_defaults
+        kinds = hints if group is None else get_type_hints(group, include_extras=True)
+        for key, default in fields.items():
+            options[key] = inspect.Parameter(key, given.KEYWORD_ONLY, default=default, annotation=kinds[key])
+
+    def run(**given: Any) -> None:
+        made = {name: kind(*map(given.pop, kind._fields)) for name, kind in groups.items()}
+        command(**given, **made)
+
+    spreads: Any = run
+    spreads.__doc__, spreads.__signature__ = command.__doc__, inspect.Signature([*options.values()])
+    return run

@@ -12,8 +12,8 @@ import typer
 
 from zbc.commands.console import labelled, progress, show, show_json, write_text
 from zbc.commands.console import refuse_unwritable as refuse_unwritable_file
-from zbc.commands.opening import say_if_compiling
-from zbc.commands.options import AsJson, Budget, Exact, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose
+from zbc.commands.opening import Changes, say_if_compiling
+from zbc.commands.options import Exact, JobFile, Out
 from zbc.errors import ZbcError
 from zbc.text import short
 
@@ -29,17 +29,13 @@ _LONG = 100  # columns of a command that is named
 def plan(
     job: JobFile,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The plan directory.")] = Path("plan"),
-    schedule: ScheduleName = None,
-    settings: Settings = None,
-    profile: ProfileFile = None,
-    budget: Budget = None,
+    *,
+    changes: Changes,
     exact: Exact = None,
     dump_ir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write the program as each compiler pass leaves it.")
     ] = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    out: Out,
 ) -> None:
     """Compile a job into a plan directory.
 
@@ -49,16 +45,15 @@ def plan(
     from zbc.commands.options import again
     from zbc.commands.summary import of_world
     from zbc.compiler.compile import compile_job
-    from zbc.compiler.shapes import load_job
     from zbc.compiler.whatif.others import Others, kept, others, sharing, speedup
     from zbc.exact.solve import solver
     from zbc.host.until import Until
     from zbc.plan.directory import refuse_unwritable
     from zbc.viz.words import title
 
-    began, until, silent = time.perf_counter(), Until(budget), quiet or json
+    began, until, silent = time.perf_counter(), Until(changes.budget), out.silent
     with progress("choosing pp and dp", None, quiet=silent or not os.path.isfile(job)):
-        loaded = load_job(job, settings or (), schedule, profile)
+        loaded = changes.job(job)
     refuse_unwritable(output)  # before a search that may take long
     if dump_ir is not None:
         refuse_unwritable_file(dump_ir / "00.txt")
@@ -66,15 +61,16 @@ def plan(
         solver()
     say_if_compiling(loaded, quiet=silent)
     with progress(_activity(loaded), None, quiet=silent):
-        compiled = compile_job(loaded, budget=budget, exact=exact)
+        compiled = compile_job(loaded, budget=changes.budget, exact=exact)
+    told = out.json or not out.quiet
     with progress("comparing with other schedules", None, quiet=silent):
-        beside = others(compiled, until) if json or not quiet else Others(None, None)
-        words = sharing(compiled, until) if json or not quiet else None
-        plain = kept(compiled, until) if json or not quiet else None
+        beside = others(compiled, until) if told else Others(None, None)
+        words = sharing(compiled, until) if told else None
+        plain = kept(compiled, until) if told else None
     if dump_ir is not None:
         _dump(compiled, dump_ir)
     manifest = compiled.write(output)
-    if json:
+    if out.json:
         starts = [{"steps": start.steps, **start.compiled.report.as_json()} for start in compiled.ramp]
         ramp: dict[str, Any] = {"ramp": starts} if starts else {}
         if loaded.balances:
@@ -92,14 +88,14 @@ def plan(
         if words is not None:
             weighed["vocabulary"] = {"head_blocks": words.blocks, "other": words.other, "barrier_ms": words.ms}
         show_json({**report, **ramp, **weighed, "plan": str(output), "plan_id": manifest.id})
-    elif not quiet:
+    elif not out.quiet:
         show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")
-        quicker = beside.faster and again("plan", job, beside.faster.schedule, settings, profile)
+        quicker = beside.faster and again("plan", job, beside.faster.schedule, changes.settings, changes.profile)
         if quicker and len(quicker) > _LONG and beside.faster is not None:
             quicker = f"plan again with --schedule {beside.faster.schedule}"
         if loaded.weighed:
             show(*of_world(loaded.weighed))
-        show(*summary.of_plan(compiled, beside, words, quicker, until, verbose=verbose))
+        show(*summary.of_plan(compiled, beside, words, quicker, until, verbose=out.verbose))
         if plain is not None:
             show(labelled("recompute", *summary.recompute_lines(compiled, plain)))
         if loaded.balances:
@@ -111,7 +107,7 @@ def plan(
         took = f"planned in {short(time.perf_counter() - began, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         left = ["remarks were left out for lack of time: --budget 60s"] if until.cut else []
-        hint = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
+        hint = [] if out.verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
         show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *hint, *left))
 
 

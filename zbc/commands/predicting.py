@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from zbc.commands.console import indented, labelled, progress, show, show_json, table
+from zbc.commands.console import indented, labelled, progress, table
 from zbc.commands.opening import Changes, is_job, opened_plan
+from zbc.commands.options import Out
 from zbc.text import aligned, counted, percent, short, size, wrap
 
 if TYPE_CHECKING:
@@ -21,16 +22,7 @@ if TYPE_CHECKING:
     from zbc.compiler.whatif.windows import Bubbles, Window
 
 
-def report(
-    target: Path,
-    changes: Changes,
-    jitter: float | None,
-    straggler: float | None,
-    *,
-    json: bool,
-    quiet: bool,
-    verbose: bool,
-) -> None:
+def report(target: Path, changes: Changes, jitter: float | None, straggler: float | None, out: Out) -> None:
     """Prints the report. The order stays as planned under noise; only op times change."""
     from zbc.compiler.whatif import serial
     from zbc.compiler.whatif.noise import Noise
@@ -38,32 +30,32 @@ def report(
     if is_job(target) and not changes.settings and (found_serial := serial.read(target)) is not None:
         if jitter or straggler or changes != Changes():
             raise typer.BadParameter("a file with [pipeline] has neither noise nor schedules: leave out the options")
-        if json:
-            show_json(_serial_json(found_serial))
-        elif not quiet:
-            show(*_serial(found_serial))
-        return
+        return out.answer(lambda: _serial_json(found_serial), lambda: _serial(found_serial))
     plan = opened_plan(target, changes)
     noise = Noise(jitter or 0.0, straggler or 0.0)
     spread = None
     if noise.jitter or noise.straggler:
-        with progress("simulating", None, quiet=quiet):
+        with progress("simulating", None, quiet=out.quiet):
             spread = plan.noisy(noise)
-    if json:
-        show_json({**_as_json(plan, noise, spread), "ranks": idle_json(plan.bubbles())})
-    elif not quiet:
-        from zbc.compiler.steps import period_of
-        from zbc.viz.words import title, verdict
+    out.answer(
+        lambda: {**_as_json(plan, noise, spread), "ranks": idle_json(plan.bubbles())},
+        lambda: _told(plan, noise, spread, verbose=out.verbose),
+    )
 
-        step = verdict(plan.timeline, bubbles=verbose).split("; ")
-        if plan.program.flushless:
-            step = [f"{short(period_of(plan.program, plan.costs))} ms with its optimizer, without a flush"]
-        show(title(plan.program), "", labelled("step", *step))
-        if spread is None:
-            show(labelled("noise", "none; --jitter 5% or --straggler 10% says how far it spreads the step"))
-        else:
-            show(*_spread(plan, noise, spread))
-        show(*idle_parts(plan.bubbles(), verbose=verbose))
+
+def _told(plan: Plan, noise: Noise, spread: Spread | None, *, verbose: bool) -> Iterator[RenderableType]:
+    from zbc.compiler.steps import period_of
+    from zbc.viz.words import title, verdict
+
+    step = verdict(plan.timeline, bubbles=verbose).split("; ")
+    if plan.program.flushless:
+        step = [f"{short(period_of(plan.program, plan.costs))} ms with its optimizer, without a flush"]
+    yield from (title(plan.program), "", labelled("step", *step))
+    if spread is None:
+        yield labelled("noise", "none; --jitter 5% or --straggler 10% says how far it spreads the step")
+    else:
+        yield from _spread(plan, noise, spread)
+    yield from idle_parts(plan.bubbles(), verbose=verbose)
 
 
 def _serial(found: Serial) -> Iterator[RenderableType]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zbc.commands.console import indented, labelled, progress, refuse_unwritable, show, show_json, table, write_text
+from zbc.commands.console import indented, labelled, progress, refuse_unwritable, table, write_text
 from zbc.commands.opening import is_planned
-from zbc.commands.options import AsJson, Device, Quiet, ScheduleName, Settings, Verbose
+from zbc.commands.options import Device, Out, ScheduleName, Settings
 from zbc.commands.summary import not_to_be_trusted
 from zbc.errors import ZbcError
 from zbc.text import aligned, percent, short, size
@@ -50,9 +50,8 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="Of a run: the costs that it does not tell; default: those of its plan."),
     ] = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    out: Out,
 ) -> None:
     """Measure the costs of a job's layers on this machine.
 
@@ -74,13 +73,11 @@ def profile(
             of = {"links": "--links", "run": f"the run {target}", "dry": "--dry", "job": "a job"}[how]
             raise typer.BadParameter(f"{of} goes without it", param_hint=option)
     if how == "links":
-        _links(output, device, rounds, as_json=json, quiet=quiet)
-        return
+        return _links(output, device, rounds, out)
     if target is None:
         raise typer.BadParameter("give JOB.toml to measure, or a recorded run")
     if how == "run":
-        _derive(target, profile, output, as_json=json, quiet=quiet)
-        return
+        return _derive(target, profile, output, out)
     from zbc.compiler.shapes import load_job
 
     loaded = load_job(target, settings or (), schedule)
@@ -91,8 +88,7 @@ def profile(
 
         refuse_unwritable(output)
         estimated = profiled.timed(cards.of(loaded)[0], Machine.of(loaded))
-        _write(estimated, made_of, output, as_json=json, quiet=quiet)
-        return
+        return _write(estimated, made_of, output, out)
     from zbc.training.launch.forking import fork_server
 
     fork_server()  # loads torch while this process does
@@ -100,12 +96,12 @@ def profile(
 
     refuse_unwritable(output)
     effort_of = effort(loaded, device=device, threads=threads, rounds=rounds)
-    with progress("profiling", rounds + 1, quiet=quiet) as done:
+    with progress("profiling", rounds + 1, quiet=out.quiet) as done:
         measured = measure(loaded, effort_of, done)
-    _write(measured, made_of, output, as_json=json, quiet=quiet)
+    _write(measured, made_of, output, out)
 
 
-def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, quiet: bool) -> None:
+def _links(output: Path, device: Device | None, rounds: int, out: Out) -> None:
     """Measures the table of hardware.links, which rank 0 writes. Raises E604 outside of torchrun."""
     if "RANK" not in os.environ:
         hint = "torchrun --standalone --nproc-per-node 4 -m zbc profile --links"
@@ -115,23 +111,24 @@ def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, q
     output = Path("links.toml") if output == Path("profile.json") else output
     if os.environ["RANK"] == "0":
         refuse_unwritable(output)
-    hidden = quiet or os.environ["RANK"] != "0"
+    hidden = out.quiet or os.environ["RANK"] != "0"
     bar = functools.partial(progress, "measuring links", quiet=hidden)
     table = tables.measure("cpu" if device is None else device.value, rounds, bar)
     if table is None:
         return
     write_text(output, table.dumps())
-    if as_json:
-        show_json({**table.plain(), "file": str(output)})
-    elif not quiet:
+
+    def parts() -> Iterator[RenderableType]:
         pairs = [(table.gbps[a][b], table.us[a][b]) for a in range(table.size) for b in range(a)]
         for label, values, unit in (("speed", [x for x, _ in pairs], "GB/s"), ("latency", [y for _, y in pairs], "us")):
             if values:
-                show(labelled(label, f"{short(min(values), 3)} to {short(max(values), 3)} {unit}"))
-        show(labelled("links", str(output)), labelled("next", f'[hardware] links = "{output}"'))
+                yield labelled(label, f"{short(min(values), 3)} to {short(max(values), 3)} {unit}")
+        yield from (labelled("links", str(output)), labelled("next", f'[hardware] links = "{output}"'))
+
+    out.answer(lambda: {**table.plain(), "file": str(output)}, parts)
 
 
-def _derive(target: Path, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
+def _derive(target: Path, base: Path | None, output: Path, out: Out) -> None:
     """Writes the profile of a recorded run. Raises E43x (the trace), E142 (the base)."""
     from zbc.compiler.recorded.derive import derive
     from zbc.compiler.recorded.replan import refuse_misfit
@@ -145,21 +142,17 @@ def _derive(target: Path, base: Path | None, output: Path, *, as_json: bool, qui
         refuse_misfit(recorded.plan.manifest, prior, str(base))
     derived = derive(recorded, prior)
     made_of = [str(run / trace.FOLDER / trace.PLAN)]
-    _write(derived.profile, made_of, output, as_json=as_json, quiet=quiet, notes=derived.notes)
+    _write(derived.profile, made_of, output, out, derived.notes)
 
 
-def _write(
-    found: Profile, job: Sequence[str], output: Path, *, as_json: bool, quiet: bool, notes: Sequence[str] = ()
-) -> None:
+def _write(found: Profile, job: Sequence[str], output: Path, out: Out, notes: Sequence[str] = ()) -> None:
     write_text(output, found.dumps())
-    if as_json:
-        show_json({**found.plain(), "file": str(output), "notes": list(notes)})
-    elif not quiet:
-        show(*summary(found))
-        if notes:
-            show(labelled("not told", *notes))
-        following = shlex.join(["zbc", "plan", *job, "--profile", str(output)])
-        show(labelled("profile", str(output)), labelled("next", following))
+    following = shlex.join(["zbc", "plan", *job, "--profile", str(output)])
+    told = [labelled("not told", *notes)] if notes else []
+    out.answer(
+        lambda: {**found.plain(), "file": str(output), "notes": list(notes)},
+        lambda: (*summary(found), *told, labelled("profile", str(output)), labelled("next", following)),
+    )
 
 
 def summary(found: Profile) -> Iterator[RenderableType]:

@@ -6,14 +6,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from os.path import isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zbc.commands import predicting
-from zbc.commands.console import indented, labelled, show, show_json, table
+from zbc.commands.console import indented, labelled, table
 from zbc.commands.opening import Changes, is_planned
-from zbc.commands.options import AsJson, Budget, ProfileFile, Quiet, ScheduleName, Settings, Verbose, share
+from zbc.commands.options import Out, share
 from zbc.commands.summary import layer_ranges, ranges
 from zbc.errors import ZbcError
 from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap
@@ -59,13 +59,9 @@ def report(
         float | None,
         typer.Option(metavar="10%", parser=share, help="Make one rank slower by this much, each rank in turn."),
     ] = None,
-    schedule: ScheduleName = None,
-    settings: Settings = None,
-    profile: ProfileFile = None,
-    budget: Budget = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    changes: Changes,
+    out: Out,
 ) -> None:
     """Report the numbers of a plan, or of a run beside its prediction.
 
@@ -73,10 +69,8 @@ def report(
     then. Of a run: step times, idle time by cause, ops and memory as measured, and the gain of a plan from the measured
     times (record some steps first: `zbc run PLAN --trace 10-19`).
     """
-    changes = Changes(settings, schedule, profile, budget)
     if is_planned(target):
-        predicting.report(target, changes, jitter, straggler, json=json, quiet=quiet, verbose=verbose)
-        return
+        return predicting.report(target, changes, jitter, straggler, out)
     for option, given in (("--jitter", jitter), ("--straggler", straggler)):
         if given is not None:
             raise typer.BadParameter(f"works with a plan, a job or a CSV; {target} is none", param_hint=option)
@@ -84,10 +78,10 @@ def report(
     if isfile(target):  # not target.is_file(), which raises for what cannot be looked at
         hint = "compare step times of other tools by hand: `zbc report PLAN` has what is predicted"
         raise ZbcError("E430", f"report: {target} is a file; zbc reads its own runs, which are directories", hint=hint)
-    _of_run(target, json=json, quiet=quiet, verbose=verbose)
+    _of_run(target, out)
 
 
-def _of_run(target: Path, *, json: bool, quiet: bool, verbose: bool) -> None:
+def _of_run(target: Path, out: Out) -> None:
     """Prints the report of a run directory, or of a phase in it. Raises E430 if it is none, or a file is damaged."""
     from zbc.api import Run
     from zbc.compiler.recorded import log
@@ -97,31 +91,33 @@ def _of_run(target: Path, *, json: bool, quiet: bool, verbose: bool) -> None:
     run, phase = trace.located(target)
     if not trace.has_trace(run):
         run_log = log.read(run)
-        if json:
-            show_json({"format": FORMAT, "version": VERSION, **run_log.as_json()})
-        elif not quiet:
-            show(*_unrecorded(run_log, verbose=verbose))
-        return
+        return out.answer(
+            lambda: {"format": FORMAT, "version": VERSION, **run_log.as_json()},
+            lambda: _unrecorded(run_log, verbose=out.verbose),
+        )
     recorded = trace.read(run, phase)
     made = build(recorded)
     command = replan_command(run, made.phase, lengths=bool(recorded.tokens))
     hidden, loads = log.beside(run)
-    if json:
+
+    def document() -> dict[str, Any]:
         experts = {} if loads is None else loads.as_json()
         idle = {"bubbles": predicting.idle_json(Run(run, recorded).bubbles())}
-        show_json({**made.as_json(), **log.as_numbers(hidden), **experts, **idle, "replan_command": command})
-    if json or quiet:
-        return
-    show(*_summary(run, made, trace.phases(run), hidden, verbose=verbose))
-    show(*_experts(loads, verbose=verbose))
-    show("", *_causes(made, verbose=verbose))
-    show("", *_findings(made, verbose=verbose))
-    show(*_slices(made))
-    show(*_memory(made))
-    if verbose:
-        idle_time = Run(run, recorded).bubbles()
-        show("", labelled("idle", idle_time.name), *predicting.idle_parts(idle_time, verbose=True))
-    show("", labelled("new plan", *_again(made, command)))
+        return {**made.as_json(), **log.as_numbers(hidden), **experts, **idle, "replan_command": command}
+
+    def parts() -> Iterator[RenderableType]:
+        yield from _summary(run, made, trace.phases(run), hidden, verbose=out.verbose)
+        yield from _experts(loads, verbose=out.verbose)
+        yield from ("", *_causes(made, verbose=out.verbose))
+        yield from ("", *_findings(made, verbose=out.verbose))
+        yield from _slices(made)
+        yield from _memory(made)
+        if out.verbose:
+            idle_time = Run(run, recorded).bubbles()
+            yield from ("", labelled("idle", idle_time.name), *predicting.idle_parts(idle_time, verbose=True))
+        yield from ("", labelled("new plan", *_again(made, command)))
+
+    out.answer(document, parts)
 
 
 def replan_command(run: Path, phase: str = "", *, lengths: bool = False) -> str:

@@ -23,7 +23,7 @@ import typer
 from zbc.commands.checking import folder_of
 from zbc.commands.console import show_json, tell
 from zbc.commands.opening import Changes, is_job, say_if_compiling
-from zbc.commands.options import AsJson, Budget, Device, ProfileFile, Quiet, ScheduleName, Settings, Verbose, listed
+from zbc.commands.options import Device, Out, listed
 from zbc.commands.summary import crowd, crowded, throughput_lines
 from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
@@ -128,7 +128,7 @@ def run(
     threads: Annotated[
         bool, typer.Option("--threads", help="With --local: ranks are threads of one process, on one device.")
     ] = False,
-    out: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="The run directory.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="The run directory.")] = None,
     save_hf: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final weights as a Hugging Face folder.")
     ] = None,
@@ -158,20 +158,15 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(min=0, metavar="N", help="With --local: restart all ranks when one fails, at most N times.")
     ] = 0,
-    schedule: ScheduleName = None,
-    settings: Settings = None,
-    profile: ProfileFile = None,
-    budget: Budget = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    changes: Changes,
+    out: Out,
 ) -> None:
     """Train with a plan, or plan a job and train with that.
 
     torchrun --standalone --nproc-per-node 4 -m zbc run PLAN
     """
     traced = frozenset(() if trace is None else (step - 1 for step in listed(trace, "--trace", least=1)))
-    changes = Changes(settings, schedule, profile, budget)
     if is_job(plan):
         made = planned(plan, changes)
         folder = made.folder
@@ -179,8 +174,8 @@ def run(
             job = made.compiled.job
             if local is None and job.hardware.device != "cuda" and "RANK" not in os.environ:
                 local = job.parallel.ranks
-            if not quiet and not json:
-                tell(_prediction(made.compiled, folder, verbose=verbose))
+            if not out.silent:
+                tell(_prediction(made.compiled, folder, verbose=out.verbose))
     else:
         changes.refuse(plan)
         folder = folder_of(plan)
@@ -198,7 +193,7 @@ def run(
     options = RunOptions(
         folder,
         steps=steps,
-        out=out,
+        out=output,
         save_hf=save_hf,
         save_adapter=save_adapter,
         save_raw=save_raw,
@@ -210,16 +205,16 @@ def run(
         threads=threads,
         max_restarts=max_restarts,
     )
-    ended = launch.run(options, (lambda text: None) if quiet or json else to_stdout)
+    ended = launch.run(options, (lambda text: None) if out.silent else to_stdout)
     trained = ended.folder if ended.trained else None
-    if json and os.environ.get("RANK", "0") == "0":
+    if out.json and os.environ.get("RANK", "0") == "0":
         from zbc.compiler.recorded.report import FORMAT, VERSION
 
         document: dict[str, Any] = {"run": str(ended.folder)} if forward is None else {"forward": str(forward)}
         if trained is not None:
             document = {"format": FORMAT, "version": VERSION, **document, **read(trained).as_json()}
         show_json(document)
-    elif trained is not None and local is not None and not quiet and not json:
+    elif trained is not None and local is not None and not out.silent:
         for line in _ending(read(trained), plan if is_job(plan) else None):
             to_stdout(line)
 

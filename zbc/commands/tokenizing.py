@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from zbc.commands.console import labelled, progress, show, show_json, tell
-from zbc.commands.options import AsJson, Quiet, Verbose
+from zbc.commands.console import labelled, progress, tell
+from zbc.commands.options import Out
 from zbc.text import size
 
 
@@ -22,9 +23,8 @@ def tokenize(
         bool, typer.Option("--chat", help="Check chat data, with --tokenizer FOLDER, and show a sample.")
     ] = False,
     end: Annotated[str | None, typer.Option(metavar="TOKEN", help="The token after each document.")] = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    out: Out,
 ) -> None:
     """Turn text into a token file for data.kind = "tokens".
 
@@ -33,7 +33,7 @@ def tokenize(
     if chat != (output is None) or (chat and tokenizer is None):
         raise typer.BadParameter("give -o OUT.bin for the tokens of text, or --chat and --tokenizer FOLDER")
     if chat:
-        return _check_chat(texts, str(tokenizer), quiet=quiet, as_json=json)
+        return _check_chat(texts, str(tokenizer), out)
     assert output is not None
     from zbc.training.data.tokenize import Bytes, Json, total_bytes
     from zbc.training.data.tokenize import tokenize as make
@@ -41,20 +41,22 @@ def tokenize(
     if tokenizer is None and end is not None:
         raise typer.BadParameter("bytes as tokens end documents with NUL; --end goes with --tokenizer")
     chosen = Bytes() if tokenizer is None else Json(tokenizer, end)
-    with progress("tokenizing", total_bytes(texts, output), quiet=quiet) as done:
+    with progress("tokenizing", total_bytes(texts, output), quiet=out.quiet) as done:
         made = make(texts, output, chosen, done=done)
-    if json:
-        counts = {"tokens": made.tokens, "documents": made.documents, "dtype": made.dtype, "vocab": made.vocab}
-        show_json({"format": "zbc-tokenized", "version": 1, "file": str(output), **counts})
-    elif not quiet:
-        show(labelled("tokens", f"{made.tokens} of {made.documents} documents, {made.dtype}"))
-        show(labelled("file", f"{output}, {size(made.tokens * made.width)}"))
-        show(labelled("next", f'[data] kind = "tokens", path = "{output}"; model.vocab = {made.vocab} or more'))
-        if made.documents == 0:
-            tell("there was no text")
+    counts = {"tokens": made.tokens, "documents": made.documents, "dtype": made.dtype, "vocab": made.vocab}
+    out.answer(
+        lambda: {"format": "zbc-tokenized", "version": 1, "file": str(output), **counts},
+        lambda: (
+            labelled("tokens", f"{made.tokens} of {made.documents} documents, {made.dtype}"),
+            labelled("file", f"{output}, {size(made.tokens * made.width)}"),
+            labelled("next", f'[data] kind = "tokens", path = "{output}"; model.vocab = {made.vocab} or more'),
+        ),
+    )
+    if made.documents == 0 and not out.silent:
+        tell("there was no text")
 
 
-def _check_chat(texts: list[str], folder: str, *, quiet: bool, as_json: bool) -> None:
+def _check_chat(texts: list[str], folder: str, out: Out) -> None:
     """Makes tokens of every sample, and shows the first: tokens that the loss counts are in colour."""
     from rich.text import Text
 
@@ -64,11 +66,12 @@ def _check_chat(texts: list[str], folder: str, *, quiet: bool, as_json: bool) ->
     counts = [samples.tokens(index)[1] for index in range(len(samples))]
     longest, learned = max(map(len, counts), default=0), sum(map(sum, counts))
     told = {"samples": len(samples), "tokens": sum(map(len, counts)), "learned": learned, "longest": longest}
-    if as_json:
-        show_json({"format": "zbc-chat", "version": 1, **told})
-    elif not quiet:
+
+    def shown() -> Iterator[Text]:
         parts = [*samples.shown(0)] if counts else []
-        show(Text.assemble(*((text, "bold green" if said else "dim") for text, said in parts)))
-        show(labelled("learned", *(repr(text) for text, said in parts if said)))
-        show(labelled("samples", f"{told['samples']}, {told['tokens']} tokens, {learned} of them learned"))
-        show(labelled("next", f'[data] kind = "chat"; model.seq_len = {longest - 1} or more'))
+        yield Text.assemble(*((text, "bold green" if said else "dim") for text, said in parts))
+        yield labelled("learned", *(repr(text) for text, said in parts if said))
+        yield labelled("samples", f"{told['samples']}, {told['tokens']} tokens, {learned} of them learned")
+        yield labelled("next", f'[data] kind = "chat"; model.seq_len = {longest - 1} or more')
+
+    out.answer(lambda: {"format": "zbc-chat", "version": 1, **told}, shown)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zbc.commands.console import labelled, show, show_json, table, tell
+from zbc.commands.console import labelled, table, tell
 from zbc.commands.opening import Changes
-from zbc.commands.options import AsJson, Budget, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose
+from zbc.commands.options import JobFile, Out
 from zbc.commands.planning import run_command
 from zbc.commands.running import keep
 from zbc.commands.summary import throughput_lines
@@ -220,13 +220,9 @@ def tune(
     ),
     steps: Annotated[int, typer.Option(min=4, metavar="N", help="Steps of each plan.")] = 8,
     best: Annotated[int, typer.Option(min=1, metavar="N", help="Schedules to run beside the job's own.")] = 2,
-    schedule: ScheduleName = None,
-    settings: Settings = None,
-    profile: ProfileFile = None,
-    budget: Budget = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    changes: Changes,
+    out: Out,
 ) -> None:
     """Find the fastest plan of a job by running the best few.
 
@@ -235,26 +231,26 @@ def tune(
     """
     from zbc.plan.directory import refuse_unwritable
 
-    changes = Changes(settings, schedule, profile, budget)
     loaded = changes.job(job)
     refuse_unwritable(output)
     if "RANK" in os.environ:
         hint = "start it once, as `zbc tune JOB.toml`, on the machine with the devices"
         raise ZbcError("E604", "tune: inside of torchrun, which it starts itself", hint=hint)
     place = next(folder for n in count(1) if not (folder := RUNS / f"tune-{job.stem}-{n}").exists())
-    tuner = Tuner(job, changes, place, steps, best, (lambda text: None) if quiet or json else tell)
+    tuner = Tuner(job, changes, place, steps, best, (lambda text: None) if out.silent else tell)
     tuner.run()
     fastest = tuner.fastest
     assert fastest is not None
     manifest = fastest.compiled.write(output)
-    if json:
-        show_json({**_document(tuner, fastest), "plan": str(output), "plan_id": manifest.id})
-    elif not quiet:
-        show(*_told(tuner, fastest), "")
-        show(labelled("plan", f"{output}: id {manifest.id}"), labelled("next", run_command(loaded, output)))
-        if verbose:
+
+    def parts() -> Iterator[RenderableType]:
+        yield from (*_told(tuner, fastest), "")
+        yield from (labelled("plan", f"{output}: id {manifest.id}"), labelled("next", run_command(loaded, output)))
+        if out.verbose:
             reports = (f"zbc report {shlex.quote(str(run))}" for plan in tuner.tried for run in plan.runs)
-            show(labelled("more", *reports))
+            yield labelled("more", *reports)
+
+    out.answer(lambda: {**_document(tuner, fastest), "plan": str(output), "plan_id": manifest.id}, parts)
     if tuner.stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
 
