@@ -64,7 +64,7 @@ def test_microbatches_have_their_lengths_and_train_what_one_process_does(kind, t
     plan = planned(tables)
     seen.clear()  # of the layers' cards
     count, workers = plan.manifest.microbatches, run_threads(plan, 3)
-    lengths = [workers[0].work.length(0, mb).tokens for mb in range(count)]
+    lengths = [workers[0].work.share(0, mb).length.tokens for mb in range(count)]
     wanted = reference(plan, 3, read=lambda batches: cut(batches, lengths), delayed=traits == ("two versions",))
     assert sorted(plan.manifest.tokens) == sorted(tables["schedule"]["tokens"])
     unit = 4 if traits == ("cp",) else 2 if traits == ("tp_sequence",) else 1
@@ -152,10 +152,10 @@ def test_the_longest_samples_of_a_step_are_in_its_longest_microbatches_and_train
     parts = {1, plan.manifest.tp, plan.manifest.cp, plan.manifest.tp * plan.manifest.cp}
     for step in range(steps):
         for first in range(0, plan.manifest.topology.batch, 4):
-            ran = [work.length(step, first + mb).tokens for mb in range(4)]
+            ran = [work.share(step, first + mb).length.tokens for mb in range(4)]
             assert [ran[mb] for mb in by_length] == sorted(ran)
             assert all(seen[step, first + mb] <= {ran[mb] // part for part in parts} for mb in range(4))
-            held = [max(map(sum, work.rows(step, first + mb))) for mb in range(4)]
+            held = [max(map(sum, work.share(step, first + mb).samples)) for mb in range(4)]
             assert all(0 <= tokens - longest < unit for tokens, longest in zip(ran, held, strict=True))
 
 
@@ -177,11 +177,11 @@ def test_replicas_take_turns_with_the_longer_samples():
 
 def test_tokens_and_means_of_a_step_are_those_of_its_own_microbatches():
     fixed = run_threads(dealt(data={"kind": "synthetic"}, copies=2, size=3), 1)[0].work
-    assert fixed.tokens(0) == 2 * 3 * sum(SLOTS) and fixed.length(5, 6).tokens == 2
+    assert fixed.tokens(0) == 2 * 3 * sum(SLOTS) and fixed.share(5, 6).length.tokens == 2
     work = run_threads(dealt(data=TEXTS), 1)[0].work
     assert work.tokens(0) == sum(Texts(60).lengths[i] for i in samples_of(0, 8, 60, 7))
     work = Fixed([5, 15, 2, 6], 16, rows=1, every=2)
-    assert [work.weight(0, mb) for mb in range(8)] == [0.5, 1.5, 0.5, 1.5] * 2
+    assert [work.share(0, mb).weight for mb in range(8)] == [0.5, 1.5, 0.5, 1.5] * 2
 
 
 def test_too_few_samples_for_the_rows_of_a_step_are_refused():

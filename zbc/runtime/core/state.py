@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class BatchSource(Protocol):
     def targets(self, step: int, mb: int) -> Batch: ...
     def digest(self) -> int: ...  # of a few samples
     def weight(self, step: int, mb: int) -> float | None:
-        """A microbatch's weight by its targets that count; None: equal weights, or `Work.weight`."""
+        """A microbatch's weight by its targets that count; None: those of `Work`."""
         return None
 
     def close(self) -> None:
@@ -66,6 +66,15 @@ class BatchSource(Protocol):
     def open(self) -> None:
         """Reads ahead once more, after `close`."""
         return
+
+
+class Share(NamedTuple):
+    """A microbatch's `weight` in the loss of its step, and the length of its rows, None: that of whole ones. `samples`:
+    lengths of those in each row; None if each is one."""
+
+    weight: float = 1.0
+    length: Length | None = None
+    samples: Rows | None = None
 
 
 class Work:
@@ -79,20 +88,12 @@ class Work:
         """The number of microbatches of a replica; None: the phase's."""
         return None
 
-    def weight(self, step: int, number: int) -> float:
-        """The weight of a microbatch in the loss of the step."""
-        return 1.0
-
-    def length(self, step: int, number: int) -> Length | None:
-        """The length of the rows of a microbatch; None: that of whole ones."""
-        return None
+    def share(self, step: int, number: int) -> Share:
+        """A microbatch of a step."""
+        return Share()
 
     def tokens(self, step: int) -> int | None:
         """The tokens of a step of all replicas; None: those of whole rows."""
-        return None
-
-    def rows(self, step: int, number: int) -> Rows | None:
-        """Lengths of the samples in the rows of a microbatch; None if each row is one sample."""
         return None
 
     def follow(self, phases: Phases) -> None:
@@ -247,17 +248,17 @@ class Worker:
 
     def length(self, mb: int) -> Length | None:
         """The length of the rows of a microbatch; None for whole ones."""
-        return self.work.length(self.step, self.number(mb))
+        return self.work.share(self.step, self.number(mb)).length
 
     def portion(self, number: int, part: Part | None) -> float:
         """The weight of the loss of a microbatch, or of a slice of it, in the mean over a step."""
-        whole = self.phase_run.portion * self.work.weight(self.step, number)
+        whole = self.phase_run.portion * self.work.share(self.step, number).weight
         return whole if part is None else whole * part.rows / part.length
 
     def weight(self, number: int) -> float:
         """The weight of a microbatch in the loss of its step, a sum over all; if that is a mean, 1 on average."""
         known = None if self.batches is None else self.batches.weight(self.step, number)
-        return self.work.weight(self.step, number) if known is None else known
+        return self.work.share(self.step, number).weight if known is None else known
 
     def wait(self, message: Letter) -> Tensor:
         """Blocks until a posted message has arrived."""
@@ -284,8 +285,10 @@ class Worker:
         self, squares: Mapping[str, Tensor], losses: Mapping[int, Tensor | float], busy: float, peak: int
     ) -> Tensor:
         """This rank's entries of the vector of a step; see validate.py."""
-        own: dict[str, Any] = {"rank": self.rank, "stop": self.stop, "device": self.device, "replica": self.apart}
-        return self.layout.vector(squares, losses, busy=busy, peak=peak, **own)
+        rank, device, replica = self.rank, self.device, self.apart
+        return self.layout.vector(
+            squares, losses, rank=rank, stop=self.stop, busy=busy, peak=peak, device=device, replica=replica
+        )
 
     def learn(self, vector: Tensor) -> StepResult:
         """The verdict of all ranks: the only place in a step where the host reads values computed by the device."""

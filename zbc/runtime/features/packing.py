@@ -71,7 +71,7 @@ class Packed(Feature):
 
 
 def _in_rows(handler: Handler, worker: Worker, op: Op) -> None:
-    with packed(worker.work.rows(worker.step, worker.number(op.mb))):
+    with packed(worker.work.share(worker.step, worker.number(op.mb)).samples):
         handler(worker, op)
 
 
@@ -85,7 +85,7 @@ class Lengths(Feature):
         run, now = worker.phase_run, self._now
         for op in run.routes:  # without a flush also those of the next step
             step = worker.step if run.ending.due(worker, op.mb) else worker.step + 1
-            length = worker.work.length(step, worker.number(op.mb))
+            length = worker.work.share(step, worker.number(op.mb)).length
             if now.get(op) != length and (route := route_of(worker, run, op, length)) is not None:
                 run.routes[op], now[op] = route, length
 

@@ -27,7 +27,7 @@ from zbc.job import spec
 from zbc.plan.balancing import Microbatch, Shape, deal, deal_by_tokens, dealt_evenly, samples_of_step
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
-from zbc.runtime.core.state import Work
+from zbc.runtime.core.state import Share, Work
 from zbc.runtime.core.tensors import IGNORED, Length
 from zbc.runtime.features.packing import Rows
 from zbc.runtime.seeding import seed_of
@@ -165,7 +165,7 @@ class PairDocuments(Documents):
 
 
 LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a step
-KEPT = 3  # cached steps
+KEPT, SHARES = 3, 256  # cached steps, and microbatches
 
 
 def dealer_of(manifest: Manifest, own: Tokens | None = None) -> Dealer | None:
@@ -245,7 +245,7 @@ class Dealer(Work):
         self._order = Batches(documents, seed=seed, microbatches=least, size=size, where=where)
         self.samples = self._samples(microbatches)
         self.phases = Phases.even(self.samples)
-        self.step = lru_cache(KEPT)(self._dealt)
+        self.step, self._share = lru_cache(KEPT)(self._dealt), lru_cache(SHARES)(self._shared_out)
 
     def _least(self) -> tuple[int, int]:
         """The fewest microbatches of a step of all replicas, and their samples."""
@@ -261,6 +261,7 @@ class Dealer(Work):
     def follow(self, phases: Phases) -> None:
         self.phases = phases
         self.step.cache_clear()
+        self._share.cache_clear()
 
     def _dealt(self, step: int) -> StepWork:
         """The work of a step. Raises E110 if its samples do not fit into `max_microbatches`."""
@@ -280,27 +281,32 @@ class Dealer(Work):
     def count(self, step: int, replica: int) -> int:
         return len(self.step(step).replicas[replica])
 
-    def weight(self, step: int, number: int) -> float:
-        filled = [sum(lengths) for lengths in self.rows(step, number)]
+    def share(self, step: int, number: int) -> Share:
+        return self._share(step, number)
+
+    def _shared_out(self, step: int, number: int) -> Share:
+        lengths = self.step(step).lengths
+        samples = self._rows(step, number, lengths)
+        filled, length = [*map(sum, samples)], self._length(max(map(sum, samples)))
         if self._own is not None:
-            length = self.length(step, number)
             at = self._own.at(self.shape.room if length is None else length.tokens)
             filled = [int((at < count).sum()) for count in filled]
-        return sum(filled) / sum(self.step(step).lengths)
+        return Share(sum(filled) / sum(lengths), length, samples)
 
-    def rows(self, step: int, number: int) -> Rows:
-        lengths = self.step(step).lengths
-        found = [tuple(lengths[i] for i in row) for row in self._microbatch(step, number)]
+    def _length(self, longest: int) -> Length | None:
+        return None
+
+    def _rows(self, step: int, number: int, of: Sequence[int]) -> Rows:
+        """The numbers `of` the samples in each row of a microbatch."""
+        replica, mb = divmod(number, self.most)
+        found = [tuple(of[i] for i in row) for row in self.step(step).replicas[replica][mb]]
         return (*found, *([()] * (self.shape.rows - len(found))))
 
-    def of(self, step: int, number: int) -> list[list[int]]:
-        """The samples of each row of a microbatch."""
-        samples = self.step(step).samples
-        return [[samples[i] for i in row] for row in self._microbatch(step, number)]
-
-    def _microbatch(self, step: int, number: int) -> Microbatch:
-        replica, mb = divmod(number, self.most)
-        return self.step(step).replicas[replica][mb]
+    def read(self, step: int, number: int, which: int) -> Tensor:
+        """The inputs (`which` = 0) or the targets (1) of a microbatch; the rest of a row is padding."""
+        length = self.share(step, number).length
+        room = self.shape.room if length is None else length.tokens
+        return self.documents.filled(self._rows(step, number, self.step(step).samples), room, which)
 
 
 class ByTokens(Dealer):
@@ -319,9 +325,8 @@ class ByTokens(Dealer):
     def count(self, step: int, replica: int) -> int:
         return len(self._tokens)
 
-    def length(self, step: int, number: int) -> Length:
-        room, longest = self.shape.room, max(map(sum, self.rows(step, number)))
-        return Length(min(room, -(-longest // self._unit) * self._unit), room)
+    def _length(self, longest: int) -> Length:
+        return Length(min(self.shape.room, -(-longest // self._unit) * self._unit), self.shape.room)
 
 
 def dealt(manifest: Manifest, steps: int = 20) -> dict[str, Any]:
@@ -351,7 +356,8 @@ def dealt(manifest: Manifest, steps: int = 20) -> dict[str, Any]:
 
 def _by_tokens(dealer: ByTokens, manifest: Manifest, steps: int) -> dict[str, Any]:
     planned, batch = manifest.tokens, manifest.topology.batch
-    found = [[dealer.length(step, n).tokens for n in range(batch)] for step in range(steps)]
+    shares = [[dealer.share(step, n).length for n in range(batch)] for step in range(steps)]
+    found = [[length.tokens for length in step if length is not None] for step in shares]
     medians = [median_low([n for step in found for n in step[mb :: len(planned)]]) for mb in range(len(planned))]
     longer = sum(any(n > planned[k % len(planned)] for k, n in enumerate(step)) for step in found)
     fill = sum(map(dealer.tokens, range(steps))) / (dealer.shape.rows * sum(map(sum, found)))
@@ -363,20 +369,15 @@ class Fixed(Work):
     numbers, over all replicas; `every`: microbatches whose mean is one loss."""
 
     def __init__(self, lengths: Sequence[int], whole: int, rows: int, every: int) -> None:
-        self._lengths = [Length(tokens, whole) for tokens in lengths]
-        self._sum, means = rows * sum(lengths), list[float]()
-        for start in range(0, len(lengths), every):
-            means += [sum(lengths[start : start + every]) / every] * every
-        self._weights = [tokens / mean for tokens, mean in zip(lengths, means, strict=False)]
+        self._sum = rows * sum(lengths)
+        means = [sum(lengths[start : start + every]) / every for start in range(0, len(lengths), every)]
+        self._shares = [Share(n / means[mb // every], Length(n, whole)) for mb, n in enumerate(lengths)]
 
-    def length(self, step: int, number: int) -> Length:
-        return self._lengths[number % len(self._lengths)]
+    def share(self, step: int, number: int) -> Share:
+        return self._shares[number % len(self._shares)]
 
     def tokens(self, step: int) -> int:
         return self._sum
-
-    def weight(self, step: int, number: int) -> float:
-        return self._weights[number % len(self._weights)]
 
 
 class PackedBatches(RankBatches):
@@ -387,6 +388,4 @@ class PackedBatches(RankBatches):
         self._dealer = dealer
 
     def read(self, step: int, mb: int, which: int) -> Tensor:
-        shape, rows, length = self._dealer.shape, self._dealer.of(step, mb), self._dealer.length(step, mb)
-        room = shape.room if length is None else length.tokens
-        return self._dealer.documents.filled([*rows, *([[]] * (shape.rows - len(rows)))], room, which)
+        return self._dealer.read(step, mb, which)
