@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zbc.errors import ZbcError
 from zbc.host.linefile import replace_text
+from zbc.job.wording import first_of
 
 COMPLETE, INDEX = ".complete", "index.json"
 FORMAT, VERSION = "zbc-checkpoint", 3
@@ -218,9 +219,7 @@ def read_index(folder: Path) -> Index:
     try:
         index = Index.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise damaged(folder / INDEX, f"{place}: {first['msg'].lower()}") from None
+        raise damaged(folder / INDEX, first_of(error)) from None
     if (wrong := index.wrong()) is not None:
         raise damaged(folder / INDEX, wrong)
     if step_of(folder) not in (None, index.step):

@@ -10,8 +10,13 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 from zbc.host.signals import handled
 
@@ -46,3 +51,28 @@ def fork_server() -> ForkServerContext:
     finally:
         os.environ.pop(SAFE) if kept is None else os.environ.update({SAFE: kept})
     return context
+
+
+@dataclass
+class Child:
+    """A forked process, and this end of the pipe to it."""
+
+    process: BaseProcess
+    pipe: Connection
+    ended: Any = None  # its last word
+
+    @classmethod
+    def start(cls, name: str, target: Callable[..., None], *arguments: object) -> Child:
+        """Starts a process that runs `target(*arguments, pipe)`."""
+        pipe, theirs = multiprocessing.Pipe()
+        process = fork_server().Process(target=target, args=(*arguments, theirs), name=name, daemon=True)
+        process.start()
+        theirs.close()
+        return cls(process, pipe)
+
+
+def kill(children: Collection[Child]) -> None:
+    for child in children:
+        child.process.kill()
+    for child in children:
+        child.process.join()

@@ -13,7 +13,6 @@ do.
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import queue
 import signal
@@ -25,7 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -41,7 +39,7 @@ from zbc.runtime.transports.hub import Hub
 from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices
 from zbc.training.launch.board import Board, Place, plain_name, prefixed
-from zbc.training.launch.forking import fork_server
+from zbc.training.launch.forking import Child, kill
 from zbc.training.launch.launch import Ended, RunOptions
 from zbc.training.metrics.live import Screen
 from zbc.training.train import Building, Failure, RankContext, RankFailed, StopFlag, end, run_rank
@@ -54,13 +52,6 @@ HOST, PREFIX = "127.0.0.1", "zbc"
 _NOT_STARTED = "it had not started yet"
 _ASK_S = 2.0  # for the store, which this process hosts, to answer
 _LAST_WORD_S = 20.0  # for a rank that is about to report why the run ends
-
-
-@dataclass
-class Child:
-    process: BaseProcess
-    pipe: Connection
-    ended: Ended | None = None
 
 
 @dataclass
@@ -100,8 +91,7 @@ def run_local(manifest: Manifest, options: RunOptions, screen: Screen) -> Ended:
     finally:
         os.close(read)
         os.close(write)
-    ended = parent.children[0].ended
-    assert ended is not None  # else the parent raises
+    ended: Ended = parent.children[0].ended  # else the parent raises
     return ended
 
 
@@ -132,7 +122,8 @@ def _run_once(parent: Parent, ranks: int, options: RunOptions, wake: int) -> Non
     try:
         with _ended(parent):
             for rank in range(ranks):
-                parent.children[rank] = _start(Place(rank, ranks, HOST, port, PREFIX, local_rank=rank), options)
+                place = Place(rank, ranks, HOST, port, PREFIX, local_rank=rank)
+                parent.children[rank] = Child.start(f"rank {rank}", _rank, place, options)
             _supervise(parent, wake)
     finally:  # an exception may keep this frame, and thereby the port, alive
         parent.board = None
@@ -150,14 +141,6 @@ def host_store() -> tuple[Store, int]:
     return store, port
 
 
-def _start(place: Place, options: RunOptions) -> Child:
-    pipe, theirs = multiprocessing.Pipe()
-    process = fork_server().Process(target=_rank, args=(place, options, theirs), name=f"rank {place.rank}", daemon=True)
-    process.start()
-    theirs.close()
-    return Child(process, pipe)
-
-
 # ---- the parent ----------------------------------------------------------------------------------------------
 
 
@@ -168,7 +151,7 @@ def _ended(parent: Parent) -> Iterator[None]:
     try:
         yield
     except (ZbcError, RankFailed):
-        _kill(parent)
+        kill(parent.children.values())
         for child in parent.children.values():
             with suppress(EOFError, OSError):  # the last message may be cut off
                 while not child.pipe.closed and child.pipe.poll():
@@ -177,16 +160,9 @@ def _ended(parent: Parent) -> Iterator[None]:
                         parent.emit(content)
         raise
     finally:
-        _kill(parent)
+        kill(parent.children.values())
         for child in parent.children.values():
             child.pipe.close()
-
-
-def _kill(parent: Parent) -> None:
-    for child in parent.children.values():
-        child.process.kill()
-    for child in parent.children.values():
-        child.process.join()
 
 
 def _supervise(parent: Parent, wake: int) -> None:
@@ -378,8 +354,9 @@ def _in_thread(run: _Run, rank: int) -> None:
         except SystemExit:  # the output is closed
             end(EXIT_PIPE)
 
-    how: Any = {"live": run.screen.show, "stop": run.stops[rank], "transport": run.hub.end(rank)}
-    context = RankContext(place, run.options, run.device, show, report, leave, **how, building=run.building)
+    live, stop, end_of_hub = run.screen.show, run.stops[rank], run.hub.end(rank)
+    told = (show, report, leave, live, stop)
+    context = RankContext(place, run.options, run.device, *told, transport=end_of_hub, building=run.building)
     with suppress(SystemExit), own_stream(run.device):
         run.ends.put((rank, run_rank(context)))
 

@@ -6,7 +6,6 @@ alone on the machine is faster than one with neighbours. They come from the fork
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
 import tempfile
@@ -34,7 +33,7 @@ from zbc.job.userobject import FAILURES
 from zbc.runtime.core.private import workspaces
 from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices, frames
-from zbc.training.launch.forking import fork_server
+from zbc.training.launch.forking import Child, kill
 from zbc.training.profiling.link import HostCopies, Pair, fit, share_of, sums_of
 from zbc.training.profiling.link import Samples as LinkSamples
 from zbc.training.profiling.rig import IDLE, build_rig
@@ -169,7 +168,7 @@ def _layer(found: Measurements, kind: str, host: dict[str, float]) -> LayerProfi
 def _layers(job: Job, how: Sampling, done: Callable[[], None]) -> dict[str, Any]:
     """Times of all ranks, and the other measurements of the first one."""
     counts, results = [0] * how.together, dict[int, Any]()
-    with _ranks(how.together, _rank, (job, how)) as pipes:
+    with _ranks(how.together, _rank, job, how) as pipes:
         while len(results) < how.together:
             for rank, content in _heard(pipes):
                 if isinstance(content, int):
@@ -252,7 +251,7 @@ def _around(sizes: tuple[int, ...]) -> list[int]:
 
 def _together(count: int, how: Sampling, sizes: list[int], meeting: str, *, pair: bool) -> LinkSamples:
     """The measurements of `count` processes that sum tensors, or of a `pair` that sends them."""
-    with _ranks(count, _exchanges, (count, how, sizes, meeting, pair)) as pipes:
+    with _ranks(count, _exchanges, count, how, sizes, meeting, pair) as pipes:
         found: dict[int, Any] = {}
         while len(found) < count:
             found.update(_heard(pipes))
@@ -278,26 +277,16 @@ def _exchanges(
 
 
 @contextmanager
-def _ranks(count: int, target: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[list[Connection]]:
+def _ranks(count: int, target: Callable[..., Any], *arguments: object) -> Iterator[list[Connection]]:
     """Processes that run `target(rank, *arguments, pipe)`; none outlives the block."""
-    context = fork_server()
-    pairs = [multiprocessing.Pipe() for _ in range(count)]
-    processes = [
-        context.Process(target=_run, args=(target, rank, arguments, theirs), name=f"profile {rank}", daemon=True)
-        for rank, (_, theirs) in enumerate(pairs)
-    ]
+    children = list[Child]()
     try:
-        for process, (_, theirs) in zip(processes, pairs, strict=True):
-            process.start()
-            theirs.close()
-        yield [mine for mine, _ in pairs]
+        children += (Child.start(f"profile {rank}", _run, target, rank, arguments) for rank in range(count))
+        yield [child.pipe for child in children]
     finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-        for mine, _ in pairs:
-            mine.close()
+        kill(children)
+        for child in children:
+            child.pipe.close()
 
 
 def _heard(pipes: list[Connection]) -> list[tuple[int, Any]]:
