@@ -23,7 +23,7 @@ from zbc.host.contents import contents
 from zbc.job.adapter import Adapter
 from zbc.job.model_section import Model
 from zbc.job.section import Count, Ms, NotNegative, Rate, Section, Us, key
-from zbc.job.wording import sentence
+from zbc.job.wording import first_of
 from zbc.topology import INNER, At
 
 if TYPE_CHECKING:
@@ -413,10 +413,9 @@ def checked(data: Any, name: str, where: str | None, hint: str) -> Profile:
     try:
         profile = Profile.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        value = "" if isinstance(first["input"], dict | list) else f", found {first['input']!r}"
-        text = f"profile: {name}: {place}: {sentence(first)}{value}"
+        first = error.errors()[0]["input"]
+        value = "" if isinstance(first, dict | list) else f", found {first!r}"
+        text = f"profile: {name}: {first_of(error)}{value}"
         raise ZbcError("E142", text, where=where, hint=hint) from None
     if profile.timed and not any(layer.f.ms + layer.b.ms + layer.w.ms for layer in profile.layers.values()):
         raise ZbcError("E142", f"profile: {name}: layers: none of them takes any time", where=where, hint=hint)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date, time
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from zbc.errors import ZbcError
 from zbc.job import toml
@@ -98,6 +98,12 @@ def sentence(problem: Any) -> str:
     if kind in ("literal_error", "enum"):
         return f"expected {context['expected']}"
     return str(problem["msg"]).removeprefix("Value error, ").removesuffix(".").lower()
+
+
+def first_of(error: ValidationError, of: str = "") -> str:
+    """The first problem of values: its place in them, and the expected value."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}{of}: {sentence(problem)}"
 
 
 def _list_or_one(section: type[BaseModel], path: toml.KeyPath, kind: str) -> str | None:

@@ -214,13 +214,19 @@ def lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     except OSError as error:
         raise ZbcError("E430", f"trace: cannot read {path}: {error.strerror}", hint=RECORD) from None
     for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise damaged(f"{path}:{number}", f"not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise damaged(f"{path}:{number}", "not an object")
-        yield number, values
+        yield number, object_of(line, f"{path}:{number}", "trace", RECORD)
+
+
+def object_of(line: str | bytes, place: str, of: str, hint: str | None = None) -> dict[str, Any]:
+    """The JSON object in a line. Raises E430."""
+    try:
+        values = json.loads(line)
+        problem = None if isinstance(values, dict) else "not an object"
+    except (ValueError, RecursionError) as error:
+        problem = f"not JSON: {error}"
+    if problem is not None:
+        raise ZbcError("E430", f"{of}: damaged: {problem}", where=place, hint=hint)
+    return values  # type: ignore[no-any-return]
 
 
 def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) -> Head:

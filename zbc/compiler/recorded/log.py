@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,8 +15,9 @@ from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
 from zbc.host.contents import contents
 from zbc.job.throughput import Throughput, balance, idle_rate, settled_of
-from zbc.job.wording import sentence
+from zbc.job.wording import first_of
 from zbc.topology import INNER, Topology
+from zbc.trace.recording import object_of
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 
@@ -182,8 +182,7 @@ def read(folder: Path) -> RunLog:
         try:
             _Step.model_validate({**row, "rates": [row.get(name) for name in Throughput._fields]})
         except ValidationError as error:
-            first = error.errors()[0]
-            text = f"run: damaged: {'.'.join(map(str, first['loc']))} of a step: {sentence(first)}"
+            text = f"run: damaged: {first_of(error, ' of a step')}"
             raise ZbcError("E430", text, where=str(folder / METRICS)) from None
         if {len(row["busy_ms"]), len(row["peak_bytes"])} != {len(steps[0]["busy_ms"])}:
             raise ZbcError("E430", "run: damaged: steps of other numbers of ranks", where=str(folder / METRICS))
@@ -201,13 +200,5 @@ def _objects(path: Path, *, whole: bool) -> list[dict[str, Any]]:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         hint = "name a run directory, as `zbc run` makes them below runs"
         raise ZbcError("E430", f"run: cannot read {path}: {reason}", hint=hint) from None
-    rows = []
-    for number, line in enumerate([text] if whole else text.split("\n")[:-1], start=1):
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ZbcError("E430", f"run: damaged: not JSON: {error}", where=f"{path}:{number}") from None
-        if not isinstance(values, dict):
-            raise ZbcError("E430", "run: damaged: not an object", where=f"{path}:{number}")
-        rows.append(values)
-    return rows
+    lines = enumerate([text] if whole else text.split("\n")[:-1], start=1)
+    return [object_of(line, f"{path}:{number}", "run") for number, line in lines]
