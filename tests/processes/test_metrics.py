@@ -24,7 +24,7 @@ from zbc.training.checkpoint.resume import Start
 from zbc.training.launch import launch, torchrun
 from zbc.training.launch.launch import RunOptions
 from zbc.training.metrics.live import Screen
-from zbc.training.metrics.metrics import RunRecord, RunSettings
+from zbc.training.metrics.metrics import RunRecord
 
 MIB = 2**20
 
@@ -43,7 +43,7 @@ def open_log(tmp_path, monkeypatch):
         plan = write_plan(tmp_path, **{"log": {"every": 5}, **changes})
         phases = Phases.of(read_manifest(plan))
         options, start = RunOptions(plan, out=out, device="cpu"), Start(run=go_on)
-        return RunRecord(read_manifest(plan), RunSettings(options, steps, ["here:1"] * 4, phases, first, start))
+        return RunRecord(read_manifest(plan), options, steps, ["here:1"] * 4, phases, first, start)
 
     return open_log
 
@@ -112,7 +112,7 @@ def test_rows_of_experts_are_written_with_a_line_and_reported_over_their_mean(tm
     model = plan.planning["model"] | {"experts": 4, "imbalance": 1.2}
     manifest = plan.model_copy(update={"planning": {**plan.planning, "model": model}, "ep": 2})
     options, rows = RunOptions(tmp_path, out=tmp_path / "run"), (30.0, 10.0, 20.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    with RunRecord(manifest, RunSettings(options, 3, ["here:1"] * 4, Phases.of(manifest))) as log:
+    with RunRecord(manifest, options, 3, ["here:1"] * 4, Phases.of(manifest)) as log:
         for step in range(3):
             log.record(result(step, routed=(*rows, *((10.0 + step, 10.0 - step) * 2))))
     told = [row.get("expert_rows") for row in metrics(tmp_path / "run")]
@@ -135,7 +135,7 @@ def test_without_a_sequence_length_samples_are_counted(open_log, tmp_path):
     planning = {**plan.write(tmp_path / "plan").planning, "model": {**model, "layers": 4, "seq_len": None}}
     manifest = read_manifest(tmp_path / "plan").model_copy(update={"planning": planning})
     options = RunOptions(tmp_path, out=tmp_path / "run")
-    with RunRecord(manifest, RunSettings(options, 1, [], Phases.of(manifest))) as log:
+    with RunRecord(manifest, options, 1, [], Phases.of(manifest)) as log:
         line = log.record(result())
     assert metrics(tmp_path / "run")[0]["samples_per_s"] == pytest.approx(80.0)
     assert "80 samples/s" in line

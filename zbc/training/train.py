@@ -55,7 +55,7 @@ from zbc.training.guest import Guest, Skips
 from zbc.training.launch.board import Place, host_of, hosts_of, identity
 from zbc.training.launch.launch import Ended, RunOptions, check_forward
 from zbc.training.launch.reach import SHARED, Doorstep, check_reach, connected
-from zbc.training.metrics.metrics import RunRecord, RunSettings
+from zbc.training.metrics.metrics import RunRecord
 from zbc.training.models import adapters, pretrained
 from zbc.training.models.experts import stacks_of, unstacked
 from zbc.training.probing.shapes import Shapes
@@ -268,8 +268,8 @@ def _record(run: _Run) -> None:
     """Makes rank 0 write the metrics of the run."""
     if run.rank == 0:
         tokens, phases = run.worker.work.tokens, run.worker.phases
-        about = RunSettings(run.options, run.total, run.board.said("process"), phases, run.first, run.start, tokens)
-        run.log = run.training.enter_context(RunRecord(run.manifest, about))
+        about = (run.options, run.total, run.board.said("process"), phases, run.first, run.start, tokens)
+        run.log = run.training.enter_context(RunRecord(run.manifest, *about))
 
 
 def _trace(run: _Run) -> None:

@@ -286,37 +286,55 @@ def _send(pipe: Connection, content: Any) -> None:
 _LEAVE_S = 5.0  # for the other ranks to end after a failure
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The state shared by the threads of a run."""
-
-    options: RunOptions
-    device: torch.device
-    hub: Hub
-    store: object  # lives as long as a thread that waits in it, which would else abort the process as it ends
-    port: int
-    screen: Screen
-    stops: list[StopFlag]
-    ends: queue.SimpleQueue[tuple[int, Failure | Ended]] = field(default_factory=queue.SimpleQueue)
-    building: Building = field(default_factory=Building)
-
-
 def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> Ended:
     """Trains with a thread per rank of the plan. Raises the error of the first rank to fail."""
     world = manifest.topology.world
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     store, port = host_store()
     hub = (StreamHub if device.type == "cuda" else Hub)(world, inside=manifest.topology.inside)
-    run = _Run(options, device, hub, store, port, screen, [StopFlag() for _ in range(world)])
+    stops, building = [StopFlag() for _ in range(world)], Building()
+    ends = queue.SimpleQueue[tuple[int, Failure | Ended]]()
+
+    def show(line: str) -> None:
+        try:
+            screen.say(line)
+        except SystemExit:  # the output is closed
+            end(EXIT_PIPE)
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit  # ends this thread; the rank that reports ends the run
+
+    def run(rank: int, held: Store) -> None:  # a thread that waits in the store would abort the process as it ends
+        torch.set_num_threads(threads_of(world))  # for this thread's kernels, as in a rank's process
+        place = Place(rank, world, HOST, port, PREFIX)
+
+        def report(failure: Failure) -> NoReturn:
+            ends.put((rank, failure))
+            in_time(lambda: place.board().report(failure.exit_code), 5.0)
+            raise SystemExit
+
+        context = RankContext(
+            place, options, device, show, report, leave, screen.show, stops[rank], None, hub.end(rank), building
+        )
+        with suppress(SystemExit), own_stream(device):
+            ends.put((rank, run_rank(context)))
+
+    def ask(name: str) -> None:
+        """Asks all ranks to stop. Ends at once before training: nothing is lost, and a rank might wait forever."""
+        for stop in stops:
+            stop.reason = name
+        if not all(stop.training for stop in stops):
+            end(EXIT_INTERRUPTED)
+
     threads = [
-        threading.Thread(target=_in_thread, args=(run, rank), name=f"rank {rank}", daemon=True) for rank in range(world)
+        threading.Thread(target=run, args=(rank, store), name=f"rank {rank}", daemon=True) for rank in range(world)
     ]
-    with Signals(lambda name: _ask(run, name), lambda name: end(EXIT_INTERRUPTED)):
+    with Signals(ask, lambda name: end(EXIT_INTERRUPTED)):
         for thread in threads:
             thread.start()
         ended = dict[int, Ended]()
         for _ in threads:
-            rank, said = run.ends.get()
+            rank, said = ends.get()
             if not isinstance(said, Ended):
                 hub.poison(rank, said.render().partition("\n")[0])
                 for thread in threads:
@@ -326,39 +344,6 @@ def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> Ende
         for thread in threads:
             thread.join()
     return ended[0]
-
-
-def _ask(run: _Run, name: str) -> None:
-    """Asks all ranks to stop. Ends at once before training: nothing is lost, and a rank might wait forever."""
-    for stop in run.stops:
-        stop.reason = name
-    if not all(stop.training for stop in run.stops):
-        end(EXIT_INTERRUPTED)
-
-
-def _in_thread(run: _Run, rank: int) -> None:
-    torch.set_num_threads(threads_of(run.hub.ranks))  # for this thread's kernels, as in a rank's process
-    place = Place(rank, run.hub.ranks, HOST, run.port, PREFIX)
-
-    def report(failure: Failure) -> NoReturn:
-        run.ends.put((rank, failure))
-        in_time(lambda: place.board().report(failure.exit_code), 5.0)
-        raise SystemExit
-
-    def leave(code: int) -> NoReturn:
-        raise SystemExit  # ends this thread; the rank that reports ends the run
-
-    def show(line: str) -> None:
-        try:
-            run.screen.say(line)
-        except SystemExit:  # the output is closed
-            end(EXIT_PIPE)
-
-    live, stop, end_of_hub = run.screen.show, run.stops[rank], run.hub.end(rank)
-    told = (show, report, leave, live, stop)
-    context = RankContext(place, run.options, run.device, *told, transport=end_of_hub, building=run.building)
-    with suppress(SystemExit), own_stream(run.device):
-        run.ends.put((rank, run_rank(context)))
 
 
 @contextmanager

@@ -45,10 +45,15 @@ _ONE_LINE = 10_000  # columns without COLUMNS and a terminal: lines are not wrap
 _OF_PLAN = ("schedule", "ranks", "copies", "node", "order", "stages", "microbatches", "microbatch_size")  # in run.json
 
 
-@dataclass(frozen=True, slots=True)
-class RunSettings:
-    """Settings of a run that are not in its plan."""
+@dataclass
+class RunRecord:
+    """The run directory during the run, as a context manager: `-o`, or the first free `runs/<plan name>-<n>`; or the
+    resumed run's, where the metrics of steps after `first` are dropped: they are trained again.
 
+    Raises E608 if it cannot be written, E614 if `-o` holds a run already.
+    """
+
+    manifest: Manifest
     options: RunOptions
     steps: int
     processes: list[str]  # per rank, host:pid
@@ -57,29 +62,17 @@ class RunSettings:
     start: Start = field(default_factory=Start)  # the checkpoint of these steps, and the run directory
     tokens: Callable[[int], int | None] = lambda step: None  # of a step, if samples are of unequal length
 
-
-class RunRecord:
-    """The run directory during the run, as a context manager."""
-
-    def __init__(self, manifest: Manifest, settings: RunSettings) -> None:
-        """Makes the directory: `-o`, or the first free `runs/<plan name>-<n>`; or reuses the resumed run's.
-
-        There the metrics of steps after the first `settings.first` are dropped: they are trained again.
-        Raises E608 if it cannot be written, E614 if `-o` holds a run already.
-        """
-        self._manifest, self._settings, self._steps = manifest, settings, settings.steps
-        self._options, self._first = settings.options, settings.first
-        self._log = manifest.training["log"]
-        optimizer = Optimizer.model_validate(manifest.training["optimizer"], strict=False)
-        planned = manifest.training["train"]["steps"]
-        self._phases = settings.phases
-        self._rate = functools.partial(settings.phases.rate, optimizer.rates[0], optimizer.schedule, planned)
-        self._model = Model.model_validate(manifest.planning["model"], strict=False)
+    def __post_init__(self) -> None:
+        training = self.manifest.training
+        self._log, optimizer = training["log"], Optimizer.model_validate(training["optimizer"], strict=False)
+        planned = training["train"]["steps"]
+        self._rate = functools.partial(self.phases.rate, optimizer.rates[0], optimizer.schedule, planned)
+        self._model = Model.model_validate(self.manifest.planning["model"], strict=False)
         self._unit = "samples" if self._model.seq_len is None else "tokens"
         try:
-            self._open(settings.start.run)
+            self._open(self.start.run)
         except OSError as error:
-            place = Path(error.filename or self._options.out or RUNS)
+            place = Path(error.filename or self.options.out or RUNS)
             text = f"run: cannot write the run directory {place}: {unwritten(place, error)}"
             raise ZbcError("E608", text, hint="make room there, or choose another one with -o DIR") from None
 
@@ -88,10 +81,10 @@ class RunRecord:
         about |= sinks.names(self._log, told)
         if go_on is not None:
             about["before"] = rundir.before(told)
-            self.folder, self._file = go_on, rundir.gone_on(go_on, self._first, about)
-            self._sinks = sinks.open_sinks(self._log, go_on, about, self._first)
+            self.folder, self._file = go_on, rundir.gone_on(go_on, self.first, about)
+            self._sinks = sinks.open_sinks(self._log, go_on, about, self.first)
             return
-        name, out = self._options.plan.resolve().name, self._options.out
+        name, out = self.options.plan.resolve().name, self.options.out
         with rundir.begun(RUNS, name, out, about) as (self.folder, self._file):
             self._sinks = sinks.open_sinks(self._log, self.folder, about)
 
@@ -107,22 +100,22 @@ class RunRecord:
                 sink.close()
 
     def headline(self) -> str:
-        m = self._manifest
+        m = self.manifest
         run = m.topology
-        ranks = counted(run.world, f"{self._options.device} rank") + run.axes
+        ranks = counted(run.world, f"{self.options.device} rank") + run.axes
         counts = [*(str(part.microbatches) for part in m.ramp), counted(m.microbatches, "microbatch", "microbatches")]
         work = f"{', then '.join(counts)} of {m.microbatch_size}"
         if m.balance is not None:
             work = f"1 to {m.balance.most} microbatches of {m.microbatch_size * m.balance.room} tokens"
-        line = f"{m.schedule} on {ranks}, {work}, {counted(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
-        resumed = self._settings.start.checkpoint
-        return line if resumed is None else f"{line}\ngoing on from {resumed}, after step {self._first}"
+        line = f"{m.schedule} on {ranks}, {work}, {counted(self.steps, 'step')}, plan {m.id}; writing {self.folder}"
+        resumed = self.start.checkpoint
+        return line if resumed is None else f"{line}\ngoing on from {resumed}, after step {self.first}"
 
     def record(self, result: StepResult) -> str | None:
         """Writes the metrics of a step; returns its line for the console, if it is a step to show."""
         numbers = self._numbers(result)
         step = numbers["step"]
-        always = step in (self._first + 1, self._steps) or result.stop or result.skipped
+        always = step in (self.first + 1, self.steps) or result.stop or result.skipped
         shown = always or step % self._log["every"] == 0
         if shown and (count := self._experts):  # in each step they would be most of the file
             rows = [*map(int, result.routed)]
@@ -145,8 +138,8 @@ class RunRecord:
                 metric = f", metric {each.metric:.4f}"
             parts.append(f"{each.name} loss {each.loss:.4f}{metric} over {each.samples}{of} samples".lstrip())
         self._write(numbers)
-        width = len(str(self._steps))
-        return f"step {result.step + 1:{width}d}/{self._steps}  evaluation: {'; '.join(parts)}, {took:.1f} ms"
+        width = len(str(self.steps))
+        return f"step {result.step + 1:{width}d}/{self.steps}  evaluation: {'; '.join(parts)}, {took:.1f} ms"
 
     def _write(self, numbers: dict[str, Any]) -> None:
         """Writes a line of metrics. Raises E608 if that fails; existing lines stay complete."""
@@ -159,15 +152,15 @@ class RunRecord:
         except OSError as error:
             what = f"step {numbers['step']}: cannot write {error.filename or self.folder}: {error.strerror or error}"
             hint = "make room there, or choose another run directory with -o DIR"
-            if self._manifest.training.get("checkpoint", {}).get("every"):
+            if self.manifest.training.get("checkpoint", {}).get("every"):
                 hint += "; --resume auto goes on from the newest checkpoint"
             raise ZbcError("E608", f"run: {what}", hint=hint) from None
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
-        samples = self._phases.samples(result.step)
-        hardware, world = self._manifest.planning.get("hardware", {}), self._manifest.topology.world
-        tokens = self._settings.tokens(result.step)
-        frozen, ms = self._manifest.adapted, 1e3 * result.seconds
+        samples = self.phases.samples(result.step)
+        hardware, world = self.manifest.planning.get("hardware", {}), self.manifest.topology.world
+        tokens = self.tokens(result.step)
+        frozen, ms = self.manifest.adapted, 1e3 * result.seconds
         rates = throughput(self._model, samples, ms, world, gpu.peak_tflops(hardware.get("gpu")), tokens, frozen=frozen)
         return {
             "step": result.step + 1,
@@ -179,7 +172,7 @@ class RunRecord:
             "skipped": result.skipped,
             "redone": result.redone,
             "lr": self._rate(result.step),
-            "samples": self._phases.position(result.step + 1),
+            "samples": self.phases.position(result.step + 1),
             **rates._asdict(),
             "step_ms": 1e3 * result.seconds,
             "idle_rate": idle_rate(result.busy_seconds, result.seconds),
@@ -206,18 +199,18 @@ class RunRecord:
 
     def live(self, result: StepResult) -> str:
         numbers, done = self._numbers(result), result.step + 1
-        full = 20 * done // self._steps
+        full = 20 * done // self.steps
         rate = self._rate_text(numbers)
-        left = str(timedelta(seconds=round((self._steps - done) * result.seconds)))
-        return f"[{'#' * full}{'.' * (20 - full)}] {done}/{self._steps}  loss {result.loss:.4f}  {rate}  {left} left"
+        left = str(timedelta(seconds=round((self.steps - done) * result.seconds)))
+        return f"[{'#' * full}{'.' * (20 - full)}] {done}/{self.steps}  loss {result.loss:.4f}  {rate}  {left} left"
 
     def _line(self, numbers: dict[str, Any]) -> str:
-        width = len(str(self._steps))
+        width = len(str(self.steps))
         peak = max(numbers["peak_bytes"])
-        held = "peak" if self._options.device == "cuda" else "process"  # whose size includes more than tensors
+        held = "peak" if self.options.device == "cuda" else "process"  # whose size includes more than tensors
         how = " SKIPPED" if numbers["skipped"] else " REDONE" if numbers["redone"] else ""
         parts = [
-            f"step {numbers['step']:{width}d}/{self._steps}",
+            f"step {numbers['step']:{width}d}/{self.steps}",
             f"loss {numbers['loss']:.4f}",
             *([f"added {numbers['added_loss']:.4g}"] if numbers["added_loss"] else []),
             *([f"load {numbers['expert_load']:.2f}"] if "expert_load" in numbers else []),
@@ -230,7 +223,7 @@ class RunRecord:
             f"idle {percent(numbers['idle_rate'])}",
             f"balance {percent(numbers['balance'])}",
             *([] if numbers["sums_hidden"] is None else [f"sums hidden {percent(numbers['sums_hidden'])}"]),
-            f"{held} {size(peak)} ({self._manifest.topology.name(numbers['peak_bytes'].index(peak))})",
+            f"{held} {size(peak)} ({self.manifest.topology.name(numbers['peak_bytes'].index(peak))})",
         ]
         head, *rest = parts
         room = shutil.get_terminal_size((_ONE_LINE, 24)).columns - len(head) - 2
@@ -241,21 +234,21 @@ class RunRecord:
         return f"{'?' if rate is None else short(rate, 4)} {self._unit}/s"
 
     def _about(self) -> dict[str, Any]:
-        m, start = self._manifest, self._settings.start
+        m, start = self.manifest, self.start
         return {
             "format": "zbc-run",
             "version": 1,
             "plan": m.id,
-            "plan_folder": str(self._options.plan),
+            "plan_folder": str(self.options.plan),
             **{name: getattr(m, name) for name in _OF_PLAN},
             **{axis.name: count for axis, count in zip(INNER, m.topology.inner, strict=True)},
-            "steps": self._steps,
-            "device": self._options.device,
-            "processes": self._settings.processes,
+            "steps": self.steps,
+            "device": self.options.device,
+            "processes": self.processes,
             "zbc_version": zbc.__version__,
             "torch_version": torch.__version__,
-            "launch": self._options.launch,
-            "first_step": self._first + 1,
+            "launch": self.options.launch,
+            "first_step": self.first + 1,
             "resumed": None if start.checkpoint is None else str(start.checkpoint),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "training": m.training,
