@@ -195,8 +195,8 @@ def test_entries_that_no_later_layer_names_go_no_further():
     samples = build_samples(settings.data, settings.model, 0)
     spec = input_spec(settings.data, settings.model, samples, SIZE)
     found = derive(layer_plans(settings), lambda _: spec, manifest, ends=frozenset({"target"}), autocast=None)
-    assert found.layouts[0].alongside == ["image", "scale"]  # the target is read where the loss is
-    assert found.layouts[1] is None and found.outputs[0].shape == (SIZE, WIDTH)
+    assert found.stages[0].came.alongside == ["image", "scale"]  # the target is read where the loss is
+    assert found.stages[1].came is None and found.stages[0].gives.shape == (SIZE, WIDTH)
 
 
 @pytest.mark.parametrize(

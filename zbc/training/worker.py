@@ -19,7 +19,6 @@ from zbc.training.building.context import Site, batches_of, count_of_targets, wa
 from zbc.training.building.stages import (
     build_stages,
     compile_stages,
-    forms,
     optimizers_of,
     refuse,
     sums_of,
@@ -62,8 +61,8 @@ def build_worker(
     stages = build_stages(site, share_out(site, shared, tables, site.tokens and site.tokens.rows), watch)
     refuse(site, stages)
     tied = tied_weights(site)
-    specs = {s: [forms(manifest, s, of) for of in site.by_slice] for s in site.mine}
-    ends = [of.inputs[0] for of in site.by_slice], [of.output for of in site.by_slice]
+    specs = {s: [of.stages[s] for of in site.by_slice] for s in site.mine}
+    ends = [of.stages[0].takes for of in site.by_slice], [of.output for of in site.by_slice]
     words = None if tables is None else tables.words(site, site.layers, *ends)
     optimizers = optimizers_of(site, stages, tied, shared, words)
     made = stages, optimizers, site.rank, device, shared, tied, site.slices, specs, words, site.unequal

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zbc.plan.directory import Manifest, RankPlan
     from zbc.runtime.core.optimizer import StageOptimizer
     from zbc.runtime.core.route import Route
-    from zbc.runtime.core.stage import Stage
+    from zbc.runtime.core.stage import Ports, Stage
     from zbc.runtime.core.state import PhaseRun, Worker
     from zbc.runtime.core.tensors import Part
     from zbc.runtime.features.tensor_parallel import Shared
@@ -60,7 +60,7 @@ class Context:
     shared: Shared
     tied: Mapping[str, tuple[int, ...]]
     slices: Sequence[Part]
-    specs: Mapping[int, Sequence[dict[str, Any]]]
+    specs: Mapping[int, Sequence[Ports]]
     words: Words | None
     unequal: bool
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,12 +58,28 @@ class StageLayer:
         return self.module if self.compiled is None else self.compiled
 
 
+class Ports(NamedTuple):
+    """The ends of a stage: `takes` is the input of one microbatch, `gives` the output (None for the last stage, which
+    ends in the loss); the packings of both, if they are several tensors; the memory layout of the input in one process,
+    if known: transfers make tensors contiguous.
+
+    `flows`: the input may get a gradient, since something before it trains; `passed`: in a trial the output got one,
+    and one forward cannot prove that it never does (training/probing/shapes.py).
+    """
+
+    takes: TensorSpec
+    gives: TensorSpec | None
+    came: Packing | None
+    goes: Packing | None
+    laid: Laid
+    flows: bool
+    passed: bool
+
+
 @dataclass
 class Stage:
-    """`takes` is the input of one microbatch, `gives` the output (None for the last stage, which ends in the loss).
+    """The layers and the ends (`Ports`) of one stage.
 
-    `flows`: the input may get a gradient; `passed`: in a trial the output got one (training/probing/shapes.py).
-    `laid`: the memory layout of the input in one process, if known.
     `recompute`: the number of its first layers of which F keeps the inputs only, and which backward runs again.
     `spares`: the level of selective recompute of the others (again.py).
     """
@@ -82,8 +98,8 @@ class Stage:
     parameters: dict[str, nn.Parameter] = field(init=False)
     casts: list[SplitLinear] = field(default_factory=list)
     laid: Laid | None = None
-    came: Packing | None = None  # the packing of its input, if that is several tensors
-    goes: Packing | None = None  # the packing of its output, if that is several tensors
+    came: Packing | None = None
+    goes: Packing | None = None
     part: Part | None = None  # the slice of microbatches that it runs; None: whole microbatches
     asleep: frozenset[int] = frozenset()  # layers, by index, that are frozen in the current forward
     reads: str = ""  # the group of layers whose data it reads, if there are several groups

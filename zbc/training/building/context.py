@@ -256,7 +256,9 @@ class Site:
         if words is None:
             return found
         sizes = dict(zip(found.parameters, found.sizes, strict=True)) | words.sizes
-        return replace(found, parameters=tuple(sorted(sizes)), sizes=tuple(sizes[name] for name in sorted(sizes)))
+        names, (*stages, last) = tuple(sorted(sizes)), found.stages
+        stages.append(last._replace(gives=found.output))  # which all ranks turn into words
+        return replace(found, stages=tuple(stages), parameters=names, sizes=tuple(sizes[name] for name in names))
 
 
 def steps_of(settings: Settings, manifest: Manifest, *, as_given: bool = False) -> Steps:

@@ -39,7 +39,6 @@ from zbc.training.models import model
 from zbc.training.models.adapters import WithAdapters
 from zbc.training.probing.mixing import refuse_others, try_layers, try_loss, try_packed, try_padded, try_padding
 from zbc.training.probing.probe import refuse_stage
-from zbc.training.probing.shapes import Shapes
 
 if TYPE_CHECKING:
     from zbc.runtime.features.tensor_parallel import Shared
@@ -91,14 +90,12 @@ def _build(site: Site, index: int, share: Share, *, splits: bool) -> Stage:
     return Stage(
         index,
         tuple(layers),
-        **forms(site.manifest, index, shapes),
+        **shapes.stages[index]._asdict(),
         seed=settings.train.seed,
         device=device,
         autocast=nullcontext() if low is None else torch.autocast(device.type, low),
         recompute=settings.memory.again(index, names),
         spares=spares,
-        flows=shapes.flows[index],
-        passed=shapes.passed[index],
         casts=casts,
         fused=fused,
     )
@@ -158,18 +155,6 @@ def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int,
         return ()
     home = {name.rpartition(".")[0]: s for s, names in enumerate(manifest.layers) for name in names}  # of its last one
     return tuple(home[source] for source in chosen.reads[group])
-
-
-def forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:
-    """The input and output specs of a stage, their packings and layouts, as arguments of `Stage`."""
-    last = not manifest.to_placement().sinks(stage)
-    return {
-        "takes": shapes.inputs[stage],
-        "gives": shapes.output if last and manifest.vocabulary is not None else shapes.outputs[stage],
-        "came": shapes.layouts[stage],
-        "goes": shapes.goes[stage],
-        "laid": shapes.laid[stage],
-    }
 
 
 def split_stages(parts: Sequence[RankPlan]) -> set[int]:
@@ -307,7 +292,8 @@ def _refuse_unlike(site: Site, stages: Mapping[int, Stage]) -> None:
         raise ZbcError("E110", f"{text} yet", hint="let layers take and return one tensor, or drop schedule.tokens")
     length = Length(min(site.manifest.tokens), wanted)
     found = site.look(length.tokens)
-    for stage, (whole, cut) in enumerate(zip(shapes.inputs, found.inputs, strict=True)):
+    both = zip(shapes.stages, found.stages, strict=True)
+    for stage, (whole, cut) in enumerate((one.takes, other.takes) for one, other in both):
         if len(whole.shape) < 2 or whole.of_rows(length) != cut:
             text = f"run: the input of stage {stage} is {whole} for {wanted} tokens, and {cut} for {length.tokens}"
             raise ZbcError("E512", text, hint="keep tokens in the second dimension, or drop schedule.tokens")

@@ -25,7 +25,7 @@ from zbc.plan.directory import Boundary, Manifest
 from zbc.runtime.core.bucket import gradient_type
 from zbc.runtime.core.bundle import Alongside, Names, Packing, adapt, names_of, taken_apart
 from zbc.runtime.core.private import FakeTensorMode, pytree
-from zbc.runtime.core.stage import Traits
+from zbc.runtime.core.stage import Ports, Traits
 from zbc.runtime.core.tensors import Laid, Part, TensorSpec, lower_precision
 from zbc.runtime.features.slices.slicing import Inside, within
 from zbc.runtime.seeding import seeded
@@ -41,29 +41,17 @@ _TRIALS = 8  # forwards of a layer that returns several tensors, some of which m
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes and properties of the whole model: per stage its input and output, the latter None for the last stage,
-    which ends in the loss; all parameter names of the model, sorted, and their sizes; the types of the gradients of
-    those that train; per layer its traits.
-    `laid`: per stage the memory layout of its input without a partition; transfers make tensors contiguous. `layouts`:
-    per stage, the packing of its input if that is several tensors; `goes`: of its output. `before`: the input of each
-    layer, by name; `output`: the output of the last one; `ends`: its packing if that is several tensors.
-
-    `flows`: per stage, whether its input may get a gradient: whether anything before it trains. `passed`: whether its
-    output got a gradient in a trial; one forward cannot prove that it never does. `packed`: per layer, the packings of
-    its input and output if they are several tensors.
+    """Shapes and properties of the whole model: of its stages; all parameter names of the model, sorted, and their
+    sizes; the types of the gradients of those that train; per layer its traits. `before`: the input of each layer, by
+    name; `output`: the output of the last one; `ends`: its packing if that is several tensors. `packed`: per layer, the
+    packings of its input and output if they are several tensors.
     """
 
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec | None, ...]
-    flows: tuple[bool, ...]
-    passed: tuple[bool, ...]
+    stages: tuple[Ports, ...]
     parameters: tuple[str, ...]
     sizes: tuple[int, ...]
     gradients: Mapping[str, torch.dtype]
     traits: dict[str, Traits]
-    laid: tuple[Laid, ...]
-    layouts: tuple[Packing | None, ...]
-    goes: tuple[Packing | None, ...]
     before: Mapping[str, Laid]
     output: TensorSpec
     ends: Packing | None
@@ -79,12 +67,12 @@ class Shapes:
 
         whole = {next(iter(self.before)), *whole}
         before = {name: one if name in whole else Laid(part(one.spec)) for name, one in self.before.items()}
-        stages = [*zip((name in whole for name in firsts), self.inputs, self.laid, strict=True)]
-        inputs = tuple(spec if as_is else part(spec) for as_is, spec, _ in stages)
-        laid = tuple(one if as_is else Laid(part(spec)) for as_is, spec, one in stages)
-        ends = zip(self.outputs, (*firsts[1:], ""), strict=True)
-        outputs = tuple(one if one is None or after in whole else part(one) for one, after in ends)
-        return replace(self, inputs=inputs, outputs=outputs, laid=laid, before=before)
+        stages = list[Ports]()
+        for one, first, after in zip(self.stages, firsts, (*firsts[1:], ""), strict=True):
+            if first not in whole:
+                one = one._replace(takes=part(one.takes), laid=Laid(part(one.takes)))
+            stages.append(one if one.gives is None or after in whole else one._replace(gives=part(one.gives)))
+        return replace(self, stages=tuple(stages), before=before)
 
 
 class _Seen(NamedTuple):
@@ -177,20 +165,25 @@ def derive(
         _agreed(stage, stages[stage].made.spec, planned, free_dtype=autocast is not None, rows=rows)
         for stage, planned in enumerate(manifest.boundaries)
     ]
-    inputs = [outputs[ends.home] if ends.home is not None else ends.laid.spec for ends in stages]
+    inputs = [None if ends.home is None else outputs[ends.home] for ends in stages]
     through = seen[plans[0].name].passes and ways[plans[0].name]  # to a stage without layers before all others
     return Shapes(
-        inputs=tuple(spec or stages[s].laid.spec for s, spec in enumerate(inputs)),
-        outputs=(*outputs, None),
-        flows=tuple(any(seen[name].trains for name in ends.sources) if ends.sources else wanted for ends in stages),
-        passed=tuple(ways[ends.last] if ends.last else through for ends in stages),
+        stages=tuple(
+            Ports(
+                takes or ends.laid.spec,
+                gives,
+                came=ends.layout,
+                goes=packed[ends.last][1] if ends.last and gives is not None else None,
+                laid=ends.laid,
+                flows=any(seen[name].trains for name in ends.sources) if ends.sources else wanted,
+                passed=ways[ends.last] if ends.last else through,
+            )
+            for ends, takes, gives in zip(stages, inputs, (*outputs, None), strict=True)
+        ),
         parameters=tuple(sorted(name for name, _, _ in every)),
         sizes=tuple(layer.sizes[local] for _, local, layer in sorted(every, key=lambda each: each[0])),
         gradients={name: layer.types[local] for name, local, layer in every if local in layer.types},
         traits={name: found.traits for name, found in seen.items()},
-        laid=tuple(ends.laid for ends in stages),
-        layouts=tuple(ends.layout for ends in stages),
-        goes=(*(packed[ends.last][1] if ends.last else None for ends in stages[:-1]), None),
         before=before,
         output=seen[plans[-1].name].laid.spec,
         ends=packed[plans[-1].name][1],

@@ -134,8 +134,8 @@ def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bo
     layers = [plan.name for plan in plans]  # a stage of each
     manifest = _plan(job, layers, [forward(s) for s in range(len(layers))], 1).manifest
     shapes = Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
-    inputs = shapes.inputs
-    packed = [(inputs[i], shapes.packed[plan.name], shapes.flows[i]) for i, plan in enumerate(plans)]
+    forms = shapes.stages
+    packed = [(forms[i].takes, shapes.packed[plan.name], forms[i].flows) for i, plan in enumerate(plans)]
     spared = [name for name in shapes.parameters if not by_muon(stepped, name)]
     own = [[one.removeprefix(plan.name) for one in spared if one.startswith(f"{plan.name}.")] for plan in plans]
     order = kinds(plans, [(*takes, *names) for takes, names in zip(packed, own, strict=True)])
@@ -149,8 +149,8 @@ def build_rig(job: Job, device: torch.device, policy: str = "keep", *, apart: bo
             _chained([plans[i] for i in chosen], read_by(plans)) if job.model.graph else [plans[i] for i in chosen]
         ),
         kinds=tuple(order[i] for i in chosen),
-        inputs=tuple(inputs[i] for i in chosen),
-        outputs=tuple(shapes.outputs[i] for i in chosen),
+        inputs=tuple(forms[i].takes for i in chosen),
+        outputs=tuple(forms[i].gives for i in chosen),
         order=tuple(kind for kind, plan in zip(order, plans, strict=True) if plan.name in names),
         policy=policy,
     )

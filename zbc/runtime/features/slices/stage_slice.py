@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zbc.runtime.core.feature import Context, Feature
-from zbc.runtime.core.stage import Stage, StageLayer
+from zbc.runtime.core.stage import Ports, Stage, StageLayer
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tape import Alone, Tape
 from zbc.runtime.core.tensors import Part
@@ -65,13 +65,13 @@ class _Last(NamedTuple):
         self.pasts.pop(self.at, None)
 
 
-def in_slices(stage: Stage, parts: Sequence[Part], shapes: Sequence[dict[str, Any]]) -> None:
-    """Makes the stages of a stage's slices; `shapes` are the `takes`, `gives`, `laid`, `came` and `goes` of each."""
+def in_slices(stage: Stage, parts: Sequence[Part], ports: Sequence[Ports]) -> None:
+    """Makes the stages of a stage's slices, with these `ports`."""
     shared = {attribute.name: getattr(stage, attribute.name) for attribute in fields(Stage) if attribute.init}
     pasts = dict[Place, Pasts]()
     stage.slices = tuple(
-        StageSlice(**{**shared, **own, "part": part}, whole=stage, pasts=pasts)
-        for part, own in zip(parts, shapes, strict=True)
+        StageSlice(**{**shared, **own._asdict(), "part": part}, whole=stage, pasts=pasts)
+        for part, own in zip(parts, ports, strict=True)
     )
 
 
