@@ -14,9 +14,9 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.runtime.seeding import reading
-from zbc.training.data import data as data_module
 from zbc.training.data import prefetch
 from zbc.training.data.data import Batches, Pairs, SampleRange
+from zbc.training.data.prefetch import Together
 
 WAYS = {
     "torch": lambda own: float(torch.rand(())),
@@ -140,21 +140,22 @@ class Overwriting:
 
 
 def test_samples_of_a_step_are_read_together_in_the_order_in_which_they_are_asked_for_and_then_fail(monkeypatch):
-    monkeypatch.setattr(data_module, "_EARLY_S", 60.0)
+    monkeypatch.setattr(prefetch, "_EARLY_S", 60.0)
     order = [0, 1], [2, 3], [1, 3, 0, 2]
     plain = Batches(Pairs(Overwriting(), "o", 1), seed=3, microbatches=4, size=1)
     for mine in order:
         data = Overwriting()
-        batches = Batches(Pairs(data, "o", 1), seed=3, microbatches=4, size=1, order=[mine])
+        batches = Together(Pairs(data, "o", 1), [[("inputs", mb) for mb in mine]], seed=3, microbatches=4, size=1)
         for step in range(4):
             before = len(data.read)
             for mb in mine:
                 assert torch.equal(batches.inputs(step, mb), plain.inputs(step, mb))
                 assert len(data.read) == before + len(mine), "all at the first request, and none again"
-            assert not batches._samples._early
+            assert not batches._steps[step][0]
             assert data.read[before:] == [int(plain.inputs(step, mb)) for mb in mine]
     third = int(plain.inputs(0, 2))
-    batches = Batches(Pairs(Overwriting(third), "o", 1), seed=3, microbatches=4, size=1, order=[[0, 1, 2, 3]])
+    wants = [[("inputs", mb) for mb in range(4)]]
+    batches = Together(Pairs(Overwriting(third), "o", 1), wants, seed=3, microbatches=4, size=1)
     batches.inputs(0, 0), batches.inputs(0, 1), batches.inputs(0, 3)
     with pytest.raises(KeyError):
         batches.inputs(0, 2)
@@ -162,12 +163,11 @@ def test_samples_of_a_step_are_read_together_in_the_order_in_which_they_are_aske
 
 @pytest.mark.parametrize(("p", "looks"), [(1, 16), (2, 32)])
 def test_a_rank_with_both_ends_reads_each_sample_once(p, looks, monkeypatch):
-    monkeypatch.setattr(data_module, "_EARLY_S", 60.0)
+    monkeypatch.setattr(prefetch, "_EARLY_S", 60.0)
     plan = plan_of("zb-v" if p == 1 else "1f1b", p, ways=["torch"], first=[], count=16)
     seen, original = [], Drawn.__getitem__
     run_threads(plan, 1)
     monkeypatch.setattr(Drawn, "__getitem__", lambda self, index: seen.append(index) or original(self, index))
-    monkeypatch.setattr(prefetch, "ThreadPoolExecutor", lambda *_: None)  # it would read a part of the step after
 
     def forget(worker):
         if worker.rank == p - 1:

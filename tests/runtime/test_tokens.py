@@ -134,9 +134,6 @@ class Recorded:
     def __len__(self):
         return self._count
 
-    def expect(self, indices):
-        pass
-
     def rows(self, indices, which):
         self.read.append((which, tuple(indices), threading.current_thread().name))
         if self.bad in indices:

@@ -28,6 +28,7 @@ RNG_LOCK: Any = threading.RLock()
 _CPU = torch.device("cpu")
 _HELD: list[list[tuple[torch.Generator, Tensor]]] = []  # by the thread that has the lock: generators, as it met them
 _READING = threading.RLock()  # held while generators outside of torch are seeded for data, until they are restored
+_SEEDS: list[Callable[[int], None]] = []  # of the thread that holds it, what seeds them
 
 
 def seed_of(*parts: object) -> int:
@@ -79,23 +80,30 @@ def let_go() -> Iterator[None]:
 @contextmanager
 def reading() -> Iterator[Callable[[int], None]]:
     """Holds the generators of torch, Python and numpy exclusively; yields a function that seeds all of them. For
-    reading data: every rank has to draw the same for a sample. Restores the generators afterwards."""
-    numpy: Any = importlib.import_module("numpy.random")
-    with RNG_LOCK, _READING, real_tensors():
-        torchs, pythons, numpys = torch.default_generator.get_state(), random.getstate(), numpy.get_bit_generator()
+    reading data: every rank has to draw the same for a sample. Restores the generators afterwards; inside of another
+    one that does."""
+    with RNG_LOCK, _READING:
+        if _SEEDS:
+            yield _SEEDS[0]
+            return
+        with real_tensors():
+            numpy: Any = importlib.import_module("numpy.random")
+            torchs, pythons, numpys = torch.default_generator.get_state(), random.getstate(), numpy.get_bit_generator()
 
-        def seed(number: int) -> None:
-            torch.default_generator.manual_seed(number)
-            random.seed(number)
-            numpy.seed(number & 0xFFFFFFFF)  # a list of numbers takes nine times as long
+            def seed(number: int) -> None:
+                torch.default_generator.manual_seed(number)
+                random.seed(number)
+                numpy.seed(number & 0xFFFFFFFF)  # a list of numbers takes nine times as long
 
-        try:
-            numpy.set_bit_generator(_instead())  # restoring its state would take 50 us
-            yield seed
-        finally:
-            torch.default_generator.set_state(torchs)
-            random.setstate(pythons)
-            numpy.set_bit_generator(numpys)
+            try:
+                numpy.set_bit_generator(_instead())  # restoring its state would take 50 us
+                _SEEDS.append(seed)
+                yield seed
+            finally:
+                _SEEDS.clear()
+                torch.default_generator.set_state(torchs)
+                random.setstate(pythons)
+                numpy.set_bit_generator(numpys)
 
 
 @functools.cache

@@ -26,7 +26,6 @@ from zbc.runtime.transports.transport import Transport
 from zbc.training.data.counted import Count, Weights, count_of, counting, no_mean, rows_of
 from zbc.training.data.data import (
     KINDS,
-    Batches,
     RankBatches,
     Tokens,
     build_dataset,
@@ -36,7 +35,7 @@ from zbc.training.data.data import (
     tokens_of,
 )
 from zbc.training.data.pairs import Samples, Targets, Words
-from zbc.training.data.prefetch import Prefetched, Want
+from zbc.training.data.prefetch import Prefetched, Together, Want
 from zbc.training.data.split import SplitBatches, Steps, count_of_step
 from zbc.training.data.unequal import ByTokens, Dealer, Fixed, PackedBatches, build_documents, dealer_of
 from zbc.training.models import adapters, model, pretrained
@@ -329,11 +328,10 @@ def _source(site: Site, phases: Phases) -> BatchSource | None:
         "where": settings.where,
         "tokens": site.tokens,
         "lengths": site.lengths,
-        "order": [[*dict.fromkeys(mb for _, mb in step)] for step in order],
     }
     if settings.data.kind in KINDS:
         return Prefetched(site.samples, order, site.device, **how)
-    return Batches(site.samples, **how)
+    return Together(site.samples, order, **how)
 
 
 def split_batches(settings: Settings, steps: Steps, tokens: Tokens | None = None) -> SplitBatches:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence, Sized
-from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -32,13 +30,12 @@ from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
 from zbc.training.data.chat import CHAT, Chat
 from zbc.training.data.counted import Weights
-from zbc.training.data.pairs import ANY, Samples, UnfitError, Words, copied, pair_of
+from zbc.training.data.pairs import ANY, Samples, UnfitError, Words, pair_of
 from zbc.training.data.tokens import TokenWindows
 
 KINDS = ("text", "tokens", "synthetic")  # made of tokens, so that shapes are known without reading
 _ORDERS = 4  # cached epochs
 _KEPT = 1024  # cached targets of samples whose input was read, at most about this number
-_EARLY_S = 0.001  # for which other microbatches of a step are read, too
 _STEPS = 3  # cached steps
 
 
@@ -88,14 +85,6 @@ class Pairs(Samples):
             raise ZbcError("E502", text, hint="return a map-style dataset: __len__ and __getitem__(index)")
         self._dataset, self._name, self._seed, self._both, self.words = dataset, name, seed, both, words
         self._targets: dict[int, Any] = {}  # of samples whose input was read, by their number
-        self._next: list[int] = []  # the numbers of samples that are expected, the first one last
-        self._early: dict[int, tuple[Any, Any]] = {}  # those read before they are asked for
-
-    def expect(self, indices: Sequence[int]) -> None:
-        """Samples that are read quickly are read several at a time, since seeding costs more than they do."""
-        self._next = [*reversed(indices)]
-        for number in self._early.keys() - {*indices}:
-            del self._early[number]
 
     def __len__(self) -> int:
         return self._count
@@ -154,22 +143,9 @@ class Pairs(Samples):
 
     def read(self, numbers: Sequence[int]) -> list[tuple[Any, Any]]:
         """Samples as pairs of one tensor each, or of several by name."""
-        early = self._early
-        found = {number: early.pop(number) for number in numbers if number in early}
-        missing = [number for number in numbers if number not in found]
-        if missing:
-            until = time.monotonic() + _EARLY_S
-            with reading() as seed:
-                items = [self._item(number, seed) for number in missing]
-                found |= {n: self._pair(n % len(self), item) for n, item in zip(missing, items, strict=True)}
-                if self._next and time.monotonic() < until:
-                    found = {number: copied(pair) for number, pair in found.items()}
-                while self._next and time.monotonic() < until:
-                    number = self._next.pop()
-                    with suppress(Exception):  # it is raised when its sample is asked for
-                        if number not in numbers:
-                            early[number] = copied(self._pair(number % len(self), self._item(number, seed)))
-        return [found[number] for number in numbers]
+        with reading() as seed:
+            items = [self._item(number, seed) for number in numbers]
+            return [self._pair(n % len(self), item) for n, item in zip(numbers, items, strict=True)]
 
     def _pair(self, index: int, sample: Any) -> tuple[Any, Any]:
         try:
@@ -199,9 +175,6 @@ class SampleRange(Samples):
 
     def rows(self, indices: Sequence[int], which: int) -> Any:
         return self._samples.rows(self._numbers(indices), which)
-
-    def expect(self, indices: Sequence[int]) -> None:
-        self._samples.expect(self._numbers(indices))
 
     def digest(self) -> int:
         return self._samples.digest()
@@ -300,8 +273,7 @@ class Batches(RankBatches):
 
     `seed`: of the order; None: that of the samples, with the first ones once more after the last.
     `phases` has the positions of steps; by default all have `microbatches`, otherwise that is the maximum of a step.
-    `lengths`: those of the rows of each microbatch of a replica, to which sequences are cut. `order`: by phase, the
-    microbatches of a step in the order in which they are asked for.
+    `lengths`: those of the rows of each microbatch of a replica, to which sequences are cut.
     Raises E504, at `where`, if there are not enough samples for one step.
     """
 
@@ -317,7 +289,6 @@ class Batches(RankBatches):
         where: str | None = None,
         tokens: Tokens | None = None,
         lengths: Sequence[int] = (),
-        order: Sequence[Sequence[int]] = (),
     ) -> None:
         needed, self._count = microbatches * size, len(samples)
         if seed is not None and self._count < needed:
@@ -327,34 +298,16 @@ class Batches(RankBatches):
             raise ZbcError("E504", text, where=where, hint=hint)
         self.phases = phases or Phases.even(needed)
         super().__init__(samples, lowered, tokens)
-        self._lengths, self._asked = lengths, order
-        self._seed, self._size = seed, size
-        self._order, self._of_step = lru_cache(_ORDERS)(self._shuffled), lru_cache(_STEPS)(self._expected)
-        self._ahead = True
+        self._lengths, self._seed, self._size = lengths, seed, size
+        self._order = lru_cache(_ORDERS)(self._shuffled)
 
     def follow(self, phases: Phases) -> None:
         super().follow(phases)
         self.phases = phases
-        self._of_step.cache_clear()
-
-    def close(self) -> None:
-        self._ahead = False
-        self._of_step.cache_clear()
-        self._samples.expect(())
-
-    def open(self) -> None:
-        self._ahead = True
 
     def read(self, step: int, mb: int, which: int) -> Any:
-        found = self._of_step(step)
-        whole = self._samples.rows(found[mb] if mb in found else self.numbers(step, mb), which)
+        whole = self._samples.rows(self.numbers(step, mb), which)
         return whole[:, : self._lengths[mb % len(self._lengths)]] if self._lengths else whole
-
-    def _expected(self, step: int) -> dict[int, list[int]]:
-        every = self._asked[self.phases.index(step)] if self._asked and self._ahead else ()
-        found = {one: self.numbers(step, one) for one in every}
-        self._samples.expect([number for numbers in found.values() for number in numbers])
-        return found
 
     def numbers(self, step: int, mb: int) -> list[int]:
         """The numbers over epochs (see `Samples`) of the samples of a microbatch."""

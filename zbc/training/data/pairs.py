@@ -22,7 +22,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.job.model_section import TRANSFORMERS
-from zbc.runtime.core.tensors import IGNORED, each
+from zbc.runtime.core.tensors import IGNORED
 from zbc.training.data.chat import CHAT
 from zbc.training.models.model import LOSSES
 
@@ -45,10 +45,6 @@ class Samples(Protocol):
 
     def targets(self, indices: Sequence[int]) -> Any:
         return self.rows(indices, 1)
-
-    def expect(self, indices: Sequence[int]) -> None:
-        """Samples that are about to be read, in this order."""
-        return
 
     def digest(self) -> int:
         """A digest of a few samples, 40 bits, which ranks compare. Raises E505 if two reads of one sample differ. 0 for
@@ -156,11 +152,6 @@ def pair_of(sample: Any, wanted: Targets | None = None) -> tuple[Any, Any]:
     if (unnamed := target.keys() - wanted.names) and not wanted.free:
         raise UnfitError(f"has a target called {min(unnamed)}, which model.loss does not take")
     return x, wanted.among({**others, **target})
-
-
-def copied(pair: tuple[Any, Any]) -> tuple[Any, Any]:
-    """A copy, which stays if its dataset uses the memory of one sample for the next."""
-    return each(Tensor.clone, pair[0]), each(Tensor.clone, pair[1])
 
 
 def _entries(value: Any, what: str) -> Any:
