@@ -187,45 +187,6 @@ class GroupedLinear(nn.Module):
             setattr(self, name, nn.Parameter(p.detach()[first:stop].clone(), p.requires_grad))
 
 
-# ---- embedding -----------------------------------------------------------------------------------------------
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, index: Tensor, weight: Tensor, padding: int, slot: Slot) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.slot, ctx.weight, ctx.padding = slot, weight, padding
-        return torch.ops.aten.embedding(weight, index, padding)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (index,) = ctx.saved_tensors
-        grad, weight, padding = grads[0], ctx.weight, ctx.padding
-
-        def weight_grad() -> Tensor:
-            rows = weight.shape[0]
-            return torch.ops.aten.embedding_dense_backward(grad, index, rows, padding, False)  # type: ignore[no-any-return]
-
-        if not ctx.slot.split:
-            return None, weight_grad(), None, None
-        ctx.slot.defer(lambda: accumulate(weight, weight_grad()))
-        return None, None, None, None
-
-
-class SplitEmbedding:
-    """The `forward` of one `nn.Embedding` whose weight gradient can wait."""
-
-    def __init__(self, module: nn.Embedding) -> None:
-        self.module = module
-
-    def __call__(self, input: Tensor) -> Tensor:
-        module, slot = self.module, current_slot()
-        if slot is None or not module.weight.requires_grad or not _own(module):
-            return nn.Embedding.forward(module, input)
-        padding = -1 if module.padding_idx is None else module.padding_idx
-        return _apply(_Embedding, input, module.weight, padding, slot)
-
-
 # ---- any layer with one input, which keeps a graph of its own -------------------------------------------------
 
 
@@ -290,7 +251,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 # ---- installing ----------------------------------------------------------------------------------------------
 
-Patch = SplitLinear | SplitEmbedding | SplitLeaf
+Patch = SplitLinear | SplitLeaf
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LINEAR: tuple[type[nn.Module], ...] = (nn.Linear, GroupedLinear)
 SPLIT: tuple[type[nn.Module], ...] = (*LINEAR, nn.Embedding, *_CONVOLUTIONS)
@@ -337,7 +298,7 @@ def _patch_for(module: nn.Module, fused: bool) -> Patch | None:
         return SplitLinear(cast(nn.Linear | GroupedLinear, module), fused)
     if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
         dense = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
-        return SplitEmbedding(module) if dense else None
+        return SplitLeaf(module) if dense else None
     if isinstance(module, _CONVOLUTIONS) and any(forward is cls.forward for cls in _CONVOLUTIONS):
         return SplitLeaf(module)
     return None
