@@ -339,14 +339,6 @@ def _torch_csv(plan: Plan, dialect: str, _: str) -> dict[str, str]:
     return {".csv": torch_csv.dumps(plan.program)}
 
 
-def _torchtitan(plan: Plan, dialect: str, csv_name: str) -> dict[str, str]:
-    return torchtitan.dumps(plan.program, plan.described("torchtitan"), csv_name, dialect)
-
-
-def _megatron(plan: Plan, *_: str) -> dict[str, str]:
-    return {".args": megatron.dumps(plan.program, plan.described("megatron"))}
-
-
 def _dot(plan: Plan, *_: str) -> dict[str, str]:
     from zbc.interop.digraph import dot  # loads networkx, which most commands do without
 
@@ -363,8 +355,8 @@ def _graphml(plan: Plan, *_: str) -> dict[str, str]:
 # The order is that of --help.
 EXPORTS: dict[str, Callable[[Plan, str, str], dict[str, str]]] = {
     "torch-csv": _torch_csv,
-    "torchtitan": _torchtitan,
-    "megatron": _megatron,
+    "torchtitan": lambda plan, dialect, csv: torchtitan.dumps(plan.program, plan.described("torchtitan"), csv, dialect),
+    "megatron": lambda plan, *_: {".args": megatron.dumps(plan.program, plan.described("megatron"))},
     "json": lambda plan, *_: {".json": as_json.dumps(plan.program, plan.timeline)},
     "dot": _dot,
     "graphml": _graphml,

@@ -63,6 +63,11 @@ def size(count: float) -> str:
     return f"{short(count, 3)} TiB"
 
 
+def unit_of(most: float) -> tuple[str, float]:
+    """The unit of a column of bytes, of which the largest are `most`, and its scale."""
+    return ("GiB", GIB) if most >= GIB else ("MiB", MIB)
+
+
 def few(words: Sequence[str], most: int) -> list[str]:
     """The first `most` words, and how many more there are."""
     return [*words[:most], *([f"and {len(words) - most} more"] if len(words) > most else [])]

@@ -21,7 +21,7 @@ from zbc.errors import ZbcError
 from zbc.job import gpu as gpus_known
 from zbc.job import hfconfig, hfmodel, spec, toml
 from zbc.job.model_section import TRANSFORMERS
-from zbc.text import GIB, MIB, aligned, percent, size, wrap
+from zbc.text import GIB, aligned, percent, size, unit_of, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -213,10 +213,9 @@ def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
 
     rows = found.rows
     axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if any(getattr(row.shape, axis) > 1 for row in rows)]
-    held = [row.compiled.report.peak_bytes for row in rows]
-    unit, scale = ("GiB", GIB) if max(held) >= GIB else ("MiB", MIB)
+    unit, scale = unit_of(max(row.compiled.report.peak_bytes for row in rows))
     heads = ["", *axes, "schedule", "shards", "recompute", "tokens/s", "MFU", unit, "idle"]
-    memory = aligned([peak / scale for peak in held], 3)
+    memory = aligned([row.compiled.report.peak_bytes / scale for row in rows], 3)
     cells = []
     for number, (row, most) in enumerate(zip(rows, memory, strict=True), 1):
         rates = row.compiled.report.rates

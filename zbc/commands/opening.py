@@ -55,17 +55,12 @@ def say_if_compiling(job: Job | None, *, quiet: bool) -> None:
     from zbc.compiler.schedules import AUTO, SCHEDULES, find
     from zbc.compiler.search.engine import compiles_first
 
-    if quiet or not _watched():
+    if quiet or not sys.stderr.isatty():
         return
     kind = "" if job is None else job.schedule.kind.lower()
     searches = job is None or kind == AUTO or (bool(kind) and find(kind).name in SCHEDULES and find(kind).searched)
     if searches and compiles_first():
         tell("compiling the search, once: some 20 s ...")
-
-
-def _watched() -> bool:
-    """Whether stderr is a terminal."""
-    return sys.stderr.isatty()
 
 
 def opened(path: Path, changes: Changes) -> Plan | Run:

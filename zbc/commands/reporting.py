@@ -16,7 +16,7 @@ from zbc.commands.opening import Changes, is_planned
 from zbc.commands.options import Out, share
 from zbc.commands.summary import layer_ranges, ranges
 from zbc.errors import ZbcError
-from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap
+from zbc.text import MIB, aligned, fixed, percent, short, size, unit_of, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -361,7 +361,8 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
         missing = ("not looked at: that takes one step more than those recorded,", "and not the first one")
         yield labelled("memory", *missing)
         return
-    unit, scale = _unit(max(rank.peak for rank in made.memory))
+    most = max(rank.peak for rank in made.memory)
+    unit, scale = unit_of(most) if most >= MIB else ("KiB", 1024.0)
     sized = made.memory[0].predicted is not None
     notes = [] if sized else ["sizes are not known before the model is built, so there is no prediction"]
     yield labelled("memory", f"peaks of live tensors: of all at one moment, of a category at its own, {unit}", *notes)
@@ -377,10 +378,6 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
             rows.append((str(rank.rank), "predicted", *cells(rank.predicted_peak or 0, rank.predicted)))
         rows.append(("" if sized else str(rank.rank), "measured", *cells(rank.peak, rank.measured)))
     yield indented(table(("rank", "", "all", *(_SHORT.get(name, name) for name in names)), rows, left=2))
-
-
-def _unit(most: float) -> tuple[str, float]:
-    return ("GiB", GIB) if most >= GIB else ("MiB", MIB) if most >= MIB else ("KiB", 1024.0)
 
 
 def _again(made: RunReport, command: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from zbc.commands.console import table
-from zbc.text import GIB, MIB, aligned, percent, wrap
+from zbc.text import aligned, percent, unit_of, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -123,7 +123,7 @@ def _columns(planned: Sequence[Planned]) -> Iterator[Brief]:
         cells = [f"{report.peak_activation_units:.2f}" for report in reports]
         yield Brief("units", _marked(cells, marks), "activations of the fullest rank")
         return
-    unit, scale = ("GiB", GIB) if max(report.peak_bytes for report in reports) >= GIB else ("MiB", MIB)
+    unit, scale = unit_of(max(report.peak_bytes for report in reports))
     cells = aligned([report.peak_bytes / scale for report in reports], 3)
     yield Brief(unit, _marked(cells, marks), "of the fullest rank")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zbc.commands.console import indented, labelled, table
 from zbc.host.cores import cores
-from zbc.text import GIB, MIB, aligned, change, percent, short, size, wrap
+from zbc.text import GIB, aligned, change, percent, short, size, unit_of, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -522,7 +522,7 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
     there are no causes, and idle is the rest of the period."""
     sized, period = report.bytes_known and not verbose, report.flushless.period_ms if report.flushless else None
     verbose = verbose and period is None
-    unit, scale = _unit(report)
+    unit, scale = unit_of(report.peak_bytes)
     times = [aligned([getattr(rank, key) for rank in report.per_rank]) for key in _IDLE]
     left = [sum(getattr(rank, key) for key in _IDLE) for rank in report.per_rank]
     idle = aligned(left if period is None else [max(0.0, period - rank.busy_ms) for rank in report.per_rank])
@@ -541,15 +541,11 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
 
 def _memory(report: Report) -> RenderableType:
     """Memory of every rank by category, each category at its own peak."""
-    unit, scale = _unit(report)
+    unit, scale = unit_of(report.peak_bytes)
     keys = ("peak_bytes", *_BYTES)
     columns = [aligned([getattr(rank, key) / scale for rank in report.per_rank], 3) for key in keys]
     ranks = (str(rank.rank) for rank in report.per_rank)
     return table(["rank", unit, *_BYTES.values()], zip(ranks, *columns, strict=True))
-
-
-def _unit(report: Report) -> tuple[str, float]:
-    return ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
 
 
 PAYS = 0.5  # share of activations that must be able to move without waits, or the summary says that offload pays little
@@ -637,7 +633,7 @@ def _recomputed(compiled: Compiled) -> Iterator[str]:
 
 def _stage_unit(report: Report) -> tuple[str, float]:
     """Unit and scale for memory of stages."""
-    return ("GiB", GIB) if max(s.state_bytes for s in report.cut.stages) >= GIB / 10 else ("MiB", MIB)
+    return unit_of(10 * max(s.state_bytes for s in report.cut.stages))
 
 
 def _stages(compiled: Compiled) -> RenderableType:
@@ -674,13 +670,7 @@ def layer_ranges(names: Sequence[str]) -> str:
             parts[-1][1].extend(number)
         else:
             parts.append((stem, number))
-    return ", ".join(f"{stem}{_run(numbers)}" for stem, numbers in parts)
-
-
-def _run(numbers: Sequence[int]) -> str:
-    if not numbers:
-        return ""
-    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+    return ", ".join(stem + "-".join(map(str, sorted({*numbers[:1], *numbers[-1:]}))) for stem, numbers in parts)
 
 
 def best_of(weighed: Sequence[Weighed]) -> Weighed:

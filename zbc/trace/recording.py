@@ -275,12 +275,6 @@ def copying(op: Op) -> bool:
 _CAUSES = {cause.value: cause for cause in Cause}
 
 
-def waits_of(flat: Sequence[int]) -> Iterable[Wait]:
-    """The waits of a step, from the flat list of op, cause and ns of a line."""
-    for op, cause, ns in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
-        yield Wait(op, _CAUSES[cause], ns)
-
-
 def memory_of(values: Any, ops: int, place: str) -> MemorySamples:
     """Memory samples of a rank, a row for each of `ops` ops. Raises E430."""
     fields = ("step", "categories", "bytes")
@@ -391,7 +385,8 @@ class RankTrace:
         begins, own = self.aligned(timing.begin_ns), timing.begin_ns
         aligned = self.aligned if any(clock.offset_ns for clock in self.clocks) else int
         leads = iter(timing.lead_ns)
-        waits = tuple(waits_of(timing.waits))
+        triples = zip(timing.waits[::3], timing.waits[1::3], timing.waits[2::3], strict=True)
+        waits = tuple(Wait(op, _CAUSES[cause], ns) for op, cause, ns in triples)
         ahead = [0] * (len(self.ops) + 1)
         for wait in waits:
             if wait.cause is not Cause.ALL:

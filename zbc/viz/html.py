@@ -84,14 +84,10 @@ def _panels(
             continue
         ids = [piece.id for rank in panel["names"] for piece in plan.strip.pieces(rank)]
         for name, ms in zip(("waited", "delayed"), plan.recorded.leads, strict=True):
-            panel[name] = [_short(ms[i]) for i in ids]
+            panel[name] = [float(f"{ms[i]:.4g}") for i in ids]
         if len(ids) == len(panels[0]["source"]):
             panel["twin"] = 0
     return panels
-
-
-def _short(ms: float) -> float:
-    return float(f"{ms:.4g}")
 
 
 def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: Sequence[int] | None) -> dict[str, Any]:

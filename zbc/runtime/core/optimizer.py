@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,12 @@ class StageOptimizer:
     def loaded(self) -> None:
         """The tensors of `held`, and the full `incomplete` weights, have been overwritten from outside."""
         self._inner.loaded()
+
+    def state_of(self, stepped: Tensor) -> dict[str, Any] | None:
+        """The optimizer's state of a parameter, where a wrapper may keep a tensor; None before Adam has made its own,
+        for which it would take any."""
+        state: dict[str, Any] = {} if self.optimizer is None else self.optimizer.state[stepped]
+        return state if state or isinstance(self.optimizer, torch.optim.SGD) else None
 
 
 class InPlace(StageOptimizer):

@@ -17,7 +17,7 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.core.bundle import Packing
 from zbc.runtime.core.current import ADDING
 from zbc.runtime.core.remembered import Decisions, Kept, Place, as_before, renew
-from zbc.runtime.core.slot import Slot, current_slot, swap_slot
+from zbc.runtime.core.slot import Slot, current_slot, swap_slot, using
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tape import Alone, Inputs, RecordedGraph, Tape, input_of
 from zbc.runtime.core.tensors import Batch, Laid, Length, Part, TensorSpec
@@ -244,14 +244,10 @@ class Stage:
     def evaluate(self, x: Tensor, finish: Finish, *place: object) -> Tensor:
         """`finish` of the stage's output, without saving anything for a backward. Layers that draw random numbers even
         in evaluation use a seed made of `place`."""
-        before = swap_slot(Slot())
-        try:
-            with torch.no_grad(), self.autocast:
-                for layer in self.layers:
-                    x = self._run(layer, layer.module, x, *place)
-                return finish(x)
-        finally:
-            swap_slot(before)
+        with using(Slot()), torch.no_grad(), self.autocast:
+            for layer in self.layers:
+                x = self._run(layer, layer.module, x, *place)
+            return finish(x)
 
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Finish) -> tuple[Tensor, Tape]:
         layers, last, asleep = self.layers[: self.recompute], len(self.layers) - 1, self.asleep

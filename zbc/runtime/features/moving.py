@@ -37,8 +37,8 @@ class Mean(StageOptimizer):
         if optimizer is None:
             return
         for p, before in begun:
-            if optimizer.state[p] or isinstance(optimizer, torch.optim.SGD):  # Adam would take any state for its own
-                optimizer.state[p][MEAN] = before
+            if (state := self.state_of(p)) is not None:
+                state[MEAN] = before
         for p in stepped:
             if (mean := optimizer.state.get(p, {}).get(MEAN)) is not None:
                 mean.lerp_(p.data, 1 - self._decay)

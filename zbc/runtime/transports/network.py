@@ -21,6 +21,7 @@ import itertools
 import os
 import re
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
@@ -113,13 +114,16 @@ class Network(Transport):
         self._here: dict[Letter, _Way] = {}  # of messages that it receives
         self._sums: dict[tuple[int, ...], _Sum] = {}
         self._posted: dict[Letter, tuple[dist.Work | background.Threaded, Tensor, Lost]] = {}
-        self._sends: dict[int, background.Sends] = {}  # by receiver
+        # By receiver: tensors delivered to one are not kept until a slower one has received its own.
+        self._sends = defaultdict[int, background.Sends](
+            background.EventSends if self._nccl else background.ThreadSends
+        )
         self._connect(device)
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         way = self._there.get(message)
         if way is None:
-            way = self._there[message] = *self._way(message, peer, sending=True), self._sends_to(peer)
+            way = self._there[message] = *self._way(message, peer, sending=True), self._sends[peer]
         start, number, tag, lost, sends = way
         tensor = tensor.contiguous()
         if tensor.is_neg() or tensor.is_conj():  # a lazy view: its memory has other values
@@ -283,13 +287,6 @@ class Network(Transport):
         number, lost = dist.get_group_rank(group, peer), partial(self._lost, message, peer, sending)
         backend = self._backend(group)
         return backend.send if sending else backend.recv, number, self._tag(message), lost
-
-    def _sends_to(self, peer: int) -> background.Sends:
-        """The sends to a rank, which complete in order: separate for each receiver, so that tensors delivered to one
-        are not kept until a slower one has received its own."""
-        if peer not in self._sends:
-            self._sends[peer] = background.EventSends() if self._nccl else background.ThreadSends()
-        return self._sends[peer]
 
     def _pair(self, source: int, target: int, message: Letter) -> Any:
         groups = self._signals if isinstance(message, Signal) else self._pairs

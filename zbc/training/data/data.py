@@ -174,14 +174,11 @@ class SampleRange(Samples):
         return self._stop - self._start
 
     def rows(self, indices: Sequence[int], which: int) -> Any:
-        return self._samples.rows(self._numbers(indices), which)
+        count, total = len(self), len(self._samples)
+        return self._samples.rows([self._start + i % count + i // count * total for i in indices], which)
 
     def digest(self) -> int:
         return self._samples.digest()
-
-    def _numbers(self, indices: Sequence[int]) -> list[int]:
-        count, total = len(self), len(self._samples)
-        return [self._start + i % count + i // count * total for i in indices]
 
 
 class Tokens(NamedTuple):

@@ -48,7 +48,8 @@ class Stopwatch:
         worker.phase_run.wrap([kind for kind in Kind if kind.computes or kind.steps], self._timed)
         at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind.is_barrier)
         steps = [op for _, op, _ in worker.script if op.kind.steps]
-        ends = [(self._norm, op, "NORM") for op in steps]
+        norm = lambda worker, op: self._measure(op.stage, "norm", worker.optimizers[op.stage].squares)  # noqa
+        ends = [(norm, op, "NORM") for op in steps]
         ahead = [(self._tentative(op.stage), op, "TENTATIVE") for op in steps]
         worker.script[at:at] = [*ends, *ahead]
 
@@ -90,9 +91,6 @@ class Stopwatch:
         elif op.kind.is_forward and op.mb in FUSED:
             name = "f fused"
         self._measure(op.stage, name, lambda: handler(worker, op))
-
-    def _norm(self, worker: Worker, op: Op) -> None:
-        self._measure(op.stage, "norm", worker.optimizers[op.stage].squares)
 
     def _tentative(self, stage: int) -> Callable[[Worker, Op], None]:
         """A handler that measures a tentative step of a stage, by a separate optimizer that has made one step."""

@@ -22,7 +22,7 @@ from zbc.runtime.core.muon import is_matrix
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.private import real_tensors
 from zbc.runtime.core.route import stage_loss
-from zbc.runtime.core.slot import Slot, swap_slot
+from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Entry, Worker
 from zbc.runtime.core.tensors import TensorSpec, each
@@ -286,11 +286,9 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
         came = ledger.numbers([grad])
         del inner, y, finish
         alive, sizes = set(ledger.sizes), dict(ledger.sizes)
-        slot.split, before = True, swap_slot(slot)
-        try:
+        slot.split = True
+        with using(slot):
             tape.backward(grad)
-        finally:
-            swap_slot(before)
         del tape, grad, leaf, x
         left = set(ledger.sizes)
         sizes |= ledger.sizes

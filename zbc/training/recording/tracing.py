@@ -228,7 +228,8 @@ class Recorder:
     _waits: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # op and cause; start and end
 
     def __post_init__(self) -> None:
-        self._stamps: Stamps = self.stamps or stamps_for(self.worker.device)
+        device = self.worker.device
+        self._stamps: Stamps = self.stamps or (CudaStamps(device) if device.type == "cuda" else Stamps())
 
     def record(self, step: int, stop: bool) -> tuple[StepResult | None, Stamped]:
         """Runs a step and takes its timestamps."""
@@ -425,11 +426,6 @@ class CudaStamps(Stamps):
             return []
         stamps[-1].synchronize()  # the last one on the stream
         return [self._anchored_ns + round(1e6 * anchor.elapsed_time(event)) for event in stamps]
-
-
-def stamps_for(device: torch.device) -> Stamps:
-    """The timestamps of a device: events on CUDA, otherwise the host's time."""
-    return CudaStamps(device) if device.type == "cuda" else Stamps()
 
 
 # ---- clocks of several machines -------------------------------------------------------------------------------

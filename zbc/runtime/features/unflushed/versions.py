@@ -16,7 +16,6 @@ weights extrapolated to its backward, as if all steps until then were like the l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +77,7 @@ class Unflushed(StageOptimizer):
         for older, parameter in zip(self._older, self._trained, strict=False):
             older.copy_(parameter.data)
         for stepped, part in self._parts():
-            if OLDER in (state := self._state_of(stepped)):
+            if OLDER in (state := self.state_of(stepped) or {}):
                 part.copy_(state[OLDER])
         self._keep()
         self._inner.loaded()
@@ -89,11 +88,10 @@ class Unflushed(StageOptimizer):
             cast.forget()
 
     def _keep(self) -> None:
-        """Stores older weights in the optimizer's state, for checkpoints. Not before Adam has made its own state, for
-        which it would take this one: until then older weights are the current ones."""
+        """Stores older weights in the optimizer's state, for checkpoints. As long as they cannot be, they are the
+        current ones."""
         for stepped, part in self._parts():
-            state = self._state_of(stepped)
-            if state or isinstance(self.optimizer, torch.optim.SGD):
+            if (state := self.state_of(stepped)) is not None:
                 state[OLDER] = part
 
     def _parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -104,10 +102,6 @@ class Unflushed(StageOptimizer):
                 size = held.tensor.numel()
                 part = whole if size == whole.numel() else whole.view(-1)[held.start : held.start + size]
                 yield held.tensor, part.view(held.tensor.shape)
-
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        state: dict[str, Any] = {} if self.optimizer is None else self.optimizer.state[parameter]
-        return state
 
 
 class TwoVersions(Unflushed):
@@ -233,9 +227,8 @@ class Feedback(StageOptimizer):
         if self.optimizer is None:
             return
         for weight, before in zip(stepped, then, strict=True):
-            state = self.optimizer.state[weight]
-            if not state and not isinstance(self.optimizer, torch.optim.SGD):
-                continue  # Adam would take any state for its own
+            if (state := self.state_of(weight)) is None:
+                continue
             moved = torch.sub(weight.data, before, out=before)
             if FED in state:
                 weight.data.add_(moved - state[FED], alpha=self._share)
