@@ -4,6 +4,7 @@ import random
 import threading
 import warnings
 from functools import partial
+from itertools import count
 
 import numpy
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from zbc.runtime.core.slot import current_slot
 
 W = 8
-LINEAR = partial(nn.Linear, W, W)
+LINEAR, NUMBERS = partial(nn.Linear, W, W), count()
 
 
 def these(*builders):
@@ -44,6 +45,12 @@ def layer(**parts):
         return type(forward.__name__, (nn.Module,), members)
 
     return made
+
+
+def layer_of(forward, **parts):
+    """A class of layers that compute an expression of themselves and their input, by default with a linear layer."""
+    forward.__name__ = f"Layer{next(NUMBERS)}"
+    return layer(**(parts or {"linear": LINEAR}))(forward)
 
 
 class One(nn.Module):
@@ -133,78 +140,34 @@ class Listens(Two):
         return x + self.b(torch.tanh(self.a(x)))
 
 
-class Overwrites(One):
-    """Writes into its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.mul_(0.5).relu_()) + x
-
-
-@layer(linear=lambda: nn.Linear(W, 2 * W))
-def Strided(self, x: Tensor) -> Tensor:
-    """Returns a view that is not contiguous."""
-    return torch.tanh(self.linear(x))[:, ::2]
-
-
-class Rounds(One):
-    """A float input becomes whole numbers, which stops gradients."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * 10).long().clamp(0, 9)
-
-
-@layer(table=lambda: nn.Embedding(10, W))
-def Looks(self, x: Tensor) -> Tensor:
-    return self.table(x).mean(1)
-
-
-@layer(linear=LINEAR, spare=LINEAR, lost=lambda: nn.Parameter(torch.zeros(3)))
-def Unused(self, x: Tensor) -> Tensor:
-    return torch.tanh(self.linear(x))
-
-
-class Noise(One):
-    """Draws from torch's generator without declaring it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + 0.1 * torch.randn_like(x)
-
-
-class Dropped(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.dropout(self.linear(x), 0.4) + functional.alpha_dropout(x, 0.2, training=True)
-
-
-class Gambles(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * random.random()
-
-
-class Averages(One):
+@layer(linear=LINEAR, mean=lambda: nn.Buffer(torch.ones(W)), count=lambda: nn.Buffer(torch.zeros(())))
+def Averages(self, x: Tensor) -> Tensor:
     """A buffer that its forward reads and changes in place, and one it replaces: both decide the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones(W))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
-        self.count = self.count + 1
-        return self.linear(x) * self.mean / self.count
+    with torch.no_grad():
+        self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+    self.count = self.count + 1
+    return self.linear(x) * self.mean / self.count
 
 
-class Sneaky(One):
-    """Behaves differently inside a stage."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * (1.0 if current_slot() is None else 1.01)
-
-
-class Branches(Two):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"a": self.a(x), "b": self.b(x)}
+# Writes into its input.
+Overwrites = layer_of(lambda m, x: m.linear(x.mul_(0.5).relu_()) + x)
+# Returns a view that is not contiguous.
+Strided = layer_of(lambda m, x: torch.tanh(m.linear(x))[:, ::2], linear=lambda: nn.Linear(W, 2 * W))
+# A float input becomes whole numbers, which stops gradients.
+Rounds = layer_of(lambda m, x: (m.linear(x) * 10).long().clamp(0, 9))
+# Returns lazily conjugated or negated views, and requires such gradients.
+Mirrors = layer_of(
+    lambda m, x: (x.conj() * m.scale).conj(),
+    scale=lambda: nn.Parameter(torch.randn(W // 2, dtype=torch.complex64)),
+)
+ToPairs = layer_of(lambda m, x: torch.view_as_complex(m.linear(x).view(-1, W // 2, 2)))
+FromPairs = layer_of(lambda m, x: m.linear(torch.view_as_real(x.resolve_conj()).flatten(1)))
+Complex = layer_of(lambda m, x: m.linear(x), linear=lambda: nn.Linear(W // 2, W // 2, dtype=torch.complex64))
+# Return a transposed view; take one, and need the memory layout of such a view.
+TurnsAway = layer_of(lambda m, x: torch.tanh(m.linear(x)).t())
+TurnsBack = layer_of(lambda m, x: m.linear(x.t().view(-1).view(-1, W)))
+# Returns a weight itself, for any input.
+Hands = layer_of(lambda m, x: m.table, table=lambda: nn.Parameter(torch.randn(2, W)))
 
 
 def overwrites():
@@ -229,13 +192,6 @@ def compiled_one():
     return torch.compile(nn.Sequential(nn.Linear(W, W), nn.GELU(), nn.LayerNorm(W)), backend="aot_eager")
 
 
-class Stops(One):
-    """Passes no gradient on to its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.detach())
-
-
 class Rules(One):
     """Computes a gradient inside of its forward; with `how` that gradient is differentiable."""
 
@@ -246,43 +202,12 @@ class Rules(One):
         return self.linear(x) + slope
 
 
-class Mapped(Two):
-    """Calls its linear layers through torch's own transforms."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.vmap(self.a)(torch.tanh(self.b(input=x)))
-
-
-@layer(linear=lambda: nn.Linear(W // 2, W // 2, dtype=torch.complex64))
-def Complex(self, x: Tensor) -> Tensor:
-    return self.linear(x)
-
-
-class Pairs(One):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how:
-            return self.linear(torch.view_as_real(x.resolve_conj()).flatten(1))
-        return torch.view_as_complex(self.linear(x).view(-1, W // 2, 2))
-
-
-@layer(a=lambda: nn.Linear(W, W).double(), b=LINEAR)
-def Wide(self, x: Tensor) -> Tensor:
-    """Computes in double precision in between."""
-    return self.b(self.a(x.double()).float())
-
-
 @layer(linear=lambda where: nn.Linear(W, W), where=lambda where: where, generator=lambda where: torch.Generator())
 def Draws(self, x: Tensor) -> Tensor:
     """Draws random numbers from other generators."""
     if self.where == "numpy":
         return self.linear(x) * float(numpy.random.rand())
     return self.linear(x) * torch.rand(W, generator=self.generator)
-
-
-@layer(scale=lambda: nn.Parameter(torch.randn(W // 2, dtype=torch.complex64)))
-def Mirrors(self, x: Tensor) -> Tensor:
-    """Returns lazily conjugated or negated views, and requires such gradients."""
-    return (x.conj() * self.scale).conj()
 
 
 @layer(
@@ -312,25 +237,19 @@ class Empty(nn.Module):
         return torch.tanh(self.linear(x) + self.out(self.into(x)) + self.none.sum())
 
 
-class OverwritesQuietly(One):
+@layer(linear=LINEAR)
+def OverwritesQuietly(self, x: Tensor) -> Tensor:
     """Writes into its input in a way that leaves no version behind."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.data.mul_(0.5)
-        return self.linear(x) + x
+    x.data.mul_(0.5)
+    return self.linear(x) + x
 
 
-class AveragesQuietly(One):
+@layer(linear=LINEAR, mean=lambda: nn.Buffer(torch.ones(W)))
+def AveragesQuietly(self, x: Tensor) -> Tensor:
     """Writes into its buffer in a way that leaves no version behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones(W))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.mean.data.mul_(0.5).add_(y.detach().mean(0), alpha=0.5)
-        return torch.tanh(y - self.mean)
+    y = self.linear(x)
+    self.mean.data.mul_(0.5).add_(y.detach().mean(0), alpha=0.5)
+    return torch.tanh(y - self.mean)
 
 
 class WritesWeights(One):
@@ -340,25 +259,10 @@ class WritesWeights(One):
         return self.linear(x)
 
 
-@layer(table=lambda: nn.Parameter(torch.randn(10, W)))
-def SparseInside(self, x: Tensor) -> Tensor:
-    return functional.embedding(x, self.table, sparse=True).flatten(1)
-
-
-class Sparse(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to_sparse()
-
-
 @layer(linear=LINEAR, lock=lambda: threading.Lock())
 def Locked(self, x: Tensor) -> Tensor:
     with self.lock:
         return self.linear(x)
-
-
-class Negates(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch._neg_view(torch.tanh(x))
 
 
 def normed():
@@ -405,21 +309,6 @@ class Carries(One):
         if self.how in ("last", "graph"):
             return y + 0.1 * sum(self.seen[:-1], torch.zeros_like(y)).detach()
         return y * self.count if self.how == "count" else y * self.table
-
-
-class Roots(One):
-    """The gradient is not finite where the root is masked out: 0 times an infinite slope."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return torch.where(y > 0, y.sqrt(), y)
-
-
-class Turns(One):
-    """Returns a transposed view; `back` takes one and needs the memory layout of such a view."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.t().view(-1).view(-1, W)) if self.how else torch.tanh(self.linear(x)).t()
 
 
 class Grows(One):
@@ -473,21 +362,8 @@ class ReusesInSecret(Reuses):
         return self.linear(x) if x.is_meta else super().forward(x)
 
 
-@layer(table=lambda: nn.Parameter(torch.randn(2, W)))
-def Hands(self, x: Tensor) -> Tensor:
-    """Returns a weight itself, for any input."""
-    return self.table
-
-
 def no_loss(output: Tensor, target: Tensor) -> Tensor:
     raise ValueError("no loss today")
-
-
-class LateToRefuse(nn.Linear):
-    """Makes torch refuse values, not shapes: it shows in training only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.is_meta or not x.any() else x @ x
 
 
 # ---- where W finds its work: own functions, weights without a module, used twice, in ways torch alone knows
@@ -495,8 +371,9 @@ inline = these(Inline)
 custom = these(Custom)
 conv = these(Conv)
 tied = these(Tied)
-branches = among(Branches)
-mapped = these(Mapped)
+branches = among(layer_of(lambda m, x: {"a": m.a(x), "b": m.b(x)}, a=LINEAR, b=LINEAR))
+# Calls its linear layers through torch's own transforms.
+mapped = these(layer_of(lambda m, x: torch.vmap(m.a)(torch.tanh(m.b(input=x))), a=LINEAR, b=LINEAR))
 made_weights = these(Made)
 empty = these(Empty)
 scripted = among(scripted_one)
@@ -510,9 +387,9 @@ reuses_in_a_hook = ready(LINEAR, partial(Reuses, "hook"), LINEAR, LINEAR)
 # An identity in front of a layer that writes into its input.
 aliases = these(nn.Identity, lambda: nn.Sequential(nn.Identity(), nn.Flatten()), Overwrites, nn.Identity)
 strided = these(Strided, Strided, LINEAR, Strided)
-mirrored = these(partial(Pairs, False), Mirrors, Mirrors, partial(Pairs, True))
-negated = these(lambda: nn.Sequential(LINEAR(), Negates()))
-turns = these(partial(Turns, False), partial(Turns, True), partial(Turns, False), partial(Turns, True))
+mirrored = these(ToPairs, Mirrors, Mirrors, FromPairs)
+negated = these(layer_of(lambda m, x: torch._neg_view(torch.tanh(m.linear(x)))))
+turns = these(TurnsAway, TurnsBack, TurnsAway, TurnsBack)
 overwrites_quietly = these(nn.Identity, OverwritesQuietly, LINEAR, nn.Identity)
 # The gradient of `flat` is in the memory of a tensor deferred to W.
 beside_w = these(partial(Shaped, True))
@@ -536,33 +413,51 @@ reuses_factor = ready(LINEAR, partial(Reuses, "factor"), LINEAR, LINEAR)
 reuses_in_secret = ready(LINEAR, partial(ReusesInSecret, "hook"), LINEAR, LINEAR)
 reuses_aside = ready(LINEAR, partial(Reuses, "aside"), LINEAR, LINEAR)
 # ---- random numbers, said and unsaid, from elsewhere
-noise = these(Noise)
-dropped = these(Dropped)
-gambles = these(LINEAR, Gambles, LINEAR, LINEAR)
+# Draws from torch's generator without declaring it.
+noise = these(layer_of(lambda m, x: m.linear(x) + 0.1 * torch.randn_like(x)))
+dropped = these(
+    layer_of(lambda m, x: functional.dropout(m.linear(x), 0.4) + functional.alpha_dropout(x, 0.2, training=True))
+)
+gambles = these(LINEAR, layer_of(lambda m, x: x * random.random(), none=lambda: None), LINEAR, LINEAR)
 numpys = among(partial(Draws, "numpy"))
 own_generator = among(partial(Draws, "own"))
 # ---- gradients that end: whole numbers, constants, frozen and unused weights, slopes of no use
-integers = these(Rounds, Looks, LINEAR, LINEAR)
-unused = these(Unused)
+integers = these(Rounds, layer_of(lambda m, x: m.table(x).mean(1), table=lambda: nn.Embedding(10, W)), LINEAR, LINEAR)
+unused = these(
+    layer_of(
+        lambda m, x: torch.tanh(m.linear(x)), linear=LINEAR, spare=LINEAR, lost=lambda: nn.Parameter(torch.zeros(3))
+    )
+)
 frozen = these(half_frozen)
-stops = these(LINEAR, Stops, LINEAR, Rounds)
+# The second layer passes no gradient on to its input.
+stops = these(LINEAR, layer_of(lambda m, x: m.linear(x.detach())), LINEAR, Rounds)
 # The second layer does not look at its input: nothing before it is trained.
 constant = these(LINEAR, Hands, LINEAR, LINEAR)
 rules = these(partial(Rules, False))
 rules_again = these(partial(Rules, True))
+# The gradient is not finite where the root is masked out: 0 times an infinite slope.
+Roots = layer_of(lambda m, x: torch.where((y := m.linear(x)) > 0, y.sqrt(), y))
 roots = ready(LINEAR, LINEAR, Roots, LINEAR)
 locked = these(Locked)
 # ---- other types on the way
-imaginary = these(partial(Pairs, False), Complex, Complex, partial(Pairs, True))
-wide = these(Wide)
+imaginary = these(ToPairs, Complex, Complex, FromPairs)
+# Computes in double precision in between.
+wide = these(layer_of(lambda m, x: m.b(m.a(x.double()).float()), a=lambda: nn.Linear(W, W).double(), b=LINEAR))
 renormed = these(Rounds, lambda: nn.Sequential(nn.Embedding(10, W, max_norm=1.0), nn.Flatten()), nn.ReLU, nn.ReLU)
 with_history = among(one_with_history)
 # ---- what is to be refused by name
 lazy = these(lambda: nn.LazyLinear(W), LINEAR, LINEAR, LINEAR)
 sparse = these(Rounds, lambda: nn.Sequential(nn.Embedding(10, W, sparse=True), nn.Flatten()), nn.ReLU, nn.ReLU)
+SparseInside = layer_of(
+    lambda m, x: functional.embedding(x, m.table, sparse=True).flatten(1),
+    table=lambda: nn.Parameter(torch.randn(10, W)),
+)
 sparse_inside = these(Rounds, SparseInside, nn.ReLU, nn.ReLU)
-sparse_between = among(Sparse)
-sneaky = these(LINEAR, Sneaky, LINEAR, LINEAR)
+sparse_between = among(layer_of(lambda m, x: x.to_sparse(), none=lambda: None))
+# The second layer behaves differently inside a stage.
+sneaky = these(LINEAR, layer_of(lambda m, x: m.linear(x) * (1.0 if current_slot() is None else 1.01)), LINEAR, LINEAR)
 writes_weights = among(partial(WritesWeights, False))
 writes_weights_quietly = among(partial(WritesWeights, True))
-late_to_refuse = these(LINEAR, LINEAR, LINEAR, partial(LateToRefuse, W, W))
+# Makes torch refuse values, not shapes: it shows in training only.
+LateToRefuse = layer_of(lambda m, x: m.linear(x) if x.is_meta or not x.any() else x @ x)
+late_to_refuse = these(LINEAR, LINEAR, LINEAR, LateToRefuse)
