@@ -7,9 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.jobs import write_job
-from tests.refusals import refused
-from zbc.job import spec
 from zbc.job.learning_rate import RateSchedule, rate
 
 
@@ -61,20 +58,3 @@ def test_a_rate_is_always_between_the_least_and_the_largest(kind, steps, warmup,
     found = rate(1.0, schedule, steps, step)
     assert 0.0 < found <= 1.0 and math.isfinite(found)
     assert found >= 0.125 or step + 1 < warmup
-
-
-@pytest.mark.parametrize(
-    ("schedule", "words"),
-    [
-        ({"warmup_steps": 4}, "warmup_steps = 4 is more than train.steps = 3"),
-        ({"kind": "linear", "warmup_steps": 2, "decay_steps": 2}, "decay_steps = 2 and warmup_steps = 2"),
-        ({"kind": "cosine", "min_lr": 1.0}, "min_lr = 1 is above optimizer.lr"),
-        ({"min_lr": 1e-5}, "min_lr does nothing"),
-        ({"decay_steps": 1}, "decay_steps does nothing"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_with_its_place(tmp_path, schedule, words):
-    path = write_job(tmp_path, optimizer={"schedule": schedule})
-    with refused("E110", words) as caught:
-        spec.draft(path).finish()
-    assert "zbc.toml:" in caught.value.where

@@ -10,7 +10,6 @@ from tests.jobs import job, toml_text, write_job
 from tests.limits import at_most
 from tests.refusals import refused
 from zbc.compiler.compile import compile_job
-from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.job import spec, toml
 from zbc.job.sections import Memory
@@ -29,99 +28,7 @@ def test_a_wrong_item_of_a_list_is_pointed_at(tmp_path):
     assert [message for _, _, message in found] == ["config: costs.f.1: must be at least 0, found -2"]
 
 
-LLAMA = {"family": "llama", "kv_heads": 2}
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "text"),
-    [
-        ({"checkpoint": {"keep": 5}}, "E105", "checkpoint.every is missing"),
-        ({"checkpoint": {"every": 5, "dir": ""}}, "E103", "checkpoint.dir is empty"),
-        ({"log": {"to": ["wandb"]}}, "E103", "neither tensorboard nor wandb:PROJECT"),
-        ({"model": {"family": "a.b:c", "ties": True}}, "E110", "or is true; family is a.b:c"),
-        ({"costs": {"per": "layer", "f": [1.0], "b": 1, "w": 1}}, "E141", "costs.f has 1 numbers, model.layers is 8"),
-        ({"costs": {"head": {"f": 1.0}}}, "E102", "costs.head is gone; write lists of costs.f"),
-        ({"partition": {"layers_per_stage": "equel"}}, "E103", "expected a list or \"equal\", found 'equel'"),
-        ({"data": {"kind": "txt"}}, "E103", "unknown data.kind"),
-        ({"model": {"family": "gtp"}}, "E103", "unknown model.family"),
-        ({"model": {"head_size": 8}}, "E110", "model.head_size is not for family gpt"),
-        ({"model": {"family": "llama", "variant": "rotary"}}, "E110", "is not for family llama"),
-        ({"model": {"variant": "own norms"}}, "E110", "is not for family gpt"),
-        ({"model": {"family": "a:b", "rope_theta": 1.0}}, "E110", "model.rope_theta is not for family a:b"),
-        ({"model": {**LLAMA, "kv_heads": 3}}, "E110", "model.kv_heads = 3 does not divide model.heads = 4"),
-        ({"model": {**LLAMA, "head_size": 7}}, "E110", "rotary positions need an even head size, it is 7"),
-        ({"model": {**LLAMA, "args": {"x": 1}}}, "E110", "model.args belongs to a factory, family is llama"),
-    ],
-)
-def test_impossible_combinations_are_errors(tmp_path, changes, code, text):
-    found = problems(tmp_path, toml_text(**changes))
-    assert [found_code for found_code, _, _ in found] == [code]
-    assert text in found[0][2] and found[0][1].startswith("zbc.toml")
-
-
-TOKENS, STEPS = {"tokens": [4] * 8}, {"kind": "a.b:c", "items": "steps"}
-GROUPS = {"family": "llama", "experts": 8, "top_k": 2, "expert_groups": [4, 2]}
-APART = [  # what experts, float16, samples by length, and steps that a dataset splits do not go with
-    ({"model": {"top_k": 2}}, "E110", "top_k is for models with experts"),
-    ({"model": {"ffn_hidden": [8, 8]}}, "E110", "the second number of model.ffn_hidden is for models with experts"),
-    ({"model": {"experts": 2, "top_k": 3}}, "E110", "top_k = 3 is more than model.experts = 2"),
-    ({"model": {**GROUPS, "expert_groups": [3, 1]}}, "E110", "has 3 groups, which does not divide model.experts = 8"),
-    ({"model": {**GROUPS, "expert_groups": [4, 5]}}, "E110", "model.expert_groups has 5 of 4 groups"),
-    ({"model": {**GROUPS, "expert_groups": [4, 1], "top_k": 3}}, "E110", "2 experts, and it meets model.top_k = 3"),
-    ({"model": {"family": "llama", "expert_groups": [4, 2]}}, "E110", "model.expert_groups is for models with experts"),
-    ({"model": {"dtype": "bfloat16", "loss_scale": 8.0}}, "E110", "is for float16, model.dtype is 'bfloat16'"),
-    ({"model": {"dtype": "float16", "parameters": "bfloat16"}}, "E110", "computes in bfloat16"),
-    ({"optimizer": {"kind": "sgd", "state": "bfloat16"}}, "E110", "optimizer.state"),
-    ({"data": {"kind": "synthetic", "balance": "tokens"}}, "E110", "schedule.tokens is not set"),
-    ({"data": {"kind": "text", "balance": "tokens"}, "schedule": TOKENS}, "E110", "one long sample"),
-    ({"data": {"kind": "a.b:c"}, "schedule": TOKENS}, "E110", "nothing says which of a.b:c they get"),
-    (
-        {"data": {"kind": "synthetic", "balance": "tokens"}, "schedule": {**TOKENS, "max_microbatches": 9}},
-        "E110",
-        'balance is "tokens"',
-    ),
-    ({"data": {**STEPS, "validation": 0.1}}, "E110", "data.validation keeps samples"),
-    ({"data": {"kind": "synthetic", "items": "steps"}}, "E150", "is of a dataset of yours"),
-]
-
-
-@pytest.mark.parametrize(("changes", "code", "text"), APART)
-def test_what_does_not_go_together_is_refused(changes, code, text):
-    with refused(code, text):
-        job(**{**changes, "model": {"seq_len": 16, **changes.get("model", {})}})
-
-
 PER_LAYER, GIVEN = {"per": "layer"}, {"f": 1, "b": 1, "w": 1}
-KEPT = {"train": {"eval_every": 1}, "data": {"validation": 0.1}}
-FACTORY = {"family": "a.b:c"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "place", "text"),
-    [
-        ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.9]}}, "E110", "optimizer.betas", "is for adam, adamw and muon"),
-        ({"optimizer": {"momentum": 0.9}}, "E110", "optimizer.momentum", "sgd and muon, optimizer.kind is 'adamw'"),
-        ({"memory": {"attention": "keep"}}, "E110", "memory.attention", "of selective recompute"),
-        ({"optimizer": {"schedule": {"by": "samples"}}}, "E110", "optimizer.schedule.by", "does nothing"),
-        ({"train": {"hook": "mine"}}, "E103", "train.hook", "does not name a function"),
-        ({**KEPT, "checkpoint": {"every": 1, "keep_best": "a"}}, "E103", "checkpoint.keep_best", "not name a function"),
-        ({"train": {"eval_batches": 3}}, "E105", "train.eval_batches", "train.eval_every is missing"),
-        ({"data": {"validation": "a"}}, "E105", "data.validation", "train.eval_every is missing"),
-        ({"data": {"kind": "synthetic", "path": "a"}}, "E150", "data.path", "data.kind is 'synthetic'"),
-        ({"data": {"kind": "a.b:c", "path": "a"}}, "E150", "data.path", "names files of text, tokens or chat"),
-        ({"data": {"args": {"x": 1}}}, "E150", "data.args", "belong to a factory or a chat template, data.kind is"),
-        ({"model": {**FACTORY, "hidden": 8}}, "E110", "model.hidden", "model.hidden is not for family a.b:c"),
-        ({"model": {"rope_theta": 1e6}}, "E110", "model.rope_theta", "needs rotary positions"),
-        ({"model": {"ffn_hidden": [8, 9]}}, "E110", "model.ffn_hidden", "experts"),
-        ({"costs": PER_LAYER}, "E141", "costs.per", "there are none"),
-    ],
-)
-def test_what_nothing_would_read_is_an_error_with_its_place(tmp_path, changes, code, place, text):
-    found = problems(tmp_path, toml_text(**changes))
-    assert [found_code for found_code, _, _ in found] == [code]
-    document = spec.draft(tmp_path / "zbc.toml").document
-    assert found[0][1] == document.where(tuple(place.split("."))).replace(str(tmp_path) + "/", "")
-    assert place in found[0][2] and text in found[0][2]
 
 
 def test_auto_that_decides_against_selective_recompute_drops_what_nothing_reads_then():
@@ -144,14 +51,6 @@ def test_auto_that_decides_against_selective_recompute_drops_what_nothing_reads_
 )
 def test_a_key_may_say_its_default_and_what_evaluates_may_be_turned_off(changes):
     assert job(**changes)
-
-
-@pytest.mark.parametrize("kind", ["auto", "zb-h1"])
-@pytest.mark.parametrize(("key", "value"), [("group", 3), ("early", 1), ("overlap", True)])
-def test_options_of_some_schedules_are_refused_where_others_may_be_chosen(kind, key, value):
-    with refused("E110", f"schedule.{key} is for ") as caught:
-        job(kind=kind, schedule={key: value})
-    assert caught.value.message.endswith(f"not for {kind}")
 
 
 def test_a_name_that_says_how_much_memory_sets_the_limit():
@@ -308,18 +207,3 @@ def test_no_number_of_an_optimizer_that_is_accepted_is_refused_by_torch(key, dat
     else:
         torch.optim.AdamW([weight], betas=asked.betas, eps=asked.eps, **common).step()
     assert weight.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said", "hint"),
-    [
-        ("optimizer.betas", "[0.9]", "expected 2 numbers, found [0.9]", "write betas = [0.9, 0.95]"),
-        ("optimizer.betas", "[0.9, 0.9, 0.9]", "expected 2 numbers", "write betas = [0.9, 0.95]"),
-        ("optimizer.betas", "[1.5, 0.9]", "must be less than 1, found 1.5", ""),
-        ("optimizer.betas", "0.9", "expected a list, found 0.9", ""),
-        ("optimizer.lr", "[]", "found []", ""),
-    ],
-)
-def test_a_pair_of_numbers_is_named_as_one(tmp_path, key, value, said, hint):
-    with refused("E103", key, said, hint=hint):
-        load_job(write_job(tmp_path), [f"{key}={value}"])

@@ -102,23 +102,6 @@ def test_stages_stay_where_they_are(kind):
         assert start.compiled.layers == compiled.layers and start.compiled.schedule == compiled.schedule
 
 
-@pytest.mark.parametrize(
-    ("ramp", "text"),
-    [
-        ([{"microbatches": 1}], "entry 0 of schedule.ramp has neither of steps and samples"),
-        ([{"microbatches": 8, "steps": 1}], "has 8 microbatches, after 0 and before 8"),
-        ([{"microbatches": 2, "steps": 1}, {"microbatches": 2, "steps": 1}], "entry 1 of schedule.ramp has 2"),
-        ([{"microbatches": 1, "samples": 36}], "ends after step 9, train.steps is 9"),
-        ([{"microbatches": 0, "steps": 1}], "schedule.ramp.0.microbatches: must be at least 1, found 0"),
-        ([{"steps": 1}], "schedule.ramp.0.microbatches is missing"),
-    ],
-)
-def test_a_ramp_that_makes_no_sense_is_refused_with_its_place(ramp, text):
-    with pytest.raises(ZbcError) as caught:
-        made(pp=2, parallel={"dp": 2}, schedule={"ramp": ramp}, train=TRAIN)
-    assert text in caught.value.render() and "zbc.toml:" in caught.value.render()
-
-
 def test_a_warm_up_by_samples_is_held_against_the_samples_of_the_training():
     changes = {"pp": 2, "schedule": {"ramp": [{"microbatches": 4, "steps": 8}]}, "train": {"steps": 9}}
     optimizer = {"schedule": {"kind": "linear", "by": "samples", "warmup_steps": 5}}

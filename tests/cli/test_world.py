@@ -138,29 +138,6 @@ def test_the_command_line_counts(tmp_path):
     assert opened.parallel.dp * opened.schedule.microbatches == 8, "the batch that the job had"
 
 
-@pytest.mark.parametrize(
-    ("parallel", "schedule", "code", "message"),
-    [
-        ("world = 8\npp = 2", "batch = 32", "E110", "parallel.world and parallel.pp are two answers"),
-        ("world = 8\ndp = 2", "batch = 32", "E110", "parallel.world and parallel.dp are two answers"),
-        ("world = 8", "microbatches = 4", "E110", "schedule.microbatches are those of one pipeline"),
-        ("world = 8", "batch = 32\nmicrobatches = 4", "E110", "two answers"),
-        ("world = 8", "", "E105", "schedule.batch is missing"),
-        ("world = 0", "batch = 32", "E103", "parallel.world: must be at least 1"),
-        ('world = "all"', "batch = 32", "E103", "parallel.world"),
-        ("world = 8", "batch = true", "E103", "schedule.batch"),
-        ("world = 9", "batch = 32", "E110", "no pp and dp of parallel.world can be planned"),
-        ("", "microbatches = 4", "E105", "parallel.pp is missing"),
-        ("pp = 2", "", "E105", "schedule.microbatches is missing"),
-    ],
-)
-def test_what_does_not_go_together(tmp_path, parallel, schedule, code, message):
-    path = written(tmp_path, parallel=parallel, schedule=f'kind = "1f1b"\n{schedule}')
-    with pytest.raises(ZbcError, match=message) as caught:
-        load_job(path)
-    assert [error.code for error in caught.value.errors] == [code]
-
-
 def test_where_nothing_fits_the_smallest_overflow_is_named(tmp_path):
     limited = {**HARDWARE, "memory_gib": 1e-6}
     path = written(tmp_path, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 16', hardware=limited)

@@ -189,12 +189,6 @@ def asked(dp=2, pp=4, shard="weights", exchange="one-sided", **more):
     return job(**{**BASE, "parallel": parallel, **more})
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
-def test_gathers_are_for_weights_that_come_and_go(shard):
-    with pytest.raises(ZbcError, match=r'E110.*goes with shard = "weights" or "all"'):
-        asked(shard=shard)
-
-
 def test_all_copies_of_a_stage_take_from_each_other_where_two_pipes_have_it():
     """And not those of a pipe alone, as where they meet; so all have to be on one host."""
     made = (asked(pp=2, kind="chimera", exchange=way, schedule={}, costs=FREE) for way in ("one-sided", "collective"))

@@ -6,9 +6,6 @@ import random
 import pytest
 
 from tests.check.graphs import edges
-from tests.jobs import job
-from tests.refusals import refused
-from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.partition.groups import even
 from zbc.compiler.schedules import SCHEDULES
@@ -16,7 +13,6 @@ from zbc.compiler.schedules.branched import branched
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.context import Context
-from zbc.errors import ZbcError
 from zbc.ir import Placement
 
 BARS = [  # the sources of each stage; 1F1B and zb-h1 at F = B = W = 1 and 8 microbatches
@@ -25,8 +21,6 @@ BARS = [  # the sources of each stage; 1F1B and zb-h1 at F = B = W = 1 and 8 mic
     ([[], [], [], [0, 1, 2]], 27, 25),
     ([[], [0], [1], [0, 2]], 33, 27),
 ]
-TOWERS = {"vision": [2], "text": [2], "decoder": [2, "vision", "text"]}
-MODEL = {"family": "plans.graphs:towers", "layers": 6, "graph": TOWERS}
 
 
 def step(program, costs):
@@ -80,26 +74,3 @@ def test_the_largest_stage_is_least(seed):
     found = even(groups, ranks)
     assert sum(map(len, found)) == ranks
     assert largest(found) == min(map(largest, every))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"graph": TOWERS | {"vision": [2, "decoder"]}}, "cycle: vision -> decoder -> vision"),
-        ({"graph": {"vision": [2], "text": [2], "decoder": [2, "vision"]}}, "nobody reads text and decoder"),
-        ({"graph": {"vision": [2], "text": [2], "decoder": [2, "vision", "txt"]}}, "reads txt, which is no group"),
-        ({"graph": {"vision": [2], "text": [], "decoder": [2, "vision", "text"]}}, "no one number of layers of text"),
-        ({"layers": 7}, "6 layers in all, model.layers is 7"),
-    ],
-)
-def test_graphs_that_cannot_be_are_refused(changes, words):
-    with pytest.raises(ZbcError) as caught:
-        job(model=MODEL | changes)
-    assert any(words in one.message for one in caught.value.errors if one.code == "E110")
-
-
-def test_too_few_ranks_and_cuts_across_groups_are_refused():
-    with refused("E110", match="each rank has layers of one group"):
-        compile_job(job(model=MODEL, pp=2))
-    with refused("E130", match="where group vision ends"):
-        compile_job(job(model=MODEL, pp=4, partition={"layers_per_stage": [1, 2, 1, 2]}))

@@ -8,9 +8,7 @@ import pytest
 
 from bench.published import cases
 from tests.compiler.grid import make, timed, units
-from tests.jobs import job
 from tests.lowered import lower
-from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
@@ -95,12 +93,6 @@ def test_generalized_interleaved_orders_run_for_any_group_and_microbatches(p):
         program = card.make(Request(p, m, v, group=group))
         check_all(lower(program))
         assert max(units(program)) <= (p + (v - 1) * group) / v + 1e-9
-
-
-@pytest.mark.parametrize("group", (3, 9))
-def test_groups_that_are_too_small_or_too_large_are_refused(group):
-    with refused("E110", match="gis on 8 ranks takes 4 to 8"):
-        job(kind="gis", pp=8, layers=16, schedule={"group": group})
 
 
 @pytest.fixture(scope="module")

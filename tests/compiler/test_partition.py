@@ -119,21 +119,6 @@ def test_blocks_are_dealt_by_what_stages_have_to_do(changes, blocks):
     assert parts[0][0] == "embed" and parts[-1][-1] == "head"
 
 
-@pytest.mark.parametrize(
-    ("layers", "given", "code", "text"),
-    [
-        (8, [2, 2, 2, 3], "E130", "layers_per_stage = [2, 2, 2, 3] sums to 9, model.layers is 8"),
-        (8, [4, 4], "E130", "layers_per_stage has 2 entries, the schedule has 4 stages"),
-        (8, [4, 0, 2, 2], "E130", "stage 1 has no layers"),
-    ],
-)
-def test_a_cut_that_does_not_add_up_is_explained(layers, given, code, text):
-    description = job(layers=layers, partition={"layers_per_stage": given})
-    with refused(code) as caught:
-        names(description, 4)
-    assert text in caught.value.render()
-
-
 def test_more_stages_than_layers_is_refused():
     with refused("E130") as caught:
         names(job(layers=3, partition={"layers_per_stage": "equal"}), 4)

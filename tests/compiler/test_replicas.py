@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from tests.jobs import job, write_job
-from tests.refusals import refused
 from zbc.compiler.check import check_graph
 from zbc.compiler.check.faults import op_faults
 from zbc.compiler.compile import compile_job
@@ -68,8 +67,6 @@ def test_the_cut_evens_out_the_work_of_ranks():
 def test_replicas_say_how_many_ranks_there_are_and_which_schedule(tmp_path):
     path = write_job(tmp_path, kind="replicated-1f1b", parallel={"replicas": [2, 3]}, pp=None)
     assert load_job(path).parallel.pp == 5
-    with refused("E110", match=r"needs parallel\.replicas"):
-        job(kind="replicated-1f1b")
     path = write_job(tmp_path, kind="replicated-1f1b", pp=3, m=6, parallel={"replicas": [2, 1]})
     assert compile_job(load_job(path, schedule="1f1b")).program.placement.replicas == ()
 
@@ -112,19 +109,3 @@ def test_a_job_made_from_a_job_is_asked_the_rules_again():
     with pytest.raises(ZbcError, match="a stage has 2 replicas and a step 1 microbatches"):
         asked_again(replace(made, schedule=made.schedule.model_copy(update={"microbatches": 1})))
     assert asked_again(made) is made
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"parallel": {"pp": 4}}, r"sum to 3, parallel\.pp is 4"),
-        ({"parallel": {"pp": 7, "replicas": [6, 1]}}, "a stage has 6 replicas and a step 5 microbatches"),
-        ({"schedule": {"kind": "1f1b"}}, "goes with schedule.kind"),
-        ({"schedule": RAMP}, r"a stage has 2 replicas and a step of schedule\.ramp 1 microbatches"),
-        (UNEQUAL, r"a stage has 2 replicas and a step of data\.balance 1 microbatches"),
-    ],
-)
-def test_what_does_not_go_together(changes, text):
-    with pytest.raises(ZbcError, match=text) as caught:
-        asked(**changes)
-    assert [error.code for error in caught.value.errors] == ["E110"] and caught.value.hint

@@ -1,7 +1,6 @@
 """Vocabulary parallel, planned from a job: costs of its ops, memory of ranks, refusals."""
 
 import itertools
-import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -24,7 +23,6 @@ from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.compare import Asked, compare
 from zbc.compiler.whatif.others import sharing
-from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job.job import RESERVE
 from zbc.job.profile import Origin, WordTimes
@@ -145,23 +143,6 @@ def test_a_tied_table_is_one_share_and_needs_no_sum_of_ends():
     found = planned(model={**LARGE, "ties": True})
     assert not found.program.tied and all(op.stage != TIED for ops in found.program.ranks for op in ops)
     assert vocabulary.parameters(found.job) == 1024 * 64
-
-
-REFUSED = {
-    "few words": ({"model": {"vocab": 3}}, "E110", "a vocabulary of 3 words leaves some of 4 ranks without any"),
-    "another loss": ({"model": {"loss": "mse"}}, "E110", "ranks share the output layers of causal models"),
-    "three sums": ({"parallel": {"vocabulary": "shared-3"}}, "E103", "vocabulary"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_share_is_told_why(case):
-    changes, code, text = REFUSED[case]
-    changes = {**changes, "parallel": {**SHARED, **changes.get("parallel", {})}}
-    with pytest.raises(ZbcError, match=re.escape(text)) as caught:
-        compile_job(job(**changes), budget=0.0)
-    errors = getattr(caught.value, "errors", (caught.value,))
-    assert code in {error.code for error in errors} and errors[0].where
 
 
 def test_measured_shares_are_planned_with():

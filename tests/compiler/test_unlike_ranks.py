@@ -100,17 +100,3 @@ def test_each_rank_is_held_to_its_own_memory_and_layers_move_off_one_with_little
     held = [rank.bytes / 2**30 for rank in planned().memory]
     made = planned(hardware={"memory_gib": [2 * held[0], 0.75 * held[1], 2 * held[0], 2 * held[0]]})
     assert blocks(made)[1] < blocks(planned())[1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"hardware": {"slow": [1, 1]}}, "has 2 numbers"),
-        ({"hardware": {"tflops": [1.0, 1.0]}}, "has 2 numbers"),
-        ({"hardware": {"slow": [1] * 4}, "parallel": {"replicas": [1] * 4}, "kind": "replicated-1f1b"}, "step in"),
-    ],
-    ids=str,
-)
-def test_what_lists_do_not_go_with_is_refused(changes, said):
-    with refused("E110", said):
-        planned(**changes)

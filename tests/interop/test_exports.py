@@ -291,18 +291,3 @@ def test_a_job_is_cut_as_its_layout_says():
     assert [len(part) for part in compiled.layers] == [2, 3, 3, 2]
     assert compiled.layers[0] == ("embed", "layers.0")
     assert megatron_layout.dumps(compiled.layers) == "Et|t*3|t*3|tL"
-
-
-@pytest.mark.parametrize(
-    ("partition", "code", "piece"),
-    [
-        ({"layers_per_stage": "Et*3|t*3|tL"}, "E130", "it needs 3 bars"),
-        ({"layers_per_stage": "Et*3|t*3|t|L"}, "E130", "do not add up"),
-        ({"layers_per_stage": "Et*8||L|L"}, "E130", "its layers"),
-        ({"layers_per_stage": "Et*4||t*4|L"}, "E130", "stage 1 has no layers"),
-    ],
-)
-def test_layouts_that_do_not_go_with_the_job_are_refused(partition, code, piece):
-    with refused(code) as caught:
-        compile_job(job(pp=4, layers=8, partition=partition))
-    assert piece in caught.value.render()

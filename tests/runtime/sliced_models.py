@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zbc
-from tests.runtime.zoo import layer
+from tests.runtime.zoo import layer, layer_of
 
 LENGTH = 16
 LONGEST = 64
@@ -85,9 +85,7 @@ class GoesOn(Mixer):
         return super().forward(x + places[:, None] / LENGTH), places
 
 
-class Ends(nn.Module):
-    def forward(self, x: Tensor, places: Tensor) -> Tensor:
-        return x * (1 + places[:, None])
+Ends = layer_of(lambda m, x, places: x * (1 + places[:, None]), none=lambda: None)
 
 
 @layer(linear=lambda how: nn.Linear(8, 8), how=lambda how: how)
@@ -115,16 +113,11 @@ class Recurrent(nn.GRU):
         return super().forward(x)[0]
 
 
-class Counts(nn.Module):
+@layer(seen=lambda: nn.Buffer(torch.zeros(())))
+def Counts(self, x: Tensor) -> Tensor:
     """A buffer that every forward changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        return x
+    self.seen += 1
+    return x
 
 
 class _Centred(torch.autograd.Function):
@@ -189,9 +182,7 @@ class Nested(Mixer):
         return {**given, "x": [super().forward(given["x"][0] + places[:, None] / LENGTH)]}
 
 
-class Opened(nn.Module):
-    def forward(self, given: dict[str, Any]) -> Tensor:
-        return torch.tanh(given["x"][0])
+Opened = layer_of(lambda m, given: torch.tanh(given["x"][0]), none=lambda: None)
 
 
 def nested(width: int = 8) -> list[nn.Module]:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.small_plans import LLAMA, hold, make_plan, make_program, make_worker, parameters, reference
 from tests.runtime.test_checkpoints import at
@@ -330,26 +329,6 @@ def test_merged_weights_compute_what_adapters_beside_them_do(folders, tmp_path, 
     adapted, plain, before = (peer(tokens).logits for peer in peers)
     torch.testing.assert_close(plain, adapted, rtol=1e-4, atol=1e-4)
     assert (plain - before).abs().max() > 1e-2
-
-
-LLAMA_ONLY, MIXTURE = {"family": "llama"}, {"family": "llama", "experts": 4, "top_k": 2, "ffn_hidden": 64}
-REFUSED = [({"alpha": 2.0}, "alpha", {})]
-REFUSED += [({"rank": 4, "targets": ["experts.*"], "dropout": 0.1}, "adapter.dropout", {"model": MIXTURE})]
-REFUSED += [
-    ({"rank": 4, "targets": [target]}, said, {"model": model})
-    for model, target, said in (
-        (MIXTURE, "experts.up_proj", r"no linear layer is called experts.up_proj"),
-        (MIXTURE, "gate_proj", r"(?s)no linear layer is called gate_proj.*q_proj"),
-        (LLAMA_ONLY, "q_projj", "q_projj"),
-        (LLAMA_ONLY, "whole q_proj", r"(?s)no module is called q_proj.*lm_head"),
-    )
-]
-
-
-@pytest.mark.parametrize(("adapter", "text", "more"), REFUSED)
-def test_what_adapters_do_not_go_with_is_refused(adapter, text, more):
-    with refused("E110", match=text):
-        job(adapter=adapter, **more)
 
 
 def test_alpha_counts_over_rank_and_dropout_in_training_alone():

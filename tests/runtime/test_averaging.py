@@ -14,7 +14,6 @@ from tests.threads import CPU, each_parameter, losses_of, run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
-from zbc.errors import ZbcError
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.transports.hub import Hub
@@ -147,21 +146,6 @@ def test_averages_in_wrong_places_are_refused(name, tmp_path):
     with refused(code):
         check_all(broken)
     assert not operational.run(broken).ok
-
-
-@pytest.mark.parametrize(("how", "said"), [({"dp": 1}, "dp is 1"), ({"kind": "chimera"}, "several copies")])
-def test_one_replica_and_two_pipes_do_not_average(how, said, tmp_path):
-    with refused("E110", match=said):
-        plan(tmp_path, {"share": 0.1}, **how)
-
-
-@pytest.mark.parametrize(
-    "asked", [{"share": 0.0}, {"share": 1.5}, {"every": 0}, {"delay": 2}, {"ema": 1.0}, {"shares": 1}]
-)
-def test_values_that_cannot_be_are_refused_with_their_place(asked, tmp_path):
-    with pytest.raises(ZbcError) as caught:
-        plan(tmp_path, asked)
-    assert caught.value.code in ("E102", "E103") and next(iter(asked)) in caught.value.message
 
 
 @pytest.mark.repeats

@@ -1,6 +1,5 @@
 """Context parallelism: the results of one process, gathers in F, sums in B."""
 
-import pytest
 import torch
 
 from tests.refusals import refused
@@ -14,23 +13,6 @@ def test_each_rank_has_an_early_and_a_late_chunk_of_each_slice():
     assert rows_of([0, 4, 12], 1, 2).tolist() == [1, 2, 6, 7, 8, 9]
     sizes = [sum(row + 1 for row in rows_of([0, 96], place, 4).tolist()) for place in range(4)]
     assert len({*sizes}) == 1, "keys that queries see"
-
-
-@pytest.mark.parametrize(
-    ("more", "model", "code", "text"),
-    [
-        ({"cp": 3}, {}, "E119", "2 parallel.cp = 6 chunks of each sequence do not divide model.seq_len = 8"),
-        (
-            {"cp": 2},
-            {"family": "tests.runtime.user_models:shared", "loss": "mse", "hidden": None, "heads": None},
-            "E119",
-            "for built-in models",
-        ),
-    ],
-)
-def test_what_cannot_share_tokens_is_refused(more, model, code, text, tmp_path):
-    with refused(code, match=text):
-        plan_of(tmp_path, pp=1, more=more, model_more=model)
 
 
 class Short:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.small_plans import parameters
+from tests.runtime.zoo import LINEAR, layer, layer_of
 from tests.threads import run_threads
 from zbc.compiler.compile import compile_job
 from zbc.ir import Kind
@@ -23,40 +24,24 @@ from zbc.training.probing.shapes import derive
 M, SIZE, WIDTH = 4, 2, 8
 
 
-class Layer(nn.Linear):
-    def __init__(self, out: int = WIDTH) -> None:
-        super().__init__(WIDTH, out)
+Layer = layer_of(lambda m, x: m.linear(x), linear=lambda out=WIDTH: nn.Linear(WIDTH, out))
 
 
-class In(Layer):
-    def forward(self, image: Tensor, scale: Tensor | None = None) -> Tensor:
-        y = super().forward(image)
-        return y if scale is None else y * scale[:, None]
+@layer(linear=LINEAR)
+def In(self, image: Tensor, scale: Tensor | None = None) -> Tensor:
+    y = self.linear(image)
+    return y if scale is None else y * scale[:, None]
 
 
-class Mid(Layer):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = super().forward(x).tanh()
-        return y if mask is None else y * mask
+@layer(linear=LINEAR)
+def Mid(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    y = self.linear(x).tanh()
+    return y if mask is None else y * mask
 
 
-class Free(Layer):
-    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
-        return super().forward(x) + others["image"] + others["kind"][:, None]
-
-
-class Told(Layer):
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # knows the target, as a decoder does
-        return super().forward(x) + target.roll(1, -1)
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.boxes, self.kind = Layer(4), Layer(3)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"boxes": self.boxes(x), "kind": self.kind(x)}
+Free = layer_of(lambda m, x, **others: m.linear(x) + others["image"] + others["kind"][:, None])
+Told = layer_of(lambda m, x, target: m.linear(x) + target.roll(1, -1))  # knows the target, as a decoder does
+Two = layer_of(lambda m, x: {"boxes": m.boxes(x), "kind": m.kind(x)}, boxes=lambda: Layer(4), kind=lambda: Layer(3))
 
 
 def layers(of: list[str]) -> list[Any]:

@@ -13,10 +13,10 @@ import torch
 
 from tests import drawn
 from tests.check.each import check_complete
-from tests.composed import GPT, TOLERANCE, apart, planned
+from tests.composed import TOLERANCE, apart, planned
 from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.test_experts import MODEL, tables
+from tests.runtime.test_experts import tables
 from tests.runtime.test_tensor_parallel import numbers
 from tests.threads import each_parameter, run_threads
 from tests.tiers import few
@@ -195,34 +195,6 @@ def test_swaps_take_the_time_of_what_goes_over_the_link(no_launches):
     f, b = costs(2).of("f"), costs(2).of("b")
     assert f - costs(1).of("f") == pytest.approx(each, rel=0.01)
     assert b - costs(1).of("b") == pytest.approx(each, rel=0.01)
-
-
-OWN = {"model": dict.fromkeys(MODEL) | {"family": "some.module:layers", "layers": 4, "loss": "mse"}}
-REFUSED = [
-    ({"model": {"experts": None}}, {"dp": 2, "ep": 2}, "model.experts is not set"),
-    ({}, {"dp": 3, "ep": 3}, "does not divide model.experts = 4"),
-    ({}, {"dp": 3, "ep": 2}, "does not divide parallel.dp = 3"),
-    ({}, {"cp": 3, "tp": 1, "ep": 2}, "does not divide parallel.cp x parallel.dp = 3"),
-    ({}, {"tp": 2, "ep": 4}, "does not divide parallel.tp x parallel.dp = 2"),
-    ({}, {"tp": 2, "ep": 2, "expert_tp": 2}, "does not divide parallel.dp = 1"),
-    ({}, {"tp": 4, "ep": 2, "expert_tp": 2}, "parallel.expert_tp = 2 is neither 1 nor parallel.tp = 4"),
-    ({}, {"tp": 2, "expert_tp": 1}, "and parallel.ep = 1"),
-    (OWN, {"dp": 2, "tp": 2, "ep": 2}, "layers of your own route all tokens on each"),
-    ({"model": {"ffn_hidden": 49}}, {"tp": 2}, "does not divide model.ffn_hidden = 49"),
-    ({}, {"dp": 2, "ep": 2, "average": {"every": 1}}, "of which ep = 2 makes one"),
-]
-
-
-@pytest.mark.parametrize(("way", "parallel", "said"), REFUSED)
-def test_shares_of_experts_that_cannot_be_are_refused(way, parallel, said):
-    found = tables(way)
-    found["parallel"] |= parallel
-    if way == {"model": {"experts": None}}:
-        found["model"] = dict(GPT)
-    with pytest.raises(ZbcError) as caught:
-        planned(found)
-    errors = getattr(caught.value, "errors", (caught.value,))
-    assert any(said in error.message for error in errors), [str(error) for error in errors]
 
 
 def test_copies_are_added_row_by_row_in_their_order():

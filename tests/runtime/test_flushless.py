@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.composed import planned, settings
-from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime import one_by_one
 from tests.runtime.small_plans import GPT, LLAMA, descend, hold, make_plan, make_program, parameters, reference
@@ -209,8 +208,3 @@ def by_hand(plan, steps):
         return (total,)
 
     return [loss for (loss,) in descend(weights, steps, told, delayed=True, feedback=1.0)], weights
-
-
-def test_feedback_is_refused_where_gradients_are_not_a_step_late():
-    with refused("E110", "feedback"):
-        job(optimizer={"feedback": 0.5})

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional
 
 from tests.jobs import job
-from tests.refusals import error_of
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_gradients import without_step
 from tests.runtime.test_slices import check_gradients
@@ -68,16 +67,3 @@ def test_chunks_leave_the_last_rank_less_memory_and_one_product_more():
     before, after = (peaks(one.program, one.costs)[-1] for one in (whole, chunked))
     assert after.bytes < before.bytes - 4 * 256 * 4096 and before.activations > 2 * after.activations
     assert chunked.timeline.makespan > whole.timeline.makespan
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model": {"loss_chunk": 8}, "parallel": {"vocabulary": "shared"}}, "model.loss_chunk"),
-        ({"model": {"z_loss": 0.1, "loss": "mse"}}, "model.z_loss is for cross_entropy"),
-        ({"model": {"label_smoothing": 1.0}}, "label_smoothing"),
-    ],
-)
-def test_what_does_not_go_with_them_is_refused(changes, words):
-    error = error_of(job, **changes)
-    assert words in error.message and error.code in ("E103", "E110") and error.hint

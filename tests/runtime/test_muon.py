@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.composed import apart, planned, settings, trained
-from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.small_plans import LLAMA, hold, make_plan, make_program, reference
 from tests.threads import run_threads
@@ -96,5 +95,3 @@ def test_what_no_group_or_optimizer_takes_is_refused(tmp_path):
     plan = planned(tables(optimizer__groups=[{"names": ["layers.*.biass"]}]))
     with refused("E110", match="biass"):
         run_threads(plan, 1)
-    with refused("E110"):
-        job(optimizer={"lr": [0.1, 0.2]})

@@ -157,18 +157,3 @@ def test_layers_that_cannot_be_shared_are_refused():
     wrong.shard = lambda group: {"wait": 0}
     with pytest.raises(ZbcError, match="cuts 'wait' along 0, which it has not"):
         sharding.shard("layers.0", wrong, group, joined=False)
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "said"),
-    [
-        ({"tp": 3}, "E119", "does not divide model.heads = 4"),
-        ({"model_more": {"compile": True}}, "E110", "parallel.tp and model.compile"),
-        ({"model": "llama", "tp": 4, "model_more": {"kv_heads": 2}}, "E119", "model.kv_heads = 2"),
-        ({"tp": 1, "more": {"tp_sequence": True}}, "E119", "parallel.tp is 1"),
-        ({"more": {"tp_sequence": True}, "model_more": {"seq_len": 9}}, "E119", "does not divide model.seq_len = 9"),
-    ],
-)
-def test_jobs_that_cannot_be_are_refused_when_read(change, code, said, tmp_path):
-    with refused(code, said):
-        plan_of(tmp_path, **{"tp": 2, **change})

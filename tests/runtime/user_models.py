@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zbc
-from tests.runtime.zoo import LINEAR, layer, ready, these
+from tests.runtime.zoo import LINEAR, layer, layer_of, ready, these
 from zbc.runtime.core.slot import accumulate, current_slot
 
 
@@ -59,10 +59,11 @@ def ready_made(width: int = 8, count: int = 4):
 
 
 class Shared(nn.Module):
-    """The layer of docs/tensor_parallel.md."""
+    """The layer of docs/tensor_parallel.md, with dropout."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.enter = self.leave = lambda x: x
 
@@ -74,39 +75,29 @@ class Shared(nn.Module):
         return {"up.weight": (0, blocks), "up.bias": (0, blocks), "down.weight": (1, blocks)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.leave(self.down(torch.relu(self.up(self.enter(x)))))
-
-
-class SharedDropout(Shared):
-    def __init__(self, width: int, rate: float) -> None:
-        super().__init__(width)
-        self.dropout = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.dropout(super().forward(x), self.dropout)
+        y = x + self.leave(self.down(torch.relu(self.up(self.enter(x)))))
+        return functional.dropout(y, self.dropout) if self.dropout else y
 
 
 def shared(width: int = 8, count: int = 4, dropout: float = 0.0):
-    return [lambda: SharedDropout(width, dropout) if dropout else Shared(width) for _ in range(count)]
+    return [partial(Shared, width, dropout)] * count
 
 
-class Checkpointed(Residual):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
+def checkpointing(reentrant: bool) -> type[Residual]:
+    """Residual layers whose backward runs the forward again; reentrant, and a backward inside of the first one."""
+
+    class Checkpointed(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    return Checkpointed
 
 
-checkpointed = of(Checkpointed)
-
-
-class Reentrant(Residual):
-    """Its backward runs the forward again and a backward of that graph inside of the first one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=True)
+checkpointed = of(checkpointing(False))
 
 
 def reentrant(width: int = 8, count: int = 4):
-    return [lambda: Residual(width), *(lambda: Reentrant(width) for _ in range(count - 1))]
+    return [partial(Residual, width), *[partial(checkpointing(True), width)] * (count - 1)]
 
 
 @layer(linear=lambda width: nn.Linear(width, width))
@@ -205,13 +196,8 @@ def fails_later(good: int = 2):
     return [LINEAR, partial(FailsLater, good), LINEAR, LINEAR]
 
 
-class Shrinks(nn.Module):
-    """Returns a shorter tensor in training than on the meta device."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.is_meta else x[:1]
-
-
+# Returns a shorter tensor in training than on the meta device.
+Shrinks = layer_of(lambda m, x: x if x.is_meta else x[:1], none=lambda: None)
 shrinks = ready(LINEAR, Shrinks, LINEAR, LINEAR)
 
 
@@ -288,20 +274,9 @@ def several(width: int = 8, count: int = 4, dropout: float = 0.0):
     ]
 
 
-class MaskOnly(nn.Module):
-    """Two tensors without gradients: layers before it do not train."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.detach().clone(), x > 0
-
-
-class Masked(nn.Linear):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(x) * mask
-
-
-def masks(width: int = 8):
-    return [nn.Linear(width, width), MaskOnly(), Masked(width, width), nn.Linear(width, width)]
+# Two tensors without gradients: layers before it do not train.
+MaskOnly = layer_of(lambda m, x: (x.detach().clone(), x > 0), none=lambda: None)
+masks = ready(LINEAR, MaskOnly, layer_of(lambda m, x, mask: m.linear(x) * mask), LINEAR)
 
 
 @layer(what=lambda what: what, linear=lambda what: nn.Linear(8, 8))
@@ -326,21 +301,15 @@ def Opens(self, x: Tensor) -> dict[str, Any]:
     return {"named": named, "mask": None, "count": 2, "mode": "sum", "many": {"a": x > 0, "nan": float("nan")}}
 
 
-class Middle(nn.Module):
+@layer(down=lambda width, last: nn.Linear(width, width), last=lambda width, last: last)
+def Middle(self, given: dict[str, Any]) -> Any:
     """Uses what is in there, and gives the same on with one more of `count`, the tensors changed."""
-
-    def __init__(self, width: int, last: bool = False) -> None:
-        super().__init__()
-        self.down, self.last = nn.Linear(width, width), last
-
-    def forward(self, given: dict[str, Any]) -> Any:
-        names, (other, adds) = given["named"]
-        assert type(names) is Names and given["mask"] is None and given["mode"] == "sum" and adds is True
-        mixed = torch.where(given["many"]["a"], other, other * given["count"])
-        y = names.states + self.down(mixed) + names.shift
-        return (
-            y if self.last else {**given, "named": [Names(y, names.shift), (mixed, adds)], "count": given["count"] + 1}
-        )
+    names, (other, adds) = given["named"]
+    assert type(names) is Names and given["mask"] is None and given["mode"] == "sum" and adds is True
+    mixed = torch.where(given["many"]["a"], other, other * given["count"])
+    y = names.states + self.down(mixed) + names.shift
+    changed = {"named": [Names(y, names.shift), (mixed, adds)], "count": given["count"] + 1}
+    return y if self.last else {**given, **changed}
 
 
 def structured(width: int = 8, count: int = 4):
@@ -348,19 +317,9 @@ def structured(width: int = 8, count: int = 4):
     return [lambda: Opens(width), *made]
 
 
-class Wavers(nn.Linear):
-    """A number beside its output that no trial shows."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"y": [super().forward(x)], "count": int(not x.is_meta)}
-
-
-class First(nn.Linear):
-    def forward(self, given: dict[str, Any]) -> Tensor:
-        return super().forward(given["y"][0])
-
-
-wavers = ready(LINEAR, partial(Wavers, 8, 8), partial(First, 8, 8), LINEAR)
+# A number beside its output that no trial shows.
+Wavers = layer_of(lambda m, x: {"y": [m.linear(x)], "count": int(not x.is_meta)})
+wavers = ready(LINEAR, Wavers, layer_of(lambda m, given: m.linear(given["y"][0])), LINEAR)
 
 
 class Tokens(nn.Module):
@@ -395,16 +354,11 @@ def transformers_llama():
     return [partial(Tokens, config), *layers, norm, head]
 
 
-class Both(nn.Module):
+@layer(one=lambda named: LINEAR(), other=lambda named: nn.Linear(8, 4), named=lambda named: named)
+def Both(self, x: Tensor) -> Any:
     """Two heads."""
-
-    def __init__(self, named: bool = False) -> None:
-        super().__init__()
-        self.one, self.other, self.named = nn.Linear(8, 8), nn.Linear(8, 4), named
-
-    def forward(self, x: Tensor) -> Any:
-        one, other = self.one(x), self.other(x)
-        return {"one": one, "rest": [other, None]} if self.named else (one, other)
+    one, other = self.one(x), self.other(x)
+    return {"one": one, "rest": [other, None]} if self.named else (one, other)
 
 
 def two_heads(named: bool = False):

@@ -9,58 +9,46 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-W = 8
+from tests.runtime.zoo import LINEAR, layer_of
 
 
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(W, W)
+        self.linear = LINEAR()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x))
 
 
-class Above(Plain):
-    """Adds a term that depends on the size of its inputs."""
-
-    def __init__(self, above: float) -> None:
-        super().__init__()
-        self.above = above
-
-    def large(self, x: Tensor) -> bool:
-        return bool(x.abs().max() > self.above)
+plain = Plain.forward
 
 
-class LeftOut(Plain):
-    """Skipped at random per microbatch: stochastic depth."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand(()) < self.rate else super().forward(x)
+def large(layer: nn.Module, x: Tensor) -> bool:
+    return bool(x.abs().max() > layer.above)
 
 
-class Expert(Above):
-    """Runs only the samples whose first number is large, if any."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = x[:, 0] > self.above
-        return torch.where(mask[:, None], super().forward(x), x) if mask.any() else x
+def if_large(forward: Callable[..., Any]) -> type[nn.Module]:
+    """A class of layers that compute something else where their inputs are above a number."""
+    return layer_of(forward, linear=lambda above: LINEAR(), above=lambda above: above)
 
 
-class Hidden(Above):
+# Skipped at random per microbatch: stochastic depth.
+LeftOut = if_large(lambda m, x: x if torch.rand(()) < m.above else plain(m, x))
+# Runs only the samples whose first number is large, if any.
+Expert = if_large(lambda m, x: torch.where(mask[:, None], plain(m, x), x) if (mask := x[:, 0] > m.above).any() else x)
+
+
+class Hidden(Plain):
     """Adds noise if its inputs are large, and then adds `number` to `DREW`; inputs of a trial are 0."""
 
     def __init__(self, above: float, number: int = -1) -> None:
-        super().__init__(above)
-        self.number = number
+        super().__init__()
+        self.above, self.number = above, number
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        if not self.large(x):
+        if not large(self, x):
             return y
         DREW.add(self.number)
         return y + 0.1 * torch.randn_like(y)
@@ -75,31 +63,20 @@ class Noisy(Hidden):
     zbc_random = True
 
 
-class Stops(Plain):
-    """Stops gradients."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.detach())
-
-
-class Fork(Above):
-    """(B, W) -> a state and an encoding that depends on a weight if the inputs are large, else zeros."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = super().forward(x)
-        return y, 0.5 * y if self.large(x) else 0.0 * y
-
-
-class Join(Plain):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x + y)
-
-
-class Skip(Plain):
-    """Takes two tensors and passes the second on."""
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x), y
+Stops = layer_of(lambda m, x: plain(m, x.detach()))
+# (B, W) -> a state and an encoding that depends on a weight if the inputs are large, else zeros.
+Fork = if_large(lambda m, x: (y := plain(m, x), 0.5 * y if large(m, x) else 0.0 * y))
+Join = layer_of(lambda m, x, y: plain(m, x + y))
+# Takes two tensors and passes the second on.
+Skip = layer_of(lambda m, x, y: (plain(m, x), y))
+# Draws in evaluation only.
+Evaluates = layer_of(lambda m, x: plain(m, x) if m.training else plain(m, x) + torch.randn_like(x))
+# Draws from an unseeded generator if its inputs are large.
+OwnDraw = if_large(lambda m, x: plain(m, x) * (float(numpy.random.rand()) if large(m, x) else 1.0))
+# Returns a second tensor that requires a gradient if the inputs are large, never in a trial.
+Masks = if_large(lambda m, x: (y := plain(m, x), y if large(m, x) else x.detach()))
+# Large numbers, which no trial uses.
+Large = layer_of(lambda m, x: 100 * plain(m, x))
 
 
 class Sums(Plain):
@@ -116,7 +93,7 @@ class Sums(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        if self.place == 1 and x.abs().max() > self.above:
+        if self.place == 1 and large(self, x):
             y = y + 0.0 * torch.rand(())
         return self.leave(self.enter(y) / self.ranks)
 
@@ -129,37 +106,6 @@ class SumsNoise(Sums):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x * (1 + 0.1 * torch.rand_like(x)))
         return y + 0.1 * torch.randn_like(y)
-
-
-class Evaluates(Plain):
-    """Draws in evaluation only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if self.training else y + torch.randn_like(y)
-
-
-class OwnDraw(Above):
-    """Draws from an unseeded generator if its inputs are large."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y * float(numpy.random.rand()) if self.large(x) else y
-
-
-class Masks(Above):
-    """Returns a second tensor that requires a gradient if the inputs are large, never in a trial."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = super().forward(x)
-        return y, y if self.large(x) else x.detach()
-
-
-class Large(Plain):
-    """Large numbers, which no trial uses."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 100 * super().forward(x)
 
 
 def hidden_loss(output: Tensor, target: Tensor) -> Tensor:
