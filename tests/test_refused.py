@@ -10,6 +10,7 @@ from zbc.job import toml
 
 OWN = 'model.family="a.b:c"; model.layers=4; model.loss="mse"'
 EXPERTS = 'model.family="llama"; model.experts=4; model.seq_len=32; model.ffn_hidden=48; parallel.pp=2'
+COSTS = "costs.f=1.0; costs.b=1.0; costs.w=1.0"
 GRAPH = 'model.family="plans.graphs:towers"; model.layers=6'
 REPLICAS = 'schedule.kind="replicated-1f1b"; parallel.pp=3; parallel.replicas=[2, 1]; schedule.microbatches=5'
 AVERAGE = "parallel.pp=2; parallel.dp=2"
@@ -177,7 +178,7 @@ hardware.tflops=[1.0, 1.0] => E110 has 2 numbers
 parallel.replicas=[1, 1, 1, 1]; schedule.kind="replicated-1f1b"; hardware.slow=[1, 1, 1, 1] => E110 step in""",
 }
 PLANNED = {
-    GRAPH + '; model.graph={vision=[2], text=[2], decoder=[2, "vision", "text"]}': """\
+    f'{GRAPH}; {COSTS}; model.graph={{vision=[2], text=[2], decoder=[2, "vision", "text"]}}': """\
 parallel.pp=2 => E110 each rank has layers of one group
 parallel.pp=4; partition.layers_per_stage=[1, 2, 1, 2] => E130 where group vision ends""",
     "": """\
