@@ -383,7 +383,7 @@ BUGS = (
         "zbc/compiler/passes/insert_comm.py",
         "step = min(step, inside.get(post, post))",
         "step = inside.get(post, post)",
-        ("tests/compiler/test_passes.py", "tests/check/test_pairing.py"),
+        ("tests/compiler/test_passes.py", "tests/check/test_complete.py"),
     ),
     Bug(
         "a B is fused with the W of another microbatch",
@@ -484,7 +484,7 @@ BUGS = (
         "zbc/compiler/check/faults.py",
         "for channel, k, send, recv in g.mixed:",
         "for channel, k, send, recv in ():",
-        ("tests/check/test_pairing.py",),
+        ("tests/check/test_complete.py",),
     ),
     Bug(
         "the fullest rank is compared with the limit of another",

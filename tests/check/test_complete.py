@@ -1,12 +1,13 @@
-"""Completeness, ranks and order of ops: E202, E205, E206; and agreement with the job."""
+"""Completeness, ranks and order of ops, transfers in pairs: E202 to E206; and agreement with the job."""
 
 import re
 
 import pytest
 
-from tests.check.each import check_complete
+from tests.check.each import check_complete, check_pairing
 from tests.jobs import job
 from tests.listing import listing
+from tests.lowered import lower
 from tests.refusals import error_of, facts, only
 from zbc.compiler.check import check_all
 from zbc.compiler.check.asked import missing_problems
@@ -33,9 +34,15 @@ BOTH_WAYS = """
 """
 
 
-def errors_of(text: str, placement: Placement | None = None, **sizes: int) -> list[ZbcError]:
-    """The errors of check_complete for a listing."""
-    return list(error_of(check_complete, listing(text, placement, **sizes)).errors)
+PIPELINE = """
+    rank 0: F s0 m0, SEND_F s0 m0 >r1, RECV_B s0 m0 <r1, F s0 m1, SEND_F s0 m1 >r1, RECV_B s0 m1 <r1, BW s0 m0, BW s0 m1
+    rank 1: RECV_F s1 m0 <r0, RECV_F s1 m1 <r0, F s1 m0, BW s1 m0, SEND_B s1 m0 >r0, F s1 m1, BW s1 m1, SEND_B s1 m1 >r0
+"""
+
+
+def errors_of(text: str, placement: Placement | None = None, check=check_complete, **sizes: int) -> list[ZbcError]:
+    """The errors of a check for a listing."""
+    return list(error_of(check, listing(text, placement, **sizes)).errors)
 
 
 def test_backwards_may_be_split_or_not_and_microbatches_take_different_pipes():
@@ -52,6 +59,17 @@ AWAY = TWO_RANKS.replace(" F s1 m1,", "").replace("BW s0 m1\n", "BW s0 m1, F s1 
 ELSEWHERE = ("E205 F s1 m1 is on rank 0, its stage is on rank 1", "rank 0 step 5", "move it to rank 1")
 TWICE = ("E202 F s1 m0 runs a second time", "rank 1 step 4", "first at rank 1 step 0: F s1 m0")
 EARLY = "E206 {} comes before {}, which it needs"
+WITHOUT = PIPELINE.replace(" SEND_F s0 m1 >r1,", "")
+DISORDER = PIPELINE.replace("RECV_F s1 m0 <r0, RECV_F s1 m1 <r0", "RECV_F s1 m1 <r0, RECV_F s1 m0 <r0")
+LATER = """
+    rank 0
+      F s0 m0, SEND_F s0 m0, F s0 m1, SEND_F s0 m1, F s0 m2, SEND_F s0 m2
+      RECV_B s0 m0, RECV_B s0 m1, RECV_B s0 m2, BW s0 m0, BW s0 m1, BW s0 m2
+    rank 1
+      RECV_F s1 m0, RECV_F s1 m2, RECV_F s1 m1, F s1 m0, F s1 m1, F s1 m2
+      BW s1 m0, SEND_B s1 m0, BW s1 m1, SEND_B s1 m1, BW s1 m2, SEND_B s1 m2
+"""
+MIXED = "E204 channel r0 -> r1 message {}: rank 0 sends SEND_F s0 m{} >r1, rank 1 receives RECV_F s1 m{} <r0"
 FAULTS = [  # a listing, its placement, and what the only error tells
     (TWO_RANKS + "      F s1 m0\n", None, *TWICE),
     (AWAY, None, *ELSEWHERE),
@@ -74,11 +92,22 @@ FAULTS = [  # a listing, its placement, and what the only error tells
     ),
     (BOTH_WAYS.replace("REDUCE s1, VALIDATE", "VALIDATE, REDUCE s1", 1), BOTH, EARLY.format("VALIDATE", "REDUCE s1")),
 ]
+CHANNELS = [  # a listing, and what the only error tells
+    (WITHOUT, "E203 RECV_F s1 m1 <r0 has no SEND_F s0 m1 >r1", "rank 1 step 1"),
+    (PIPELINE.replace(" RECV_B s0 m0 <r1,", ""), "E203 SEND_B s1 m0 >r0 has no RECV_B s0 m0 <r1", "rank 1 step 4"),
+    (WITHOUT.replace(" RECV_F s1 m1 <r0,", ""), "E203 SEND_F s0 m1 >r1 and RECV_F s1 m1 <r0 are missing"),
+    (WITHOUT + "      SEND_F s0 m1 >r1\n", "E203 SEND_F s0 m1 >r1 is on rank 1, its stage is on rank 0"),
+    (PIPELINE + "      SEND_B s1 m0 >r0\n", "E203 SEND_B s1 m0 >r0 runs a second time", "rank 1 step 8"),
+    (DISORDER, MIXED.format(0, 0, 1), "rank 0 step 1: SEND_F s0 m0 >r1", "rank 1 step 0: RECV_F s1 m1 <r0"),
+    (LATER, MIXED.format(1, 1, 2)),
+]
+CASES = [(check_complete, *row[:3], row[3:]) for row in FAULTS]
+CASES += [(check_pairing, row[0], None, row[1], row[2:]) for row in CHANNELS]
 
 
-@pytest.mark.parametrize(("text", "placement", "said", "more"), [(*row[:3], row[3:]) for row in FAULTS])
-def test_a_fault_is_named_once_and_by_its_place(text, placement, said, more):
-    first, *others = facts(only(errors_of(text, placement)))
+@pytest.mark.parametrize(("check", "text", "placement", "said", "more"), CASES)
+def test_a_fault_is_named_once_and_by_its_place(check, text, placement, said, more):
+    first, *others = facts(only(errors_of(text, placement, check)))
     assert first == said and {*more} <= {*others}
 
 
@@ -177,6 +206,77 @@ def test_ops_with_negative_fields_are_outside_the_program():
     program = Program(Placement.linear(1), 1, ((Op(Kind.F, -1), Op(Kind.F, 0, -1), Op(Kind.F, 0), Op(Kind.BW, 0)),))
     assert [error.where for error in error_of(check_complete, program).errors] == ["rank 0 step 0", "rank 0 step 1"]
 
+
+# ---- transfers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_passes_with_all_its_transfers_and_a_schedule_without_any():
+    check_all(listing(PIPELINE))
+    check_pairing(listing("rank 0: F s0 m0, BW s0 m0\nrank 1: F s1 m0, BW s1 m0"))
+
+
+def test_a_program_that_steps_needs_its_transfers():
+    text = "rank 0: F s0 m0, BW s0 m0, VALIDATE, STEP s0\nrank 1: F s1 m0, BW s1 m0, VALIDATE, STEP s1"
+    errors = errors_of(text, None, check_pairing)
+    assert [error.code for error in errors] == ["E203", "E203"]
+    assert errors[0].message == "program: SEND_F s0 m0 >r1 and RECV_F s1 m0 <r0 are missing"
+    assert errors[1].message == "program: SEND_B s1 m0 >r0 and RECV_B s0 m0 <r1 are missing"
+
+
+def test_transfers_out_of_the_pipeline_are_surplus():
+    errors = errors_of(PIPELINE + "      SEND_F s1 m0\n      RECV_B s1 m1\n", None, check_pairing)
+    assert [error.message for error in errors] == [
+        "program: SEND_F s1 m0 carries nothing: no stage reads the output of stage 1",
+        "program: RECV_B s1 m1 carries nothing: no stage reads the output of stage 1",
+    ]
+
+
+def test_stages_of_one_rank_need_and_allow_no_transfer():
+    v = Placement.vshape(1)
+    check_all(listing("rank 0: F s0 m0, F s1 m0, BW s1 m0, BW s0 m0, VALIDATE, STEP s0, STEP s1", v))
+    text = "rank 0: F s0 m0, SEND_F s0 m0, RECV_F s1 m0, F s1 m0, BW s1 m0, BW s0 m0"
+    errors = errors_of(text, v, check_pairing)
+    assert {error.code for error in errors} == {"E203"}
+    assert errors[0].message == "program: SEND_F s0 m0 carries nothing: stages 0 and 1 are both on rank 0"
+    assert errors[1].message == "program: RECV_F s1 m0 carries nothing: stages 1 and 0 are both on rank 0"
+
+
+def test_channels_are_not_numbered_by_guess_when_messages_are_missing():
+    text = PIPELINE.replace(" SEND_F s0 m0 >r1,", "").replace(" RECV_F s1 m0 <r0,", "")
+    assert {error.code for error in errors_of(text, None, check_pairing)} == {"E203"}
+    unpaired = DISORDER.replace("rank 1:", "  F s0 m2, SEND_F s0 m2 >r1\n    rank 1:")
+    assert [[error.code for error in errors_of(one, None, check_pairing)] for one in (DISORDER, unpaired)] == [
+        ["E204"],
+        ["E203"],
+    ]
+
+
+DIAMOND = Placement(((0, 1, 2, 3),), ((0, 1), (0, 2), (1, 3), (2, 3)))
+
+
+def diamond() -> Program:
+    ranks = tuple((Op(Kind.F, s), Op(Kind.BW, s)) for s in range(4))
+    return lower(Program(DIAMOND, 1, ranks, ("by hand",)))
+
+
+def test_a_stage_with_several_inputs_names_who_sends_them():
+    program = diamond()
+    lines = [[DIAMOND.text(op) for op in ops if op.kind.is_transfer] for ops in program.ranks]
+    sent = ["RECV_B s0 m0 from s1 <r1", "RECV_B s0 m0 from s2 <r2", "SEND_F s0 m0 to s1 >r1", "SEND_F s0 m0 to s2 >r2"]
+    assert lines[0] == sent
+    assert lines[1] == ["RECV_F s1 m0 <r0", "RECV_B s1 m0 <r3", "SEND_F s1 m0 >r3", "SEND_B s1 m0 >r0"]
+    back = ["RECV_F s3 m0 from s1 <r1", "RECV_F s3 m0 from s2 <r2", "SEND_B s3 m0 to s1 >r1", "SEND_B s3 m0 to s2 >r2"]
+    assert lines[3] == back
+
+
+def test_a_missing_branch_is_named():
+    program = diamond()
+    ranks = [tuple(op for op in ops if str(op) != "SEND_F s2 m0") for ops in program.ranks]
+    error = error_of(check_all, program.with_ranks(ranks, "broken")).errors[0]
+    assert (error.code, error.message) == ("E203", "program: RECV_F s3 m0 from s2 <r2 has no SEND_F s2 m0 >r3")
+
+
+# ---- what a job asks for ---------------------------------------------------------------------------------------------
 
 TWO = {"dp": 2}
 ASKED = {

@@ -9,11 +9,16 @@ import pytest
 
 from tests.check import braids, graphs, pairs, slices, words
 from tests.check.pairs import damaged, verdicts
+from tests.listing import listing
 from tests.lowered import lower
-from tests.refusals import refused
+from tests.refusals import error_of, refused
 from tests.tiers import few
 from zbc.compiler.check import check_all
+from zbc.compiler.lowering import Lowering
+from zbc.compiler.passes.gather_weights import GatherWeights
+from zbc.compiler.passes.weave import Weave
 from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program, nth, turned
 
 AVERAGED = ("1f1b", "zb-h1", "interleaved-1f1b", "breadth-first", "zb-v", "gpipe", "eager-1f1b")
@@ -38,6 +43,47 @@ def shifted(program: Program, rng: random.Random) -> Program:
     return replace(program, ranks=tuple(map(tuple, ranks)))
 
 
+SHARING = ("1f1b", "zb-h1", "interleaved-1f1b", "breadth-first", "zb-v", "looped-zb", "gpipe", "chimera", "bitpipe")
+
+
+def shared_out(seed: int) -> Program:
+    """A complete program of two replicas with sharded weights, gradients, or both; some share a vocabulary."""
+    rng = random.Random(seed)
+    card = SCHEDULES[rng.choice(SHARING)]
+    v = rng.choice([v for v in (1, 2, 3) if card.allows(v)])
+    p, m = card.ranks_in * rng.randint(1, 3 // card.ranks_in), rng.randint(1, 5)
+    scatters, frees = rng.choice([(True, False), (False, True), (True, True)])
+    if len(card.placement(p, v).pipes) > 1:
+        scatters, frees = False, True
+    order = replace(card.make(Request(p=p, m=m, v=v)), dp=rng.choice([2, 2, 3]), sharded=True, scatters=scatters)
+    gather = GatherWeights(rng.randint(1, v), with_w=rng.random() < 0.3) if frees else None
+    words = rng.choice((0, 0, 0, 1, 2)) if len(order.placement.pipes) == 1 else 0
+    return Lowering("before-step", gather, weave=Weave(words) if words else None).lower(Context.of(order)).program
+
+
+SHARED = (Kind.GATHER, Kind.FREE, Kind.SCATTER, Kind.REDUCE)
+
+
+def displaced(program: Program, rng: random.Random) -> Program:
+    """The program with one op of sharding moved by a few places, dropped, repeated or renamed."""
+    ranks = [list(ops) for ops in program.ranks]
+    places = [(r, i) for r, ops in enumerate(ranks) for i, op in enumerate(ops) if op.kind in SHARED]
+    if not places:
+        return damaged(program, rng)
+    r, i = rng.choice(places)
+    ops, draw = ranks[r], rng.random()
+    j = min(len(ops) - 1, max(0, i + rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))))
+    if draw < 0.6:
+        ops.insert(j, ops.pop(i))
+    elif draw < 0.7:
+        del ops[i]
+    elif draw < 0.85:
+        ops.insert(j, ops[i]._replace(mb=ops[i].mb + (ops[i].kind is not Kind.REDUCE and rng.random() < 0.7)))
+    else:
+        ops[i] = ops[i]._replace(stage=rng.randrange(program.placement.stages))
+    return replace(program, ranks=tuple(map(tuple, ranks)))
+
+
 class Drawn(NamedTuple):
     """The generator of programs, their number, those always run, and the damage; groups and graphs can deadlock."""
 
@@ -51,6 +97,7 @@ DRAWN = {
     "averages": Drawn(averaged, 200, 25, (damaged, shifted)),
     "graphs": Drawn(graphs.draw, 400, 80, (damaged, graphs.confused)),
     "groups": Drawn(lambda seed: braids.draw(seed, ranks=5, microbatches=8), 300, 30, (braids.unmarked, damaged)),
+    "shares": Drawn(shared_out, 1000, 25, (damaged, displaced, displaced, displaced)),
     "pairs": Drawn(lambda seed: pairs.draw(seed, ranks=6, microbatches=10), 200, 40, (damaged,)),
     "slices": Drawn(
         lambda seed: slices.draw(seed, ranks=5, microbatches=6, slices=5), 200, 25, (damaged, slices.swapped)
@@ -74,12 +121,25 @@ def test_drawn_programs_are_judged_as_the_machine_runs_them(name, seed):
     program = getattr(one, "program", one)
     passes, runs = verdicts(program, seed)
     assert passes is runs, str(one)
-    assert runs or name == "graphs" or (name == "groups" and one.name != "braid-v"), str(one)
+    random_order = program.history[-1] != "optimizer-step" if name == "graphs" else name == "groups"
+    made = not random_order or getattr(one, "name", None) == "braid-v"
+    assert runs or not made, str(one)
+    rng = random.Random(-seed)
     for change in DRAWN[name].changes:
-        passes, runs = verdicts(change(program, random.Random(seed)), seed)
+        passes, runs = verdicts(change(program, rng), seed)
         assert passes is runs, f"{one} {change.__name__}"
         if change is words.crossed:
             assert not runs or one.request.m == 1
+
+
+@pytest.mark.repeats
+def test_damage_stops_some_programs_and_not_all():
+    for name, drawn in DRAWN.items():
+        told = set()
+        for seed in range(6):
+            program = getattr(one := drawn.draw(seed), "program", one)
+            told |= {verdicts(change(program, random.Random(seed)), seed)[0] for change in drawn.changes}
+        assert told == {True, False}, name
 
 
 def test_an_average_has_no_place_where_gradients_are_summed():
@@ -87,6 +147,14 @@ def test_an_average_has_no_place_where_gradients_are_summed():
     ranks = [[Op(Kind.AVERAGE, r), *ops] for r, ops in enumerate(summing.ranks)]
     assert verdicts(summing.with_ranks(ranks, by="test"), 0) == (False, False)
     assert verdicts(replace(averaged(0), averages=0), 0) == (False, False)
+
+
+@pytest.mark.parametrize(("at", "op", "text"), [(2, "#3", "is number 0 of its"), (99, "", "comes after REDUCE s0")])
+def test_sums_of_some_gradients_are_numbered_and_before_the_last(at, op, text):
+    order = replace(listing("rank 0: F s0 m0, BW s0 m0"), dp=2, sharded=True, scatters=True)
+    ops = [*lower(order).ranks[0]]
+    ops.insert(at, Op.parse(f"SCATTER s0 {op}".strip()))
+    assert text in str(error_of(check_all, order.with_ranks([ops], by="test")))
 
 
 def test_backwards_run_slices_in_reverse():
