@@ -215,27 +215,6 @@ def test_what_is_said_fits_a_terminal_and_names_the_next_command(zbc, folder, mo
     assert not zbc("advise", "zbc.toml", "--gpus", "2", "--gpu", "l40s", "-q").out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (("nowhere",), "E520", "nowhere is not there"),
-        (("empty",), "E520", "cannot read empty/config.json"),
-        (("bad.json",), "E520", "bad.json is not JSON"),
-        (("bert.json",), "E521", "bert of transformers cannot be taken apart"),
-        (("zbc.toml", "--gpu", "h10"), "E103", "no GPU is known as 'h10'"),
-        (("zbc.toml", "--row", "5", "--gpus", "1", "-o", "x.toml"), "E109", "there are"),
-        (("zbc.toml", "-o", "empty"), "E608", "cannot write empty"),
-    ],
-)
-def test_wrong_models_and_options_are_refused(zbc, folder, arguments, code, words):
-    write_job(folder)
-    (folder / "empty").mkdir()
-    (folder / "bad.json").write_text("{")
-    (folder / "bert.json").write_text('{"model_type": "bert"}')
-    said = zbc("advise", *arguments, *(() if "--gpu" in arguments else ("--gpu", "h100")), "--set", "model.layers=4")
-    assert code in said.err and words in said.err, said.err
-
-
 def test_gpus_are_asked_for(zbc, folder):
     write_job(folder)
     assert "--gpu missing" in zbc("advise", "zbc.toml").err

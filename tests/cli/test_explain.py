@@ -86,11 +86,3 @@ def test_limits_of_a_short_word_are_of_that_word(zbc, word, without):
     rows = zbc("explain", "limits", word, "--json").json()["limits"]
     assert rows and all(re.search(rf"\b{word}\b", f"{row['one']} {row['other']}") for row in rows)
     assert not any(without in f"{row['one']} {row['other']}" for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("said", "hint"), [("tensor paralel", "did you mean 'tensor parallel'"), ("nonsense", "lists all codes and words")]
-)
-def test_an_unknown_word_names_those_that_are_near(zbc, said, hint):
-    ran = zbc("explain", said)
-    assert ran.code != 0 and "E104" in ran.err and hint in ran.err

@@ -123,26 +123,6 @@ def test_a_job_for_eight_gpus_is_told_of_on_one_screen(command, zbc, folder, mon
     assert "MFU " in ran.out or command == ("compare",)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("advise config.json --gpus 0", "must be at least 1, found 0"),
-        ("run plan --local 2 --device tpu", "'tpu' is not one of 'cpu', 'cuda'"),
-        ("run plan --steps 1.5", "expected a whole number, found 1.5"),
-        ("compare zbc.toml --schedule ,", "--schedule names none"),
-    ],
-)
-def test_a_wrong_value_of_an_option_is_refused_in_plain_words(zbc, arguments, said):
-    ran = zbc(*arguments.split())
-    assert ran.code == 2 and said in ran.err and "nput should" not in ran.err and "Value error" not in ran.err
-
-
-def test_a_model_in_place_of_a_job_is_sent_to_advise(zbc, folder):
-    (folder / "config.json").write_text("{}")
-    for command in ("plan", "compare", "check"):
-        assert "zbc advise config.json" in zbc(command, "config.json").err
-
-
 def test_a_plan_says_which_data_are_not_there(zbc, job, folder):
     (folder / "here.txt").write_text("text")
     there = job(data={"path": ["here.txt", "there.txt"]})

@@ -176,14 +176,6 @@ def test_a_damaged_run_directory_is_named(unrecorded, zbc, name, text, code, say
     assert ran.code == 4 and code in ran.err and says in ran.err
 
 
-def test_a_folder_that_is_no_run_is_refused(folder, zbc):
-    ran = zbc("report", "nowhere")
-    assert ran.code == 4 and "E430" in ran.err and "as `zbc run` makes them" in ran.err
-    (folder / "train.log").write_text("step: 1 loss: 3.5\n")
-    ran = zbc("report", "train.log")
-    assert ran.code == 4 and "E430" in ran.err and "zbc reads its own runs" in ran.err
-
-
 def test_a_recorded_run_is_drawn_in_every_form(run, zbc, folder):
     text = zbc("visualize", run).out
     assert text.startswith("predicted: zb-h1") and "measured, step 5: zb-h1" in text
