@@ -200,7 +200,7 @@ BESIDE = {"file": "in the way", "order.csv": "", "mine.csv": "0F0,1F0\n", "confi
 BESIDE |= {"bert.json": '{"model_type": "bert"}'}
 
 
-@pytest.mark.parametrize("line", [*BEFORE, *few(AFTER, lambda line: "E301" not in line)])
+@pytest.mark.parametrize("line", [*BEFORE, *few(AFTER, lambda line: "E301" not in line)], ids=str)
 def test_a_wrong_command_is_refused_before_long_work_and_nothing_is_written(line, zbc, job, folder, monkeypatch):
     """No folder is left behind either."""
     command, told, said = f"{line} => ".split(" => ")[:3]
