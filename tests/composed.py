@@ -2,11 +2,13 @@
 
 import re
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tests.jobs import tiny_tensors_move, toml_value
 from zbc.compiler.compile import compile_job
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.shapes import load_job
 from zbc.plan.directory import StoredPlan
 
@@ -77,15 +79,19 @@ def settings(*traits: str, **changes: Any) -> Tables:
     return tables
 
 
+def written(tables: Tables, folder: Path, budget: float = 0.0, *, tiny: bool = True) -> tuple[Compiled, StoredPlan]:
+    """What is compiled of a job, and its plan in a folder; unless `tiny`, with the real limit of sizes that move."""
+    folder.mkdir(exist_ok=True)
+    (folder / "zbc.toml").write_text(toml(tables))
+    with tiny_tensors_move() if tiny else nullcontext():
+        made = compile_job(load_job(folder / "zbc.toml"), budget=budget, suggest=False)
+    made.write(folder / "plan")
+    return made, StoredPlan.read(folder / "plan")
+
+
 def planned(tables: Tables, *, budget: float = 0.0) -> StoredPlan:
-    """The plan of a job."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "zbc.toml"
-        path.write_text(toml(tables))
-        with tiny_tensors_move():
-            made = compile_job(load_job(path), budget=budget, suggest=False)
-        made.write(Path(folder) / "plan")
-        return StoredPlan.read(Path(folder) / "plan")
+        return written(tables, Path(folder), budget)[1]
 
 
 def trained(tables: Tables, *, budget: float = 0.0, steps: int = STEPS) -> list[tuple[float, float]]:

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from tests.check import operational
-from tests.composed import CHANGES, SETTINGS, STEPS, TOLERANCE, Tables, apart, settings, toml
+from tests.composed import CHANGES, SETTINGS, STEPS, TOLERANCE, Tables, apart, settings, written
 from tests.jobs import tiny_tensors_move
 from tests.threads import run_threads
-from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.schedules import SCHEDULES
-from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.ir import COPY, Kind, Program
 from zbc.plan.directory import StoredPlan
@@ -248,16 +246,6 @@ def _tables(traits: Any, pp: int) -> Tables:
     return {name: {key: value for key, value in table.items() if value is not None} for name, table in found.items()}
 
 
-def planned(tables: Tables, folder: Path, budget: float = 0.0) -> tuple[Compiled, StoredPlan]:
-    folder.mkdir(exist_ok=True)
-    path = folder / "zbc.toml"
-    path.write_text(toml(tables))
-    with tiny_tensors_move():
-        made = compile_job(load_job(path), budget=budget, suggest=False)
-    made.write(folder / "plan")
-    return made, StoredPlan.read(folder / "plan")
-
-
 Emulation = Callable[[Compiled, StoredPlan], float | None]  # a step over its prediction, less 1
 
 
@@ -282,7 +270,7 @@ def _outcome(one: Drawn, *, weigh: bool, emulate: Emulation | None) -> Found:
     """The outcome by the optimizer that was drawn; "begins right" if SGD is to decide."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made, plan = planned(one.both, Path(folder) / "both")
+            made, plan = written(one.both, Path(folder) / "both")
         except ZbcError as error:
             return Found("refused", f"{error.code} {error.message}")
         stuck = unproven(made.program)
@@ -306,7 +294,7 @@ def _outcome(one: Drawn, *, weigh: bool, emulate: Emulation | None) -> Found:
         if made.job.optimizer.sync == "asynchronous":  # where its delays follow from what was chosen
             plain = plain | {"parallel": {"pp": made.job.parallel.pp}}
             plain["schedule"] = plain["schedule"] | {"kind": made.schedule}
-        _, alone = planned(plain, Path(folder) / "plain")
+        _, alone = written(plain, Path(folder) / "plain")
         expected = _run(alone, None)
         off, first = apart(found, results(expected)), apart(found[:1], results(expected)[:1])
         if "eval_every" in one.both["train"] and "eval_every" in one.plain["train"]:

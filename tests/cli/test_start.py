@@ -165,7 +165,7 @@ def test_streams_that_are_closed_from_the_beginning_are_nothing_to_complain_of(t
 
 
 def test_lines_of_a_run_whose_terminal_is_gone_go_nowhere():
-    """A closed terminal sends SIGHUP, and the run must end in order: tests/processes/test_hangup.py."""
+    """A closed terminal sends SIGHUP, and the run must end in order: tests/processes/test_signals.py."""
     terminal, side = pty.openpty()
     code = "from zbc.host.closed_pipe import to_stdout; input(); to_stdout('step 1'); to_stdout('step 2')"
     command = [sys.executable, "-c", code]

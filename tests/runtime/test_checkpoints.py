@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.drawn import named, planned
+from tests import composed
+from tests.drawn import named
 from tests.jobs import tiny_tensors_move
 from tests.refusals import refused
 from tests.runtime.small_plans import GPT, make_plan, make_program
@@ -162,7 +163,7 @@ def test_a_run_goes_on_with_the_same_bits(line, tmp_path):
     """Whatever is kept beside weights, of features in tests/drawn.py."""
     tables = named(line).both
     tables["checkpoint"], tables["train"]["steps"] = {"every": 2, "keep": 9}, 4
-    _, one = planned(tables, tmp_path / "plan")
+    _, one = composed.written(tables, tmp_path / "plan")
     with tiny_tensors_move():
         whole = run_threads(one, 4, folder=tmp_path / "whole")
         rest = run_threads(one, 4, folder=tmp_path / "rest", resume=at(tmp_path / "whole", 2))

@@ -1,29 +1,25 @@
 """Combined features train as one rank with those that change a training; and plans know what their ranks hold."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from tests.composed import Tables, apart, beside, settings, toml, trained
-from tests.drawn import in_turn, named, outcome
+from tests.composed import apart, beside, settings, trained, written
+from tests.drawn import drawn, in_turn, named, outcome
 from tests.refusals import refused
 from tests.threads import scaled
 from tests.tiers import few
-from zbc.compiler.compile import compile_job
-from zbc.compiler.compiled import Compiled
 from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.memory.per_rank import peaks
-from zbc.compiler.shapes import load_job
 from zbc.interop import torch_csv
 from zbc.ir import Kind
-from zbc.plan.directory import StoredPlan
 from zbc.training.models.experts import Experts
 
 NEAR = 1e-6
 # torch hides this warning while it compiles, which fails if several threads do.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
-# By hand, each feature with those that it meets in the code; tests/runtime/test_drawn.py draws others. * always runs.
+# By hand, each feature with those that it meets in the code; others are drawn below. * always runs.
 TOGETHER = """\
 * zb-v: adapter, tp, slices, sharded optimizer
 zb-h1: adapter, tp_sequence, post-validate, model.ties=true
@@ -227,12 +223,7 @@ QUICK += [
 ]
 
 
-def planned(tables: Tables, folder: Path) -> tuple[Compiled, StoredPlan]:
-    """With the real limit of sizes that move."""
-    (folder / "zbc.toml").write_text(toml(tables))
-    made = compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False)
-    made.write(folder / "plan")
-    return made, StoredPlan.read(folder / "plan")
+planned = partial(written, tiny=False)
 
 
 @pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, QUICK))
@@ -303,3 +294,15 @@ def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path
     both = settings("shared vocabulary")
     both["schedule"] |= {"kind": str(tmp_path / "order.csv")}
     assert apart(trained(both), trained(settings())) <= NEAR
+
+
+# By the table, a rule of one key with another, a limit; where replicas would meet in other orders, and where two
+# versions of the weights are too few.
+REFUSED = ("E1", "E3", "E209", "E210")
+
+
+@pytest.mark.parametrize("seed", few(range(150), [0, 41, 43, 53]))
+def test_drawn_features_train_alike_or_are_refused(seed):
+    one = drawn(seed)
+    how, why, *_ = outcome(one)
+    assert how == "right" or (how == "refused" and why.startswith(REFUSED)), f"{one.name}: {how}, {why}"

@@ -1,4 +1,4 @@
-"""Copies of the pipeline train like one pipeline with all their microbatches, with or without ZeRO-1."""
+"""Copies of the pipeline train like one with all their microbatches, and stay equal; two pipes as well."""
 
 import sysconfig
 import threading
@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.lowered import lower
 from tests.runtime.small_plans import GPT, hold, make_plan, make_program, make_worker, parameters, reference
+from tests.runtime.test_gradients import check_gradients, without_step
 from tests.threads import each_parameter, run_threads, watch
 from tests.tiers import few
+from tests.uneven import FOLD, FORK, THREE, eager
+from zbc.compiler.check import check_all
+from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
+from zbc.ir import Kind, Op, Placement
 from zbc.runtime.core.bucket import Bucket
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import primary
@@ -175,3 +180,36 @@ def test_sharing_out_the_optimizer_and_no_barrier_change_no_bit(schedule, p, cop
 def test_every_weight_is_written_down_from_one_rank():
     workers = run_threads(copies_of("zb-h1", 2, 4, 2, tied=True, optimizer={"zero1": True}), 1)
     assert sorted(name for worker in workers for name in primary(worker)) == sorted(parameters(workers))
+
+
+TIGHT = {"lr": 1e-2, "clip_grad_norm": 0.05}
+SMALL = {**GPT, "layers": 6, "hidden": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "p"), few([("chimera", 2), ("bitpipe", 4), ("dualpipe", 4), ("bitpipe-zb", 2)], ("chimera",))
+)
+def test_copies_of_a_stage_have_the_same_bits_after_fifty_clipped_steps(name, p):
+    """Copies that once differ never meet again."""
+    plan = make_plan(make_program(name, p, 4), model=SMALL, optimizer=TIGHT, size=1)
+    workers = run_threads(plan, 50)
+    alike(workers)
+    holders = {s: len(set(plan.program.placement.holders(s))) for s in range(plan.program.placement.stages)}
+    assert max(holders.values()) == 2
+    found = results(workers)
+    assert all(norm > TIGHT["clip_grad_norm"] for _, norm in found[:5]), "clipping was at work"
+
+
+@pytest.mark.parametrize("pipes", [FORK, FOLD, THREE])
+@pytest.mark.parametrize("split", few([False, True], (True,)))
+def test_ranks_may_hold_different_numbers_of_stages_and_pipes_leave_some_out(pipes, split):
+    program = lower(eager(Placement(pipes), 5, split=split))
+    check_all(program)
+    check_gradients(make_plan(program, keep=without_step), tolerance=1e-6)
+
+
+@pytest.mark.parametrize(("name", "v"), [("dualpipe", 1), ("dualpipe-v", 2)])
+def test_groups_run_one_op_after_the_other_where_there_is_one_stream(name, v):
+    program = lower(SCHEDULES[name].make(Request(4, 8, v, overlap=True)))
+    assert any(op.kind is Kind.OVERLAP for ops in program.ranks for op in ops)
+    check_gradients(make_plan(program, keep=without_step), tolerance=1e-6)

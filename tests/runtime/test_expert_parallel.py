@@ -11,9 +11,8 @@ from random import Random
 import pytest
 import torch
 
-from tests import drawn
 from tests.check.each import check_complete
-from tests.composed import TOLERANCE, apart, planned
+from tests.composed import TOLERANCE, apart, planned, written
 from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.test_experts import tables
@@ -39,7 +38,7 @@ def asked(way, **parallel):
 
 
 def plan(folder, way, **parallel):
-    return drawn.planned(asked(way, **parallel), folder)[1]
+    return written(asked(way, **parallel), folder)[1]
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "experts.md"

@@ -4,8 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.composed import beside
-from tests.drawn import planned
+from tests.composed import beside, written
 from tests.refusals import error_of
 from tests.runtime import one_by_one
 from tests.runtime.given_steps import Ragged, Sentences
@@ -109,7 +108,7 @@ def test_packed_rows_that_ranks_share_give_those_of_whole_samples(tmp_path):
     tables = beside("cp", model__vocab=61, model__seq_len=16)[0]
     tables["data"] = {"kind": TEXTS, "args": {"count": 61}, "balance": "length"}
     tables["parallel"]["pp"] = 2
-    plan = planned(tables, tmp_path / "job")[1]
+    plan = written(tables, tmp_path / "job")[1]
     texts, found = Texts(61), rows_of(plan, tmp_path)
     expected = each_alone(plan, [texts[i] for i in range(61)])
     torch.testing.assert_close(found["log_probs"], expected, rtol=2e-6, atol=2e-6)

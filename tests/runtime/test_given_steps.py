@@ -2,15 +2,13 @@
 are, without padding, weighed as the dataset says."""
 
 import pytest
-import torch
 
-from tests.composed import apart, settings, trained
-from tests.drawn import planned
+from tests.composed import apart, settings, trained, written
 from tests.refusals import refused
-from tests.runtime.small_plans import CPU, GPT, make_plan, make_program, parameters
+from tests.runtime.small_plans import CPU, GPT, Reference, make_plan, make_program
 from tests.runtime.test_checkpoints import at, same
 from tests.runtime.test_checkpoints import train as run_of
-from tests.runtime.test_gradients import user, without_step
+from tests.runtime.test_gradients import check_gradients, user, without_step
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.plan.directory import RankPlan
@@ -56,15 +54,9 @@ def alone(plan, step=0):
             value = loss(x, target) * weight / sum(weights)
             value.backward()
             total += value.item()
-    return total, {f"{n}.{k}": p.grad for n, one in modules.items() for k, p in one.named_parameters()}
-
-
-def check(plan, tolerance=1e-6):
-    workers, (loss, grads) = run_threads(plan, 1), alone(plan)
-    assert workers[0].results[0].loss == pytest.approx(loss, rel=1e-6)
-    found = parameters(workers)
-    for name, parameter in found.items():
-        torch.testing.assert_close(parameter.grad, grads[name], rtol=tolerance, atol=tolerance, msg=name)
+    return Reference(
+        [total], grads={f"{n}.{k}": p.grad for n, one in modules.items() for k, p in one.named_parameters()}
+    )
 
 
 WAYS = [
@@ -81,7 +73,8 @@ WAYS = [
 
 @pytest.mark.parametrize(("schedule", "options"), few(WAYS, 7))
 def test_gradients_are_those_of_one_process_without_padding(schedule, options):
-    check(plan_of(schedule, keep=without_step, **options))
+    plan = plan_of(schedule, keep=without_step, **options)
+    check_gradients(plan, tolerance=1e-6, loss=1e-6, expected=alone(plan))
 
 
 def test_steps_of_an_epoch_come_in_another_order_and_a_training_goes_on_with_them(tmp_path):
@@ -139,7 +132,7 @@ EACH = {"sync": "asynchronous", "every": 2}
     ("how", "group"), [({"optimizer": EACH}, [2, 3]), ({"parallel": MEANS}, [4, 5, 6, 7]), ({}, [0, 1, 2, 3])]
 )
 def test_a_mean_is_over_the_microbatches_that_a_step_of_a_stage_or_replica_has(how, group, tmp_path):
-    _, plan = planned(job_of(1, 4, **how), tmp_path)
+    _, plan = written(job_of(1, 4, **how), tmp_path)
     source = build_worker(RankPlan(0, plan.program.ranks[0], plan.manifest), Hub(2).end(int(4 in group)), CPU).batches
     given = source._steps.step(*source._order.taken(0, 1))
     weights = [given[number].weight for number in group]

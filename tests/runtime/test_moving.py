@@ -4,8 +4,7 @@ import pytest
 from torch import nn
 from torch.testing import assert_close
 
-from tests import drawn
-from tests.composed import planned, settings
+from tests.composed import planned, settings, written
 from tests.processes.plans import run_here
 from tests.processes.test_save_hf import all_tensors
 from tests.runtime.small_plans import make_worker
@@ -81,7 +80,7 @@ def test_saved_folders_have_the_averages_or_the_weights_if_asked(tmp_path, trait
     """The checkpoint of the last step has both."""
     asked = tables(*traits, checkpoint__every=2)
     asked["train"]["steps"] = 2
-    drawn.planned(asked, tmp_path)
+    written(asked, tmp_path)
     folder, ranks = tmp_path / "hf", 2 * asked["parallel"].get("dp", 1) * asked["parallel"].get("tp", 1)
     lines = run_here(tmp_path / "plan", ranks, tmp_path / "run", threads=True, save_hf=folder, save_raw=raw)
     assert lines[-1] == f"wrote the {'' if raw else 'averages of the '}weights to {folder}"

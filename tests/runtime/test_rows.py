@@ -217,7 +217,7 @@ def test_an_op_makes_and_waits_for_what_its_row_says(name):
 
 def test_every_kind_and_value_is_watched_or_named():
     seen = {op.kind for name in PLANS for _, op, _ in watched(name)}
-    # See test_averaging.py, test_freed_weights.py, test_scattered.py, test_parcels.py, test_shared_words.py.
+    # See test_averaging.py, test_freed_weights.py, test_sharded.py, test_parcels.py, test_shared_words.py.
     elsewhere = {Kind.AVERAGE, Kind.FREE, Kind.SCATTER, *COPY, *(kind for kind in Kind if kind.unit_wide)}
     assert HANDLERS.keys() == set(Kind) == seen | elsewhere
     assert VALUES.keys() == PER_UNIT | FROM_OUTSIDE | NOT_THERE | SHARES | UNSEEN

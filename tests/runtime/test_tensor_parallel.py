@@ -1,4 +1,4 @@
-"""Tensor parallelism: the results of one process, two sums in F and B of a block and none in W."""
+"""Tensor parallelism: the results of one process, two sums in F and B of a block, none in W; context parallelism."""
 
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from tests.runtime.test_gradients import VECTORS
 from tests.threads import each_parameter, run_threads
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.features.context_parallel import rows_of
 from zbc.runtime.features.tensor_parallel import Group, SharedLayers
 from zbc.runtime.transports.hub import Hub, HubTransport
 from zbc.training.models import sharding
@@ -157,3 +158,24 @@ def test_layers_that_cannot_be_shared_are_refused():
     wrong.shard = lambda group: {"wait": 0}
     with pytest.raises(ZbcError, match="cuts 'wait' along 0, which it has not"):
         sharding.shard("layers.0", wrong, group, joined=False)
+
+
+def test_each_rank_has_an_early_and_a_late_chunk_of_each_slice():
+    assert [rows_of([0, 8], place, 2).tolist() for place in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert rows_of([0, 4, 12], 1, 2).tolist() == [1, 2, 6, 7, 8, 9]
+    sizes = [sum(row + 1 for row in rows_of([0, 96], place, 4).tolist()) for place in range(4)]
+    assert len({*sizes}) == 1, "keys that queries see"
+
+
+class Short:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.arange(4), torch.arange(4)
+
+
+def test_samples_of_another_length_are_refused(tmp_path):
+    plan = plan_of(tmp_path, pp=1, more={"cp": 2}, data={"kind": f"{__name__}:Short"})
+    with refused("E505", match="no 8 tokens for ranks to share out"):
+        run_threads(plan, 1)
