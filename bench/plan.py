@@ -13,7 +13,7 @@ search     every cell of the zero bubble paper's tables; harder cases (little me
 optima     how often the search, with the work that the plain engine does in two seconds, finds the optimum of random
            cases that CP-SAT proves. With `--odd` their shapes are less like models: looped placements, a W that takes
            no time, transfers longer than ops, stages a hundred times as long as others, a limit for each rank. With
-           `--prove`: the fixed cases of tests/search/test_optimal.py, up to ten minutes each; writes optima.json there.
+           `--prove`: the fixed cases of tests/search/test_bounds.py, up to ten minutes each; writes optima.json there.
 
 choosers   `auto` beside every named schedule, all with `--budget 0`, on drawn jobs whose steps are timed or weighed in
            a way of their own (tests/choices.py): jobs on which `auto` is more than .1% longer than a named schedule,

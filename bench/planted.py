@@ -527,7 +527,7 @@ BUGS = (
         "zbc/viz/cells.py",
         "busy[c] < 0.5 - _ALMOST",
         "busy[c] < 0.25 - _ALMOST",
-        ("tests/viz/test_cells.py", "tests/viz/test_terminal.py"),
+        ("tests/viz/test_looks.py", "tests/viz/test_terminal.py"),
     ),
     Bug(
         "a zoomed picture is drawn as if it began at 0",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.check import operational
 from tests.check.certificate import check_circle, check_places, circles, fewest_waits, named_ops
-from tests.check.each import check_complete, check_deadlock, check_pairing, survives_blocking_sends
+from tests.check.each import check_complete, check_deadlock, check_pairing, survives_blocking_sends, verdict
 from tests.check.programs import BREAKS, Broken, broken, correct
 from tests.listing import show
 from tests.tiers import few
@@ -54,15 +54,6 @@ def deadlock(seed: int, blocking: bool) -> ZbcError | None:
 def ran(seed: int, blocking: bool) -> operational.Outcome:
     """The machine's result for the broken program."""
     return operational.run(case(seed)[1].program, blocking=blocking, seed=seed)
-
-
-def verdict(check, program: Program, **how: bool) -> ZbcError | None:
-    """The error of a check, None if it passes."""
-    try:
-        check(program, **how)
-    except ZbcError as error:
-        return error
-    return None
 
 
 def describe(seed: int, result: Broken, *said: object) -> str:

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from tests.check import operational
-from tests.check.each import check_deadlock, survives_blocking_sends
+from tests.check.each import check_deadlock, survives_blocking_sends, verdict
 from tests.check.programs import BREAKS, Broken, broken, compute_order, placement
 from tests.listing import listing, show
 from tests.lowered import lower
@@ -66,11 +66,7 @@ def damaged(seed: int) -> Broken:
 @cache
 def rejected(seed: int) -> ZbcError | None:
     """The error of check_all for the damaged program."""
-    try:
-        check_all(damaged(seed).program)
-    except ZbcError as error:
-        return error
-    return None
+    return verdict(check_all, damaged(seed).program)
 
 
 @pytest.mark.parametrize("seeds", few(BATCHES, 1))

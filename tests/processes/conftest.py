@@ -101,17 +101,14 @@ def _serve(rank, ranks, port, pipe):
             pipe.send((False, error))
 
 
-@pytest.fixture(scope="session")
-def pool():
-    """Four ranks."""
-    pool = Pool(4)
-    yield pool
-    pool.close()
+def ranks(count):
+    @pytest.fixture(scope="session")
+    def made():
+        made = Pool(count)
+        yield made
+        made.close()
+
+    return made
 
 
-@pytest.fixture(scope="session")
-def pair():
-    """Two ranks."""
-    pair = Pool(2)
-    yield pair
-    pair.close()
+pool, pair = ranks(4), ranks(2)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from tests.processes.leftovers import alive, forked, ports
 from tests.processes.paced import run_paced
 from tests.processes.plans import at_step, metrics, processes, run_here, troubled, write_plan, write_troubled_plan
+from tests.processes.test_checkpoints import plan_of
 from tests.refusals import error_of
 from tests.threads import side_by_side
 from tests.tiers import few
@@ -80,10 +81,8 @@ def read_only(tmp_path):
     folder.chmod(0o700)
 
 
-def saving(tmp_path, name="plan", **changes):
-    tables = {"parallel": {"pp": 2}, "train": {"steps": 6}, "checkpoint": {"every": 2}}
-    merged = {key: {**tables.get(key, {}), **changes.get(key, {})} for key in {**tables, **changes}}
-    return write_plan(tmp_path, name, **merged)
+def saving(tmp_path, **changes):
+    return plan_of(tmp_path, **{**changes, "train": {"steps": 6, **changes.get("train", {})}})
 
 
 def test_the_check_for_leftovers_sees_a_run_while_it_lasts(tmp_path, out):

@@ -6,6 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from tests.runtime.zoo import layer, layer_of
+
 WIDTH = 8
 GRAPHS = {  # graph, layers of each group, ranks
     "two branches": ({"a": [], "b": [], "c": ["a", "b"]}, {"a": 2, "b": 2, "c": 2}, 6),
@@ -20,9 +22,7 @@ def layers(counts: dict[str, int], dropout: float = 0.0) -> dict[str, list[Calla
     return {name: [partial(Layer, dropout) for _ in range(count)] for name, count in counts.items()}
 
 
-class Two(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"one": x, "other": x}
+Two = layer_of(lambda m, x: {"one": x, "other": x}, none=lambda: None)
 
 
 def ends_in_two(counts: dict[str, int], dropout: float) -> dict[str, list[Callable[[], nn.Module]]]:
@@ -30,16 +30,11 @@ def ends_in_two(counts: dict[str, int], dropout: float) -> dict[str, list[Callab
     return {**made, "b": [*made["b"][:-1], Two]}
 
 
-class Layer(nn.Module):
+@layer(linear=lambda dropout: nn.Linear(WIDTH, WIDTH), dropout=nn.Dropout)
+def Layer(self, *inputs: Tensor) -> Tensor:
     """tanh(linear(2 x + y / 3 + ..)): exchanged inputs change the result."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        x = sum((x * (2.0 / (3**k)) for k, x in enumerate(inputs)), torch.zeros(()))
-        return self.dropout(torch.tanh(self.linear(x)))
+    x = sum((x * (2.0 / (3**k)) for k, x in enumerate(inputs)), torch.zeros(()))
+    return self.dropout(torch.tanh(self.linear(x)))
 
 
 class Vectors:

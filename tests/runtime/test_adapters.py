@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -17,7 +16,7 @@ from tests.refusals import refused
 from tests.runtime.small_plans import LLAMA, hold, make_plan, make_program, make_worker, parameters, reference
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_gradients import VECTORS
-from tests.runtime.test_pretrained import MODELS, model_in
+from tests.runtime.test_pretrained import MODELS, of_folder
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.job import adapterfolder
@@ -37,12 +36,9 @@ STEPS = 20
 
 def plan_of(folder, targets, schedule="zb-h1", p=2, m=4, v=None, **more):
     """A plan that begins with the weights of a folder."""
-    section = model_in(folder).model_dump(mode="json")
     program = make_program(schedule, p, m, v)
     how = {"lr": 0.01, "eps": 1e-3}  # with less Adam turns the rounding of gradients near 0 into steps
-    plan = make_plan(program, model=section, optimizer=how, adapter={**SMALL, "targets": targets}, **more)
-    training = {**plan.manifest.training, "pretrained": str(folder)}
-    return replace(plan, manifest=plan.manifest.model_copy(update={"training": training}))
+    return of_folder(folder, program, optimizer=how, adapter={**SMALL, "targets": targets}, **more)
 
 
 @pytest.fixture(scope="module")

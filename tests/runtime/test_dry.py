@@ -10,6 +10,7 @@ from torch import nn
 from tests.drawn import in_turn
 from tests.jobs import job
 from tests.refusals import refused
+from tests.runtime.zoo import layer, layer_of
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
@@ -85,13 +86,9 @@ def layers():
     return [nn.Conv1d(1, 4, 3, padding=1), Norm(), nn.Sequential(nn.Flatten(), nn.Linear(32, 3))]
 
 
-class Norm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return x + self.norm(x).relu()
+@layer(norm=lambda: nn.BatchNorm1d(4))
+def Norm(self, x):
+    return x + self.norm(x).relu()
 
 
 class Noise:
@@ -108,13 +105,10 @@ class Looks(Noise):
         return torch.from_numpy(x.numpy()), torch.tensor(int(label) % 3)
 
 
-class Reads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x.transpose(1, 2)).transpose(1, 2) * (1.0 if x.sum().item() else 2.0)
+Reads = layer_of(
+    lambda m, x: m.linear(x.transpose(1, 2)).transpose(1, 2) * (1.0 if x.sum().item() else 2.0),
+    linear=lambda: nn.Linear(4, 4),
+)
 
 
 def readers():
@@ -198,13 +192,9 @@ def grouped():
     return {"a": [nn.Conv1d(1, 4, 3, padding=1), Norm(), Norm()], "b": [nn.Conv1d(1, 4, 3, padding=1)], "c": [Joined()]}
 
 
-class Joined(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(32, 3)
-
-    def forward(self, a, b):
-        return self.linear((a * b).flatten(1))
+@layer(linear=lambda: nn.Linear(32, 3))
+def Joined(self, a, b):
+    return self.linear((a * b).flatten(1))
 
 
 def test_layers_of_a_graph_have_cards_of_their_kinds():

@@ -16,6 +16,7 @@ from tests.runtime.one_by_one import SGD, Texts
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, reference
 from tests.runtime.test_given_steps import check, plan_of
 from tests.runtime.test_gradients import without_step
+from tests.runtime.zoo import layer_of
 from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -196,35 +197,17 @@ def user(family, **more):
     return {"family": f"{__name__}:{family}", "layers": 4, "seq_len": 16, "loss": "cross_entropy", **more}
 
 
-def per_token():
-    return [nn.Embedding(61, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 61)]
+def between(*inner):
+    """A factory of layers between one of words and one of their logits."""
+    return lambda: [nn.Embedding(61, 8), *(make() for make in inner), nn.Linear(8, 61)]
 
 
-class Transposed(nn.Module):
-    def forward(self, x):
-        return x.transpose(0, 1).contiguous()
-
-
-def by_time():
-    return [nn.Embedding(61, 8), Transposed(), Transposed(), nn.Linear(8, 61)]
-
-
-class Mean(nn.Module):
-    def forward(self, x):
-        return x + x.mean(1, keepdim=True)
-
-
-def mixing():
-    return [nn.Embedding(61, 8), Mean(), nn.GELU(), nn.Linear(8, 61)]
-
-
-class Pair(nn.Module):
-    def forward(self, x, y=None):
-        return (x, x) if y is None else x + y
-
-
-def pairs():
-    return [nn.Embedding(61, 8), Pair(), Pair(), nn.Linear(8, 61)]
+NOTHING = {"none": lambda: None}
+Transposed = layer_of(lambda m, x: x.transpose(0, 1).contiguous(), **NOTHING)
+Pair = layer_of(lambda m, x, y=None: (x, x) if y is None else x + y, **NOTHING)
+per_token, by_time = between(partial(nn.Linear, 8, 8), nn.GELU), between(Transposed, Transposed)
+mixing = between(layer_of(lambda m, x: x + x.mean(1, keepdim=True), **NOTHING), nn.GELU)
+pairs = between(Pair, Pair)
 
 
 def test_layers_of_a_user_run_on_rows_of_any_length(seen):

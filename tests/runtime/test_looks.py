@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.runtime.small_plans import make_plan, make_program
+from tests.runtime.zoo import layer_of
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -44,13 +45,7 @@ class Drawn:
         return look, look.clone()
 
 
-class Same(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, x):
-        return x + 0 * self.weight
+Same = layer_of(lambda m, x: x + 0 * m.weight, weight=lambda: nn.Parameter(torch.zeros(1, dtype=torch.float64)))
 
 
 def layers():

@@ -99,12 +99,15 @@ def close(logits, peer, tokens):
         torch.testing.assert_close(logits, peer(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def plan_of(folder, p=1, schedule="1f1b", m=2, **changes) -> StoredPlan:
-    """A plan for the model of `folder`, with its weights."""
-    section = {**model_in(folder).model_dump(mode="json"), "ties": False, **changes}
-    plan = make_plan(make_program(schedule, p, m), model=section, optimizer={"lr": 1e-2})
+def of_folder(folder, program, *, section=None, **how) -> StoredPlan:
+    """The plan of a program for the model of a folder, with its weights."""
+    plan = make_plan(program, model={**model_in(folder).model_dump(mode="json"), **(section or {})}, **how)
     training = {**plan.manifest.training, "pretrained": str(folder)}
     return replace(plan, manifest=plan.manifest.model_copy(update={"training": training}))
+
+
+def plan_of(folder, p=1, schedule="1f1b", m=2, **changes) -> StoredPlan:
+    return of_folder(folder, make_program(schedule, p, m), section={"ties": False, **changes}, optimizer={"lr": 1e-2})
 
 
 def logits_of(plan, steps=1):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from tests.runtime.zoo import layer_of
 from zbc.runtime.core.slot import accumulate, current_slot
 
 NOW = [0.0]  # seconds
@@ -63,15 +64,8 @@ def sleepers(ms: list[list[float]], width: int) -> list[nn.Module]:
     return [Ticker(f, b, w, width, sleep) for f, b, w in ms]
 
 
-class Net(nn.Module):
-    """A layer that keeps its output (ReLU) and not its input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x):
-        return torch.relu(self.linear(x + 1.0))
+# A layer that keeps its output (ReLU) and not its input.
+Net = layer_of(lambda m, x: torch.relu(m.linear(x + 1.0)), linear=lambda width: nn.Linear(width, width))
 
 
 def nets(width: int = 24, count: int = 6) -> list[nn.Module]:
