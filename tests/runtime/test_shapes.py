@@ -23,29 +23,27 @@ def shapes_of(plan, first, *, autocast=None):
     return derive(model.layers(settings, 7), lambda layer: first, plan.manifest, autocast=autocast)
 
 
-def inputs(shapes):
-    return tuple(stage.takes for stage in shapes.stages)
-
-
 def gpt_plan(**options):
     return make_plan(make_program("1f1b", 4, 4), **options)
 
 
 def test_a_gpt_passes_its_residual_stream():
     shapes = shapes_of(gpt_plan(), TensorSpec((2, 16), torch.int64))
-    assert inputs(shapes) == (TensorSpec((2, 16), torch.int64), HIDDEN, HIDDEN, HIDDEN)
+    assert [s.takes for s in shapes.stages] == [TensorSpec((2, 16), torch.int64), HIDDEN, HIDDEN, HIDDEN]
     assert shapes.parameters == tuple(sorted(shapes.parameters)) and len(shapes.parameters) == 77
     assert "layers.5.qkv.weight" in shapes.parameters and "head.logits.weight" in shapes.parameters
 
 
 def test_a_gpt_passes_float32_under_autocast_too_and_a_net_passes_what_its_layers_return():
     plan = gpt_plan(model={**GPT, "dtype": "bfloat16"})
-    assert inputs(shapes_of(plan, TensorSpec((2, 16), torch.int64), autocast=LOW))[1:] == (HIDDEN,) * 3
+    shapes = shapes_of(plan, TensorSpec((2, 16), torch.int64), autocast=LOW)
+    assert [s.takes for s in shapes.stages[1:]] == [HIDDEN] * 3
     net = {"family": "plans.convnet:layers", "layers": 8, "dtype": "bfloat16"}
     data = {"kind": "plans.convnet:Quadrants"}
     first = TensorSpec((2, 1, 16, 16), torch.float32)
     wanted = TensorSpec((2, 16, 16, 16), torch.bfloat16)
-    assert inputs(shapes_of(gpt_plan(model=net, data=data), first, autocast=LOW))[1:] == (wanted,) * 3
+    shapes = shapes_of(gpt_plan(model=net, data=data), first, autocast=LOW)
+    assert [s.takes for s in shapes.stages[1:]] == [wanted] * 3
 
 
 OTHER = [Boundary(shape=[2, 16, 31], dtype="float32"), Boundary(shape=[2, 16, 32], dtype="float64")]

@@ -16,7 +16,7 @@ from tests.threads import each_parameter, run_threads
 from tests.tiers import few
 from zbc.ir import Kind, Op
 from zbc.runtime.core import slot
-from zbc.runtime.features.groups.strands import Pair, current_pair
+from zbc.runtime.features.groups.strands import PAIR, Pair
 from zbc.runtime.features.groups.units import Braids, _reason
 from zbc.runtime.features.offload.offload import Offloads
 from zbc.runtime.features.tensor_parallel import Group, Meter, SharedLayers
@@ -166,7 +166,7 @@ def test_an_op_that_fails_is_named_and_leaves_no_thread_behind(kind, tmp_path):
     texts = []
 
     def fail(worker):
-        if worker.rank == 1 and current_pair() is not None and worker.progress.op.split()[0] == kind:
+        if worker.rank == 1 and PAIR.value is not None and worker.progress.op.split()[0] == kind:
             texts.append(worker.progress.op)
             if len(texts) == 3:
                 raise ValueError("broken on purpose")

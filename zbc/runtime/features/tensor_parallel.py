@@ -35,7 +35,7 @@ from zbc.ops import WORDS
 from zbc.runtime.core.feature import Answer, Context, Feature, Site
 from zbc.runtime.core.slot import Slot, current_slot
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.groups.strands import current_pair
+from zbc.runtime.features.groups.strands import PAIR
 from zbc.runtime.features.words import words
 from zbc.runtime.transports.transport import Pending, Transport
 from zbc.topology import INNER
@@ -78,7 +78,7 @@ class Group(NamedTuple):
     def settle(self, pending: Pending, slot: Slot | None = None) -> None:
         """Waits for a collective that was just started, overlapped with other work: first the deferred weight gradients
         of `slot`, if they belong to the same op, then the other op of the overlap group, if any."""
-        began, pair = time.perf_counter(), current_pair()
+        began, pair = time.perf_counter(), PAIR.value
         if slot is not None and slot.fills:
             slot.run()
         if pair is not None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from zbc.runtime.core.current import Current
 from zbc.runtime.core.slot import BETWEEN
 
 Work = Callable[[], None]
@@ -24,19 +25,6 @@ Work = Callable[[], None]
 
 class Left(BaseException):
     """Raised in a piece of work that yields its turn, if the other one has failed."""
-
-
-class _Current(threading.local):
-    pair: Pair | None = None
-    side: int = 0
-
-
-_local = _Current()
-
-
-def current_pair() -> Pair | None:
-    """The pair that this thread belongs to; None if work runs alone."""
-    return _local.pair
 
 
 class Pair:
@@ -70,7 +58,7 @@ class Pair:
         self._settings = torch.is_grad_enabled(), stream
         self._second, self._over, self._error, self._failed = second, [False, False], None, False
         self._turn, self._names, self.begun, self._rest = 0, names, [0, 0], 0
-        _local.pair, _local.side = self, 0
+        PAIR.value = self
         BETWEEN.value = self.part_done
         self._switched(0)
         try:
@@ -85,7 +73,7 @@ class Pair:
             self._abandon()
             raise
         finally:
-            _local.pair = None
+            PAIR.value = None
             BETWEEN.value = None
         error, self._error = self._error, None
         if error is not None:
@@ -100,7 +88,7 @@ class Pair:
         """Runs the other piece until it yields; returns at once if that one has ended."""
         if self._failed:
             raise Left
-        side = _local.side
+        side = self._turn
         if self._over[1 - side]:
             return
         self._give(1 - side)
@@ -111,13 +99,13 @@ class Pair:
 
     def pause(self) -> None:
         """Counts a wait of this side for an operation just started, and yields the turn."""
-        self.begun[_local.side] += 1
+        self.begun[self._turn] += 1
         self.turn()
 
     def part_done(self, left: int) -> None:
         """Called after each part of a piece without waits, with the number of parts `left`: yields the turn from time
         to time, so that parts remain for each wait of the other side."""
-        other = 1 - _local.side
+        other = 1 - self._turn
         if self._over[other] or not left:
             return
         if not self._rest:  # the other side waits now, and as often as it did the last time
@@ -155,7 +143,7 @@ class Pair:
             second = self._second
             if second is None:
                 return
-            _local.pair, _local.side = self, 1
+            PAIR.value = self
             BETWEEN.value = self.part_done
             try:
                 if not self._failed:
@@ -175,3 +163,6 @@ class Pair:
                 if not self._failed:
                     self._switched(0)
                 self._wake[0].release()
+
+
+PAIR = Current[Pair]()  # that this thread belongs to; None if work runs alone
