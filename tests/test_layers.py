@@ -197,7 +197,7 @@ BOUNDS = {
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 3723),
     "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 21400),
     "all of zbc": (lambda: lines("zbc"), 68145),
-    "tests": (lambda: lines("tests"), 44538),
+    "tests": (lambda: lines("tests"), 44541),
 }
 
 

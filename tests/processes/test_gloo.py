@@ -10,7 +10,7 @@ import torch
 
 from tests.composed import apart
 from tests.processes.gloo_ranks import every, exchanging, one_node, open_network, skewed, train, unpack, without_step
-from tests.runtime import test_expert_parallel, test_given_steps, test_scaling, test_tensor_parallel, test_ties
+from tests.runtime import test_expert_parallel, test_given_steps, test_nonfinite, test_tensor_parallel, test_ties
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import VECTORS, slack
 from tests.runtime.test_shared_words import TIED
@@ -71,7 +71,7 @@ def test_what_else_is_sent_has_the_gradients_of_one_process(pool, name):
 
 
 def test_an_overflow_of_float16_skips_the_step_on_every_process(pool):
-    plan = test_scaling.plan_of("zb-h1", 2, 2, how={"copies": 2})
+    plan = test_nonfinite.plan_of("zb-h1", 2, 2, how={"copies": 2})
     workers, found = run_threads(plan, 6), pool.run(train, plan, 6)
     results = workers[0].results
     assert {one.skipped for one in results} == {True, False}

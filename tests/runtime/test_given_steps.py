@@ -59,6 +59,10 @@ def alone(plan, step=0):
     )
 
 
+def check(plan):
+    check_gradients(plan, tolerance=1e-6, loss=1e-6, expected=alone(plan))
+
+
 WAYS = [
     ("1f1b", {"section": VECTORS}),
     ("zb-v", {"section": SUMMED, "activations": "recompute"}),
@@ -73,8 +77,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("schedule", "options"), few(WAYS, 7))
 def test_gradients_are_those_of_one_process_without_padding(schedule, options):
-    plan = plan_of(schedule, keep=without_step, **options)
-    check_gradients(plan, tolerance=1e-6, loss=1e-6, expected=alone(plan))
+    check(plan_of(schedule, keep=without_step, **options))
 
 
 def test_steps_of_an_epoch_come_in_another_order_and_a_training_goes_on_with_them(tmp_path):
