@@ -82,9 +82,9 @@ def test_an_overflow_of_float16_skips_the_step_on_every_process(pool):
 
 def test_steps_that_a_dataset_splits_are_weighed_alike_by_all_processes(pool):
     plan = test_given_steps.plan_of("1f1b", 2, 2, dp=2, section=test_given_steps.SUMMED, keep=without_step)
-    (loss, grads), found = test_given_steps.alone(plan), pool.run(train, plan, 1)
-    assert [losses for losses, *_ in found] == [pytest.approx([loss], rel=1e-6)] * 4
-    same(unpack([grads for _, _, grads, _ in found]), grads, 1e-6)
+    wanted, found = test_given_steps.alone(plan), pool.run(train, plan, 1)
+    assert [losses for losses, *_ in found] == [pytest.approx(wanted.losses, rel=1e-6)] * 4
+    same(unpack([grads for _, _, grads, _ in found]), wanted.grads, 1e-6)
 
 
 def agrees(pool, plan, tolerance=0.0, loss=1e-6):
