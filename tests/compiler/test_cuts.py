@@ -14,6 +14,7 @@ from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
 from zbc.compiler.partition import balance as balancing

@@ -1,6 +1,7 @@
 """Combined features train as one rank with those that change a training; and plans know what their ranks hold."""
 
 from functools import partial
+from itertools import takewhile
 
 import pytest
 
@@ -10,9 +11,11 @@ from tests.refusals import refused
 from tests.threads import scaled
 from tests.tiers import few
 from zbc.compiler.memory.host import host_bytes
+from zbc.compiler.memory.ledger import Gradients
 from zbc.compiler.memory.per_rank import peaks
 from zbc.interop import torch_csv
 from zbc.ir import Kind
+from zbc.ops import TIED
 from zbc.training.models.experts import Experts
 
 NEAR = 1e-6
@@ -213,10 +216,13 @@ NARROW = {"model__dtype": "bfloat16", "model__parameters": "bfloat16", "model__f
 WEIGHED += [(trait, "zb-h1", {**SPREAD, **AGAIN, **NARROW}) for trait in ("tp", "tp_sequence")]
 WEIGHED += [("tp", "1f1b", SPREAD), ("tp_sequence", "zb-h1", {**SPREAD, "model__dtype": "bfloat16"})]
 WEIGHED += [(trait, "interleaved-1f1b", {}) for trait in ("one-sided", "sharded gradients", "sharded all")]
-WEIGHED += [("sharded weights", "zb-v", {"model__dtype": "bfloat16"}), ("sharded weights", "chimera", {})]
+LOW = {"model__vocab": 2048, "model__seq_len": 32, "model__dtype": "bfloat16"}
+SHORT = ("tied embeddings x sharded weights", "1f1b", LOW)
+WEIGHED += [SHORT, ("sharded weights", "chimera", {})]
 WEIGHED += [("sharded weights", "interleaved-1f1b", {"memory__resident": 2}), ("sharded all", "bitpipe", {})]
 WEIGHED += [("sharded optimizer", "breadth-first", {})]
 QUICK = [WEIGHED[n] for n in (0, 5, 8, 14)] + [one for one in WEIGHED if one[0] in ("offload", "fused gradients")]
+QUICK += [SHORT]
 QUICK += [
     next(one for one in WEIGHED if "adapter__rank" in one[2] and part in str(one))
     for part in ("shared", "chunk", "experts")
@@ -224,6 +230,20 @@ QUICK += [
 
 
 planned = partial(written, tiny=False)
+
+
+@pytest.mark.parametrize("shard", few(["gradients", "all", "optimizer"], ["gradients"]))
+@pytest.mark.parametrize("kind", few(["interleaved-1f1b", "zb-h1", "zb-v", "chimera"], ["interleaved-1f1b", "zb-v"]))
+def test_a_plan_knows_after_each_op_what_gradients_there_are(tmp_path, kind, shard):
+    """No sum of a stage takes those of a weight that it shares with another stage."""
+    both, _ = beside("tied embeddings", f"sharded {shard}", schedule__kind=kind, parallel__pp=2)
+    made, plan = planned(both, tmp_path)
+    for number, scale in enumerate(scaled(plan)[1]):
+        mine = made.program.placement.stages_of(plan.manifest.topology.of(number).pp)
+        found = Gradients([], mine, made.costs.run_by(made.program))
+        for one in takewhile(lambda one: one.op.stage != TIED, scale.readings):  # until a message holds them
+            found.after(one.op, taken=True)
+            assert one.held.gradients == pytest.approx(found.bytes, abs=8), one.op
 
 
 @pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, QUICK))
