@@ -228,8 +228,10 @@ class Case:
             for ops in self.setup(self.start).ordered(0.0).program.ranks:
                 now = Counter[tuple[str, int]]()
                 for op in ops:
-                    now.subtract((ref.what, op.stage) for ref in op.kind.row.frees)
-                    now.update((ref.what, op.stage) for ref in op.kind.row.writes)
+                    for ref in op.kind.row.frees:
+                        now[ref.what, op.stage] -= 1
+                    for ref in op.kind.row.writes:
+                        now[ref.what, op.stage] += 1
                     flights[0][op.stage] = max(flights[0][op.stage], now["kept", op.stage], now["left", op.stage])
         given = job.costs.act_b if job.costs.per == "layer" else None
         spared = any(map(job.memory.spares, range(self.stages)))
