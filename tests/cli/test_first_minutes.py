@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_first_search_says_that_it_compiles(zbc, job, tmp_path, monkeypatch):
     said = "compiling the search, once"
     monkeypatch.setattr(engine, "compiles_first", lambda: True)
     assert zbc("plan", job(kind="zb-v")).err == "", "nobody watches"
-    monkeypatch.setattr(opening, "_watched", lambda: True)
+    monkeypatch.setattr(opening, "sys", SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: True)))
     assert said in zbc("plan", job(kind="zb-v")).err
     assert said not in zbc("plan", "zbc.toml", "-q").err
     assert said not in zbc("plan", job(kind="1f1b")).err

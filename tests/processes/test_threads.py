@@ -75,13 +75,12 @@ from zbc.errors import ZbcError
 from zbc.host.contents import contents
 from zbc.training.launch import local
 
-def rank(run, number):
-    if number:
-        run.ends.put((number, ZbcError("E509", "model: refused")))
-    else:
-        local.Place(0, 2, local.HOST, run.port, local.PREFIX).board().hear("nobody says this", timedelta(60))
+def rank(context):
+    if context.place.rank:
+        return ZbcError("E509", "model: refused")
+    context.place.board().hear("nobody says this", timedelta(60))
 
-local._in_thread, local._LEAVE_S = rank, 0.2
+local.run_rank, local._LEAVE_S = rank, 0.2
 main(["run", sys.argv[1], "--local", "2", "--threads"])
 """
 

@@ -196,7 +196,8 @@ class _RankLedger:
         effects = dict[tuple[int, int, bool], _Effect]()
         start, over = self.clock.begin, self.clock.end
         shared = graph.program.sharded and not graph.layout.ahead and self.costs.bytes is not None
-        gradients = Gradients((graph.ops[i] for i in graph.mine(self.rank)), self.mine, self.costs)
+        tying = [stage for stage in self.mine if stage in graph.program.tying]
+        gradients = Gradients((graph.ops[i] for i in graph.mine(self.rank)), tying, self.costs)
         there = gradients.bytes + self.costs.bytes_owned(WORDS).gradients
         if there:
             yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, there),), (), None)
@@ -411,14 +412,15 @@ class Gradients:
     """Bytes of gradients on a rank before and after its ops; B makes a few, BW or W all others.
 
     They exist until the step of their stage, which without a barrier comes after the next step's first forwards. Those
-    of a weight that stages share are one tensor on a rank: any of these makes it, and no sum of a stage takes it.
+    of a weight that stages share, `tying` on this rank, are one tensor: any of these makes it, and no sum of a stage
+    takes it.
     """
 
-    def __init__(self, ops: Iterable[Op], mine: Sequence[int], costs: Costs) -> None:
+    def __init__(self, ops: Iterable[Op], tying: Sequence[int], costs: Costs) -> None:
         self._costs = costs
         self._there: dict[int, float] = {}  # bytes by owner
         self._whole: set[int] = set()  # stages with all of their gradients
-        self._tying = [s for s in mine if s in (0, costs.stages - 1)] if TIED in costs.owners else []
+        self._tying = tying
         self.bytes = 0.0
         for op in ops:
             if op.kind is Kind.COMMIT and op.stage >= 0:

@@ -99,7 +99,8 @@ class Pairs(Samples):
             pairs = self.read(indices)
             found = [pair[which] for pair in pairs]
             if self._both and not which and len(self._targets) < _KEPT:
-                self._targets |= {number: target for number, (_, target) in zip(indices, pairs, strict=True)}
+                kept = zip(indices, pairs, strict=True)  # copies: a dataset may use their memory for the next sample
+                self._targets |= {number: each(Tensor.clone, target) for number, (_, target) in kept}
         return self._stacked(indices, which, found)
 
     def digest(self) -> int:
