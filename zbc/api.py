@@ -51,6 +51,7 @@ from zbc.interop.sheet_check import check_sheet
 from zbc.ir import Program
 from zbc.job.spec import Job
 from zbc.plan import directory as plans
+from zbc.plan.reading import job_of
 from zbc.trace.recording import Trace, has_trace
 from zbc.trace.recording import read as read_trace
 from zbc.viz import html, perfetto, recorded, svg, terminal
@@ -161,7 +162,7 @@ class Plan:
         """Memory limit per rank in bytes; None if the job sets none."""
         if self.compiled is not None:
             return self.compiled.job.room
-        return None if self.manifest is None else recall.job_of(self.manifest).room
+        return None if self.manifest is None else job_of(self.manifest).room
 
     def noisy(self, noise: Noise) -> Spread:
         """Steps with op times that jitter or a rank that is slow, as `zbc report` prints them. Raises E201, E411."""

@@ -9,11 +9,11 @@ from tests.jobs import toml_text, write_job
 from tests.refusals import refused
 from zbc.compiler.compile import compile_job
 from zbc.compiler.order import order
-from zbc.compiler.recall import job_of
 from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.job.job import RESERVE
 from zbc.job.profile import Profile
+from zbc.plan.reading import job_of
 from zbc.text import GIB
 
 WAY = re.compile(r'([\w.]+ = (?:"\w+"|\d+)(?: with [\w.]+ = \d+)?)')

@@ -179,6 +179,7 @@ def check_plan(target: Path) -> Checked:
     from zbc.compiler.sim.simulate import either_transfer
     from zbc.plan import directory as plan
     from zbc.plan.headline import headline, prediction, settled_ms
+    from zbc.plan.reading import job_of
 
     folder = folder_of(target)
     manifest = plan.read_manifest(folder, verify=False)
@@ -204,7 +205,7 @@ def check_plan(target: Path) -> Checked:
                 last = problems[-1]
                 last.details = (*last.details, "the ops are complete, paired and free of deadlock all the same")
     raise_all(problems)
-    job = recall.job_of(manifest)
+    job = job_of(manifest)
     check_asked(manifest, program)
     graph = build(program)
     survives = survival(graph)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from zbc import excludes
-from zbc.compiler import recall
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import looked
 from zbc.compiler.deciding import chunked, decided
@@ -20,6 +19,7 @@ from zbc.job import spec, toml, world
 from zbc.job.rules import asked_again
 from zbc.job.spec import Job
 from zbc.plan import directory as plans
+from zbc.plan import reading
 from zbc.text import size
 
 
@@ -42,9 +42,9 @@ def load_job(
     of the costs that a plan was made with.
     """
     again = plans.is_plan(path)
-    document = recall.document_of(path) if again else None
+    document = reading.document_of(path) if again else None
     document = spec.gathered(path, overrides, schedule, profile, document=document)
-    kept = recall.job_of(plans.read_manifest(path)) if again else None
+    kept = reading.job_of(plans.read_manifest(path)) if again else None
     measured = (None if kept is None or profile is not None else kept.profile, None if kept is None else kept.links)
     found = world.read(document, replicated=_has_replicas(document))
     if isinstance(found, world.World):

@@ -9,13 +9,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from zbc.errors import ZbcError
 from zbc.host.contents import contents
 from zbc.ir import NEXT, Kind, Op, parse_line
+from zbc.job import links, toml
+from zbc.job import profile as profiles
+from zbc.job.rules import of_a_plan
 from zbc.job.section import RANKS
-from zbc.job.sections import PLANNING, SECTIONS
+from zbc.job.sections import PLANNING
+from zbc.job.spec import SECTIONS, Draft, Job
 from zbc.job.wording import sentence
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.manifest import (
@@ -125,7 +129,50 @@ def _ascend(manifest: Manifest) -> bool:
     return not edges or (len(pairs) == len(edges) and 1 + len({a for a, _ in pairs}) == manifest.stages)
 
 
-def sections_of(manifest: Manifest) -> dict[str, Any]:
+def job_of(manifest: Manifest) -> Job:
+    """The job a plan was made from, without the locations of its values. Raises E404 or E142 if the manifest holds no
+    such job."""
+    values, sections = {**manifest.planning, **manifest.training}, _sections(manifest)
+    measured = values.get("profile")
+    profile = None if measured is None else profiles.checked(measured, MANIFEST, None, REPLAN)
+    document = toml.Document(MANIFEST, values)
+    table = None if "links" not in values else links.checked(values["links"], document)
+    problem = next(of_a_plan(Draft(toml.Document(MANIFEST, _set(values)), sections, [])), None)
+    if problem is not None:
+        raise ZbcError("E404", f"plan: the job in {MANIFEST}: {problem.message}", hint=REPLAN)
+    job = Job(document, **sections, profile=profile, links=table)
+    for name, ours in (("dp", manifest.copies), ("cp", manifest.cp), ("tp", manifest.tp)):
+        if getattr(job.parallel, name) != ours:
+            text = f"plan: {MANIFEST}: {name} is {ours}, its job has parallel.{name} = {getattr(job.parallel, name)}"
+            raise ZbcError("E404", text, hint=REPLAN)
+    return job
+
+
+def document_of(folder: Path) -> toml.Document:
+    """The job of a plan directory as a job file, without a profile. Raises E401 to E406 (the manifest)."""
+    manifest = read_manifest(folder)
+    values = {**manifest.planning, **manifest.training}
+    pretrained = values.pop("pretrained", None)
+    values.pop("profile", None)
+    values.pop("links", None)
+    values["model"] = {**values["model"], "pretrained": pretrained}
+    return toml.Document(str(folder / MANIFEST), _set(values))
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: _said(values[name], section) for name, section in SECTIONS.items() if name in values}
+
+
+def _said(values: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
+    """The values that differ from a section's defaults: rules ask for the values that the job itself has set."""
+    fields = section.model_fields.items()
+    plain = {key: info.get_default(call_default_factory=True, validated_data={}) for key, info in fields}
+    dumped = json.dumps(plain, default=lambda it: it.model_dump(mode="json") if isinstance(it, BaseModel) else None)
+    as_json = json.loads(dumped)  # None: a field without a default
+    return {key: value for key, value in values.items() if value is not None and value != as_json.get(key)}
+
+
+def _sections(manifest: Manifest) -> dict[str, Any]:
     """The sections of the job that a plan was made from. Raises E404 if one is missing or cannot be read."""
     sections = {}
     for name, section in SECTIONS.items():

@@ -17,13 +17,14 @@ from zbc.excludes import FLUSHLESS
 from zbc.ir import WHOLE, Kind, Program
 from zbc.job.spec import Job
 from zbc.plan.directory import Manifest
+from zbc.plan.reading import job_of
 
 
 def check_asked(manifest: Manifest, program: Program) -> None:
     """Raise E202 for features of the job that are missing and for layers frozen against its [freeze]; E301, E302 and
     E301 for memory that does not fit. For a program that passes the other checks. Memory is not known if microbatches
     have slices that the job does not describe."""
-    job = recall.job_of(manifest)
+    job = job_of(manifest)
     table = estimate.layers(job)
     stages = recall.stages_of(manifest, table)
     raise_found(missing_problems(job, program))

@@ -32,6 +32,7 @@ from zbc.job.spec import Job
 from zbc.job.tokens import shares_of
 from zbc.ops import round_trip
 from zbc.plan.directory import Manifest
+from zbc.plan.reading import job_of
 from zbc.trace.recording import Trace
 
 _ROUNDS = 3000
@@ -58,7 +59,7 @@ def derive(trace: Trace, base: Profile | None = None) -> Derived:
 
 def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, base: Profile | None = None) -> Derived:
     """The profile from the times of the steps that count."""
-    job = recall.job_of(manifest)
+    job = job_of(manifest)
     base = base or job.profile
     work = _Work(manifest, replace(job, profile=base), times, base)
     layers = work.layers()

@@ -18,6 +18,7 @@ from zbc.ir import Op, Program
 from zbc.job.profile import Profile, misfits
 from zbc.job.spec import GivenCosts, Job
 from zbc.plan.directory import Manifest
+from zbc.plan.reading import job_of
 from zbc.topology import inner_of
 
 
@@ -57,7 +58,7 @@ def _work(program: Program) -> list[list[Op]]:
 
 def with_profile(manifest: Manifest, profile: Profile) -> Job:
     """The job of a plan with the costs of a profile."""
-    job = recall.job_of(manifest)
+    job = job_of(manifest)
     given = job.costs.model_dump()
     kept = {key: value for key, value in given.items() if key not in GivenCosts.replaced(given)}
     return replace(job, costs=GivenCosts.model_validate(kept), profile=profile)
@@ -65,7 +66,7 @@ def with_profile(manifest: Manifest, profile: Profile) -> Job:
 
 def refuse_misfit(manifest: Manifest, profile: Profile, name: str) -> None:
     """Raise E142 for a profile of something other than the plan's job."""
-    job = recall.job_of(manifest)
+    job = job_of(manifest)
     size, inner = manifest.microbatch_size, inner_of(job.parallel)
     wrong = misfits(profile, job.model, job.adapter, device=job.hardware.device, microbatch_size=size, inner=inner)
     if wrong:

@@ -21,7 +21,7 @@ from zbc.host.closed_pipe import to_stdout
 from zbc.host.torch_version import OLDEST, release
 from zbc.job.model_section import BUILTIN
 from zbc.plan.directory import Manifest, read_manifest, read_ramp
-from zbc.plan.reading import sections_of
+from zbc.plan.reading import job_of
 from zbc.training.launch.forking import start_fork_server
 from zbc.training.metrics import sinks
 from zbc.training.metrics.live import Screen
@@ -181,7 +181,7 @@ def _check_start(options: RunOptions, *, started: bool) -> None:
 
 def _check_plan(options: RunOptions, manifest: Manifest) -> None:
     """Raises errors that can be detected before a rank is started: of the plan, or of options."""
-    sections_of(manifest)
+    job_of(manifest)
     sinks.check(manifest.training["log"])
     if options.forward is not None:
         check_forward(options, manifest)
