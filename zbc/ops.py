@@ -235,7 +235,6 @@ class Row(NamedTuple):
     family: str = ""  # its class in a search policy: "forward", "input" or "weight" (gradients)
     look: Look | None = None  # None: pictures leave it out
     needs: str = ""  # names of the owner's bytes that it takes while it runs
-    goes_on: str = ""  # names of the owner's bytes that it takes until its event has completed
     place: str = ""  # its position in a step, for errors
     places: Mapping[int, str] = MappingProxyType({})  # the same of TIED and WORDS, if they have such ops; "": `place`
     feature: str = ""  # the one of `Program.features` without which a program has no such ops
@@ -293,9 +292,7 @@ ROWS: dict[Kind, Row] = {
     Kind.RELEASE: _row(_UNIT, _COMPUTE, "host kept", frees="kept", fault="E206"),
     Kind.RELOAD: _row(_UNIT, Lane.BACK, "host", "kept", "host", cost="back", fault="E206"),
     # ---- the end of a step
-    Kind.REDUCE: _row(
-        _STAGE, _COLLECTIVE, "part@UNITS clean", "total", cost="reduce", needs="summed", goes_on="pending"
-    ),
+    Kind.REDUCE: _row(_STAGE, _COLLECTIVE, "part@UNITS clean", "total", cost="reduce", needs="summed"),
     Kind.VALIDATE: _row(
         _RANK, _COLLECTIVE, "part@OWNERS total@OWNERS", "verdict", cost="agree", blocks=True, closes="barrier"
     ),
@@ -318,17 +315,7 @@ ROWS: dict[Kind, Row] = {
     Kind.REDO: _row(_RANK, _COMPUTE, "verdict", "stands", closes="ahead"),
     Kind.COMMIT: _row(_STAGE, _COMPUTE, "stands", "clean", cost="step", closes="ahead", needs="step"),
     # ---- sharded weights
-    Kind.GATHER: _row(
-        _STAGE,
-        _COLLECTIVE,
-        "shard",
-        "weights",
-        "shard",
-        cost="gather",
-        needs="gathering",
-        goes_on="gathered",
-        feature="sharded",
-    ),
+    Kind.GATHER: _row(_STAGE, _COLLECTIVE, "shard", "weights", "shard", cost="gather", feature="sharded"),
     Kind.FREE: _row(_STAGE, _COMPUTE, "weights", frees="weights", feature="resident"),
     # ---- replicas that average weights
     Kind.AVERAGE: _row(_STAGE, _COLLECTIVE, "weights", cost="average", feature="averages"),

@@ -220,7 +220,7 @@ LOW = {"model__vocab": 2048, "model__seq_len": 32, "model__dtype": "bfloat16"}
 SHORT = ("tied embeddings x sharded weights", "1f1b", LOW)
 WEIGHED += [SHORT, ("sharded weights", "chimera", {})]
 WEIGHED += [("sharded weights", "interleaved-1f1b", {"memory__resident": 2}), ("sharded all", "bitpipe", {})]
-WEIGHED += [("sharded optimizer", "breadth-first", {})]
+WEIGHED += [(f"sharded optimizer{more}", "breadth-first", {}) for more in ("", " x post-validate")]
 QUICK = [WEIGHED[n] for n in (0, 5, 8, 14)] + [one for one in WEIGHED if one[0] in ("offload", "fused gradients")]
 QUICK += [SHORT]
 QUICK += [
@@ -240,7 +240,7 @@ def test_a_plan_knows_after_each_op_what_gradients_there_are(tmp_path, kind, sha
     made, plan = planned(both, tmp_path)
     for number, scale in enumerate(scaled(plan)[1]):
         mine = made.program.placement.stages_of(plan.manifest.topology.of(number).pp)
-        found = Gradients([], [s for s in mine if s in made.program.tying], made.costs.run_by(made.program))
+        found = Gradients([s for s in mine if s in made.program.tying], made.costs.run_by(made.program))
         for one in takewhile(lambda one: one.op.stage != TIED, scale.readings):  # until a message holds them
             found.after(one.op, taken=True)
             assert one.held.gradients == pytest.approx(found.bytes, abs=8), one.op

@@ -46,22 +46,16 @@ class StageBytes:
     sent: float = 0.0  # the part of F's kept activations that is sent, too: a result that its own backward needs
     given: float = 0.0  # the part of its input that the stage before it keeps, and counts, on the same rank
     summed: float = 0.0  # the buffer REDUCE sends, into which the gradients move
-    pending: float = 0.0  # with ZeRO-1, bytes after REDUCE beyond the gradients that have moved
     freed: float = 0.0  # weights that a rank gathers and frees if they are sharded
     casts: float = 0.0  # the part of `freed` that is copies in the autocast type, made from the gathered weights
     own: float = 0.0  # the rank's own shard of them, in storage of its own
     window: float = 0.0  # the window its replicas read and write if no messages are sent
-    gathered: float = 0.0  # bytes at a GATHER in place of the gradients
+    gathered: float = 0.0  # the messages of a GATHER
 
     @property
     def unsplit(self) -> StageBytes:
         """This stage in a plan that splits no backward of it."""
         return replace(self, needs={**self.needs, **self.whole})
-
-    @property
-    def gathering(self) -> float:
-        """Bytes at a GATHER beyond the freed gradients, usually 0."""
-        return max(0.0, self.gathered - self.gradients)
 
 
 NO_BYTES = StageBytes(0.0, 0.0, 0.0, 0.0)
@@ -197,7 +191,6 @@ def of_owner(job: Job, placement: Placement, s: int, stages: Stages, *, experts:
     params = _counted(placement, s, stages, experts=experts)[0]
     weights, gradients, masters, state = _parameters(job, stages[s], layers, params)
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
-    kept = each * shares.summed / shares.ranks if ahead else 0.0  # needed by a step that may be repeated
     casts = sum(layer.size.casts for layer in layers)
     low = GRAD_BYTES * lowered(job, layers) if shares.ranks > 1 else 0.0  # weights that exist as casts alone
     message = weights / params * shares.row if params else 0.0
@@ -224,10 +217,7 @@ def of_owner(job: Job, placement: Placement, s: int, stages: Stages, *, experts:
         own=weights / params * shares.row if params else 0.0,
         window=0.0 if sent else message + sums,
         summed=sums if sent else 0.0,
-        pending=max(0.0, sums * (1 + 1 / shares.ranks) - gradients + each * shares.whole)
-        if shares.row and sent
-        else 0.0,
-        gathered=message * (shares.ranks + 1) + kept if shares.row and sent else 0.0,
+        gathered=message * (shares.ranks + 1) if sent else 0.0,
     )
 
 

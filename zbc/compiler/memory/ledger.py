@@ -25,7 +25,7 @@ Within a rank ops run one after another, so all but the end of a SEND follows fr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -195,16 +195,18 @@ class _RankLedger:
         graph, leaving, row_of, unequal = self.graph, self.leaving, self.graph.row_of, self.costs.unequal
         effects = dict[tuple[int, int, bool], _Effect]()
         start, over = self.clock.begin, self.clock.end
-        shared = graph.program.sharded and not graph.layout.ahead and self.costs.bytes is not None
         tying = [stage for stage in self.mine if stage in graph.program.tying]
-        gradients = Gradients((graph.ops[i] for i in graph.mine(self.rank)), tying, self.costs)
-        there = gradients.bytes + self.costs.bytes_owned(WORDS).gradients
+        gradients = Gradients(tying, self.costs)
+        for commit in (graph.ops[i] for i in graph.mine(self.rank) if graph.ops[i][0] is Kind.COMMIT):
+            gradients.of_last_step(commit, taken=self._shared(commit))
+            if self._shared(commit):
+                self.parts[commit.stage] = self._part(commit)
+        there = gradients.bytes + self.costs.bytes_owned(WORDS).gradients + sum(self.parts.values())
         if there:
             yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, there),), (), None)
         for i in graph.mine(self.rank):
             op = graph.ops[i]
-            taken = shared and graph.layout.deals[op[1]]
-            first, more = gradients.after(op, taken=taken) if op[0] in _GRADS else (False, 0.0)
+            first, more = gradients.after(op, taken=self._shared(op)) if op[0] in _GRADS else (False, 0.0)
             alike = row_of[i], op[2] if unequal else 0, first
             effect = effects.get(alike)
             if effect is None:
@@ -226,7 +228,7 @@ class _RankLedger:
             elif self.coming and op[0] in self.readers:
                 for owner in (op[1], experts_of(op[1])):
                     begin = self._came(owner, begin) if owner in self.coming else begin
-            if shared:
+            if graph.program.sharded:
                 begin, end = self._shared_out(i, op, begin, end)
             if leaving and leaving[0][0] <= over[i]:
                 yield Entry(i, begin, end, effect.change, *self._gone(start[i], over[i]))
@@ -235,19 +237,19 @@ class _RankLedger:
 
     def _shared_out(self, i: int, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
         """Changes by reductions of sharded gradients: they allocate a message and the rank's part of the result."""
-        waits = op.kind is Kind.VALIDATE or (op.kind is Kind.STEP and self.graph.program.flushless)
+        waits = op.kind in _SETTLES or (op.kind is Kind.STEP and self.graph.program.flushless)
         now = math.inf if waits else self.clock.begin[i]  # for all of them
         over = [delta for ms, deltas in self.scattering if ms <= now for delta in deltas]
         if over:
             self.scattering = [one for one in self.scattering if one[0] > now]
             begin = (*over, *begin)
-        if op.kind is Kind.STEP:
+        if op.kind is Kind.STEP or op.kind is Kind.COMMIT:
             return begin, (*end, Delta("gradients", 0.0, -self.parts.pop(op.stage, 0.0)))
         if op.kind not in (Kind.SCATTER, Kind.REDUCE) or not self._shared(op):
             return begin, end
         message, program = self.costs.bytes_owned(op.stage).summed, self.graph.program
-        owners = program.holders(Op(Kind.GATHER, op.stage))  # ranks that gather the parts they own
-        part, again, among = message / owners, op.stage in self.parts, program.holders(op) > owners
+        part, again = self._part(op), op.stage in self.parts
+        among = program.holders(op) > program.holders(Op(Kind.GATHER, op.stage))
         self.parts[op.stage] = part
         gone, mine = Delta("messages", 0.0, -message), Delta("messages" if again else "gradients", 0.0, part)
         less = (mine._replace(bytes=-part),) * again  # it is added to the earlier part
@@ -257,16 +259,20 @@ class _RankLedger:
         # ranks sum them than share out the weights, all get the sum, and copy their part as it completes.
         return (*begin, Delta("messages", 0.0, message)), end if among else (*end, mine)
 
+    def _part(self, op: Op) -> float:
+        """Bytes of the gradients of an op's stage that a rank keeps, of those that share out their update."""
+        owners = self.graph.program.holders(Op(Kind.GATHER, op.stage))  # ranks that gather the parts they own
+        return self.costs.bytes_owned(op.stage).summed / owners
+
     def _shared(self, op: Op) -> bool:
         """Whether a REDUCE or SCATTER leaves the rank its part of the gradients, in place of all of them."""
-        program, layout = self.graph.program, self.graph.layout
-        return program.sharded and not layout.ahead and layout.deals[op.stage] and self.costs.bytes is not None
+        graph = self.graph
+        return graph.program.sharded and graph.layout.deals[op.stage] and self.costs.bytes is not None
 
     def _weights(self, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
-        """Changes by a GATHER before the ops that need it, or by a FREE. A GATHER after tentative steps changes
-        nothing: it ends with them."""
+        """Changes by a GATHER before the ops that need it, or after a tentative step until the end; or by a FREE."""
         costs, layout = self.costs, self.graph.layout
-        if costs.bytes is None or layout.ahead or not layout.deals[op.stage]:
+        if costs.bytes is None or not layout.deals[op.stage]:
             return begin, end
         size = costs.bytes_owned(op.stage)
         freed = size.freed if layout.program.resident else 0.0
@@ -416,15 +422,19 @@ class Gradients:
     takes it.
     """
 
-    def __init__(self, ops: Iterable[Op], tying: Sequence[int], costs: Costs) -> None:
+    def __init__(self, tying: Sequence[int], costs: Costs) -> None:
         self._costs = costs
         self._there: dict[int, float] = {}  # bytes by owner
         self._whole: set[int] = set()  # stages with all of their gradients
         self._tying = tying
         self.bytes = 0.0
-        for op in ops:
-            if op.kind is Kind.COMMIT and op.stage >= 0:
-                self._have(op.stage, whole=True)
+
+    def of_last_step(self, commit: Op, *, taken: bool) -> None:
+        """Adds those that a COMMIT uses, of the step before; `taken`: but for a part, by a reduction."""
+        if commit.stage >= 0:
+            self._have(commit.stage, whole=True)
+        if taken:
+            self.after(commit._replace(kind=Kind.REDUCE), taken=True)
 
     def after(self, op: Op, *, taken: bool = False) -> tuple[bool, float]:
         """Advances past an op; returns whether it makes the first gradients, and the change in bytes. `taken`: a
@@ -460,20 +470,9 @@ def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
     """Temporary bytes of an op without compute for a microbatch; `mine` are the stages of its rank."""
     if op.kind in _SQUARES:
         return 8 * min(max((costs.bytes_owned(s).largest for s in mine), default=0.0), WIDE)
-    return _bytes_of(op, costs, op.kind.row.needs)
-
-
-def lasting(op: Op, costs: Costs) -> float:
-    """The part of these bytes that outlives the op: its transfer or collective goes on during the ops after it."""
-    return _bytes_of(op, costs, op.kind.row.goes_on)
-
-
-def _bytes_of(op: Op, costs: Costs, names: str) -> float:
-    """The sum of the owner's bytes with these names."""
-    if not names:
-        return 0.0
     size = costs.bytes_owned(op.stage)
-    return float(sum(getattr(size, name) for name in names.split()))
+    return float(sum(getattr(size, name) for name in op.kind.row.needs.split()))
 
 
 _SQUARES = frozenset({Kind.VALIDATE, Kind.NORM})  # of gradients, summed for their norm
+_SETTLES = frozenset({Kind.VALIDATE, Kind.TENTATIVE})  # wait for all reductions of gradients

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.stage_bytes import StageBytes
-from zbc.compiler.memory.ledger import Activations, Entry, lasting, ledger
+from zbc.compiler.memory.ledger import Activations, Entry, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Op, Program, repeated
 
@@ -110,8 +110,6 @@ def _rank(program: Program, rank: int, costs: Costs, entries: Iterable[tuple[Op,
         gradients = max(gradients, there)
         if change is not None and not change.begins:  # beyond the bytes held after it, too, new gradients included
             need = max(0.0, need - max(0.0, came) - max(0.0, added))
-        elif need and not kind.computes:
-            need = max(0.0, need - lasting(op, costs))
         buffers = max(buffers, transit + still + need)
         if kind.computes:
             together = max(together, whole + still)
