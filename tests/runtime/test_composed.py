@@ -1,5 +1,6 @@
 """Combined features train as one rank with those that change a training; and plans know what their ranks hold."""
 
+from collections import Counter
 from functools import partial
 from itertools import takewhile
 
@@ -11,8 +12,9 @@ from tests.refusals import refused
 from tests.threads import scaled
 from tests.tiers import few
 from zbc.compiler.memory.host import host_bytes
-from zbc.compiler.memory.ledger import Gradients
+from zbc.compiler.memory.ledger import Gradients, ledger
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.sim.simulate import simulate
 from zbc.interop import torch_csv
 from zbc.ir import Kind
 from zbc.ops import TIED
@@ -244,6 +246,26 @@ def test_a_plan_knows_after_each_op_what_gradients_there_are(tmp_path, kind, sha
         for one in takewhile(lambda one: one.op.stage != TIED, scale.readings):  # until a message holds them
             found.after(one.op, taken=True)
             assert one.held.gradients == pytest.approx(found.bytes, abs=8), one.op
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved-1f1b"])
+def test_a_plan_knows_what_messages_and_parts_hold_at_the_end_of_a_step_without_a_barrier(tmp_path, kind):
+    both, _ = beside("sharded optimizer", "post-validate", schedule__kind=kind, parallel__pp=2)
+    made, plan = planned(both, tmp_path)
+    timeline, scales = simulate(made.program, made.costs), scaled(plan)[1]
+    for rank, entries in enumerate(ledger(timeline, made.costs.run_by(made.program))):
+        changes = Counter()
+        for entry in entries:
+            lasting = [delta.bytes for delta in (*entry.begin, *entry.end) if delta.category != "transit"]
+            changes[timeline.graph.ops[entry.op]] += sum(lasting)
+        replicas, told = plan.manifest.topology.ranks([rank]), made.memory[rank]
+        dealt_most = max((scales[replica] for replica in replicas), key=lambda scale: scale.held.optimizer)
+        there = told.weights + told.masters + told.optimizer
+        for one in dealt_most.readings:
+            there += changes[one.op]
+            if one.op.kind in (Kind.TENTATIVE, Kind.GATHER):
+                held = one.held.weights + one.held.gradients + one.held.masters + one.held.optimizer
+                assert held + one.held.activations + one.transit == pytest.approx(there, abs=1024), one.op
 
 
 @pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, QUICK))
