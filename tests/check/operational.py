@@ -28,8 +28,6 @@ WORDS = {"S", "T", "I", "E"}  # of every rank, for each unit
 MEETINGS = {"SPREAD", "MEET", "SUM", "GIVE", "TAKE"}  # of the ranks of one copy, for each unit
 SUMS = {"REDUCE", "GATHER", "SCATTER"}
 ROWS, TIED = -1, -2  # `Op.stage` of a rank's rows of the vocabulary, and of weights that both ends share
-AVERAGE = {"AVERAGE"}  # in place of sums of gradients
-MARK = {"OVERLAP"}
 AHEAD = {"NORM", "VERDICT", "REDO", "COMMIT", "TENTATIVE"}
 BURSTS = (0, 0, 1, 5, 20)  # additional ops of a chosen rank, if it can run them
 REPEATABLE = {"F", "SEND_F", "RECV_F", "NORM", "VERDICT"}
@@ -113,7 +111,7 @@ class Machine:
         kinds = {op.kind.value for ops in program.ranks for op in ops}
         self.ahead = bool(kinds & AHEAD)
         self.renews = "GATHER" in kinds and not self.ahead  # steps begin with weights that have to be gathered
-        single = COMPUTE | MARK | WORDS | MEETINGS
+        single = COMPUTE | {"OVERLAP"} | WORDS | MEETINGS
         self.explicit = any(op.kind.value not in single for ops in program.ranks for op in ops)
 
     def run(self, rng: random.Random) -> Outcome:
@@ -140,49 +138,17 @@ class Machine:
         """Lets rank r run one op; False if it has none left or has to wait."""
         rank = self.ranks[r]
         op = rank.op
-        if op is None:
+        if op is None or (self.device and self.held_up(r, op)):
             return False
-        kind = op.kind.value
-        if self.device and self.held_up(r, op):
-            return False
-        if kind == "VALIDATE":
-            return self.validate(r, op)
-        if kind == "OVERLAP":
-            if not self.both(r):
-                return False
-            rank.pc += 1
-            return True
-        if kind in WORDS | MEETINGS:
-            if not self.of_words(r, op):
-                return False
-        elif kind in SUMS:
-            self.start(r, op)
-        elif kind in AVERAGE:
-            if not self.average(r, op):
-                return False
-        elif kind == "FREE":
-            self.free(r, op)
-        elif kind == "STEP":
-            if not self.step(r, op):
-                return False
-        elif kind in AHEAD:
-            if not self.AHEAD[kind](self, r, op):
-                return False
-        elif kind.startswith("SEND"):
-            if not self.send(r, op):
-                return False
-        elif kind.startswith("RECV"):
-            self.recv(r, op)
-        elif not self.compute(r, op):
-            return False
-        rank.pc += 1
-        return True
+        over = self.RUN.get(op.kind.value, Machine.compute)(self, r, op) is not False
+        rank.pc += over
+        return over
 
     def held_up(self, r: int, op: Op) -> bool:
         """Whether a rank driven by a host waits here: for its whole device, or for its only stream."""
         rank, kind = self.ranks[r], op.kind.value
         if self.device == "waits":
-            if kind.startswith(("SEND", "RECV")) or kind in MARK | SUMS | MEETINGS | {"VALIDATE"}:
+            if kind.startswith(("SEND", "RECV")) or kind in SUMS | MEETINGS | {"OVERLAP", "VALIDATE"}:
                 return False
             return bool(rank.queue) or any(
                 (source == r and channel.sent) or (target == r and channel.posted)
@@ -194,8 +160,8 @@ class Machine:
             return bool(channel.sent if kind.startswith("SEND") else channel.posted)
         return kind in SUMS | MEETINGS and bool(rank.queue)
 
-    def both(self, r: int) -> bool:
-        """Starts a group if both its ops could start."""
+    def both(self, r: int, op: Op) -> bool:
+        """OVERLAP: starts a group if both its ops could start."""
         rank = self.ranks[r]
         pair = rank.ops[rank.pc + 1 : rank.pc + 3]
         kinds = {op.kind.value for op in pair}
@@ -419,7 +385,7 @@ class Machine:
         rank.begun.add(op)
 
     def average(self, r: int, op: Op) -> bool:
-        """AVERAGE: starts and continues, or waits for all replicas."""
+        """AVERAGE, in place of sums of gradients: starts and continues, or waits for all replicas."""
         rank = self.ranks[r]
         if op in rank.queue:  # it waits here
             return False
@@ -459,8 +425,7 @@ class Machine:
             rank.judging = True
             rank.queue.append(op)
             self.settle()
-        if rank.validated:
-            rank.judging, rank.pc = False, rank.pc + 1
+        rank.judging = not rank.validated
         return rank.validated
 
     def settle(self) -> None:
@@ -475,9 +440,7 @@ class Machine:
                         for r in members:
                             self.ranks[r].queue.popleft()
                             self.ranks[r].validated |= op.kind.value == "VALIDATE"
-                            self.ranks[r].came |= (
-                                {(op.kind.value, op.mb, op.slice)} if op.kind.value in MEETINGS else set()
-                            )
+                            self.ranks[r].came.add((op.kind.value, op.mb, op.slice))
 
     def groups(self, op: Op) -> list[set[int]]:
         """Groups of a collective: the ranks of each copy, for words; a rank of all copies, for its rows; else one."""
@@ -518,19 +481,15 @@ class Machine:
 
     # ---- a step without a barrier ----
 
-    def norm(self, r: int, op: Op) -> bool:
-        require("NORM" not in self.ranks[r].agreed, f"{op} again")
-        return self.hop(r, "NORM", r - 1 if r % self.p else None)
-
-    def verdict(self, r: int, op: Op) -> bool:
-        require("NORM" in self.ranks[r].agreed, f"{op} without this rank's numbers")
-        require("VERDICT" not in self.ranks[r].agreed, f"{op} again")
-        return self.hop(r, "VERDICT", r + 1 if (r + 1) % self.p else None)
-
-    def hop(self, r: int, what: str, source: int | None) -> bool:
-        if source is not None and what not in self.ranks[source].agreed:
+    def agree(self, r: int, op: Op) -> bool:
+        """NORM, which goes from the first rank to the last, and VERDICT, which comes back."""
+        agreed, what = self.ranks[r].agreed, op.kind.value
+        require(what == "NORM" or "NORM" in agreed, f"{op} without this rank's numbers")
+        require(what not in agreed, f"{op} again")
+        source = r - 1 if what == "NORM" else r + 1
+        if source // self.p == r // self.p and what not in self.ranks[source].agreed:
             return False
-        self.ranks[r].agreed.add(what)
+        agreed.add(what)
         return True
 
     def again(self, r: int, op: Op) -> bool:
@@ -579,7 +538,14 @@ class Machine:
         rank.tentative.add(op.stage)
         return True
 
-    AHEAD = {"NORM": norm, "VERDICT": verdict, "REDO": again, "COMMIT": commit, "TENTATIVE": tentative}  # noqa: RUF012
+    RUN = (
+        dict.fromkeys(WORDS | MEETINGS, of_words)
+        | dict.fromkeys(SUMS, start)
+        | dict.fromkeys(("SEND_F", "SEND_B"), send)
+        | dict.fromkeys(("RECV_F", "RECV_B"), recv)
+        | {"OVERLAP": both, "AVERAGE": average, "FREE": free, "VALIDATE": validate, "STEP": step}
+        | {"NORM": agree, "VERDICT": agree, "REDO": again, "COMMIT": commit, "TENTATIVE": tentative}
+    )
 
     def finish(self) -> None:
         for (a, b), channel in self.channels.items():
@@ -597,42 +563,27 @@ class Machine:
                     require(done, f"{key} is not finished")
         kinds = WORDS | MEETINGS - ({"SUM"} if self.words == 1 else set()) if self.words else set()
         units = {(kind, mb, part) for kind in kinds for mb in range(self.microbatches) for part in range(self.slices)}
+        barrier = any(rank.validated or rank.stepped for rank in self.ranks)
+        require(not (barrier and self.ahead), "a step with and without a barrier")
         for r, rank in enumerate(self.ranks):
             require(rank.shared == units, f"rank {r} lacks {units - rank.shared} of its words")
-        barrier = any(rank.validated or rank.stepped for rank in self.ranks)
-        alone = not self.words or self.copies == 1 or not barrier
-        summed = self.averages or all(ROWS in rank.summed for rank in self.ranks)
-        require(alone or summed, "rows of words were not summed")
-        stepped = not self.words or not barrier or all(ROWS in rank.stepped for rank in self.ranks)
-        require(stepped, "rows of words were not stepped")
-        own = [*([ROWS] if self.words else []), *([TIED] if self.tied else [])] if self.averages and barrier else []
-        for r, rank in enumerate(self.ranks):
-            mine = {one for one in own if r % self.p in self.holders(one)}
-            require(self.copies == 1 or mine <= rank.averaged, "words or shared weights were not averaged")
-        require(not (barrier and self.ahead), "a step with and without a barrier")
-        if self.ahead:
-            for r, rank in enumerate(self.ranks):
-                mine = {stage for stage in range(self.stages) if r % self.p in self.holders(stage)}
+            mine = {stage for stage in range(self.stages) if r % self.p in self.holders(stage)}
+            if self.ahead:
                 shared = {s for s in mine if self.sharded and len(self.holders(s)) * self.copies > 1}
                 require(rank.agreed == {"NORM", "VERDICT", "REDO"}, f"rank {r} did not agree")
                 require(rank.gathered == shared, f"rank {r} did not gather its stages")
                 require(rank.tentative == mine and rank.committed == mine, f"rank {r} did not step all its stages")
-        if barrier:
-            for stage in range(self.stages):
-                holders = self.holders(stage)
-                alone = len(holders) * (1 if self.averages else self.copies) == 1
-                for r in holders:
-                    rank = self.ranks[r]
-                    apart = not self.averages or self.copies == 1 or stage in rank.averaged
-                    require(apart, f"stage {stage} was not averaged")
-                    require(stage in rank.stepped, f"stage {stage} was not stepped on rank {r}")
-                    require(alone or stage in rank.summed, f"stage {stage} was not summed")
-                    unused = self.resident and not any(key[0] == stage for key in rank.outputs)
-                    gathered = not self.sharded or stage in rank.gathered or unused
-                    require(alone or gathered, f"stage {stage} was not gathered")
-            shared = self.holders(0) | self.holders(self.stages - 1)
-            if self.tied and len(shared) * (1 if self.averages else self.copies) > 1:
-                require(all(TIED in self.ranks[r].summed for r in shared), "the shared weight was not summed")
+            tied = self.tied and r % self.p in self.holders(TIED)
+            for one in [*mine, *[ROWS] * (self.words > 0), *[TIED] * tied] if barrier else []:
+                holders = 1 if one == ROWS else len(self.holders(one))
+                alone = holders * (1 if self.averages else self.copies) == 1
+                apart = not self.averages or self.copies == 1 or one in rank.averaged
+                require(apart, f"stage {one} was not averaged")
+                require(one == TIED or one in rank.stepped, f"stage {one} was not stepped on rank {r}")
+                require(alone or one in rank.summed, f"stage {one} was not summed")
+                unused = self.resident and not any(key[0] == one for key in rank.outputs)
+                gathered = one < 0 or not self.sharded or one in rank.gathered or unused
+                require(alone or gathered, f"stage {one} was not gathered")
 
     def touched(self, pipe: int, mb: int) -> bool:
         return any(key[1:3] == (mb, pipe) for rank in self.ranks for key in rank.outputs)
