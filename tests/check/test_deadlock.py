@@ -9,7 +9,7 @@ from tests.check.each import check_complete, check_deadlock, survives_blocking_s
 from tests.compiler.grid import chunk_counts
 from tests.listing import listing
 from tests.lowered import lower
-from tests.refusals import facts
+from tests.refusals import facts, refused
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -92,6 +92,17 @@ def test_each_fault_is_named_with_those_that_wait(fault):
     text, said, *more = FAULTS[fault]
     first, *others = facts(error_of(listing(text, Placement.bidirectional([0, 1]) if text == SUMS else None)).errors[0])
     assert first == f"E201 {said}" and {*more} <= {*others}
+
+
+def test_norms_that_wait_in_a_circle_are_a_deadlock():
+    """Rank 1 takes the norm only after a forward whose input rank 0 sends after the verdict."""
+    with refused("E201", "wait for each other"):
+        check_deadlock(
+            listing("""
+            rank 0: NORM, VERDICT, REDO, F s0 m0, SEND_F s0 m0, RECV_B s0 m0, COMMIT s0, BW s0 m0, TENTATIVE s0
+            rank 1: RECV_F s1 m0, F s1 m0, NORM, VERDICT, REDO, COMMIT s1, BW s1 m0, SEND_B s1 m0, TENTATIVE s1
+        """)
+        )
 
 
 def test_the_shortest_of_several_circles_is_named():
