@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from tests.check.programs import Ranks, bare, compute_order, with_step_ops, with_transfers
+from tests.check.programs import any_order, with_step_ops, with_transfers
 from tests.lowered import lower
 from zbc.ir import Edge, Op, Placement, Program
 
@@ -34,13 +34,10 @@ def draw(seed: int, *, stages: int = 7, microbatches: int = 6) -> Program:
     rng = random.Random(seed)
     place, count = placement(rng, most=stages), rng.randint(1, microbatches)
     slices, copies = rng.choice([1, 1, 1, 2]), rng.choice([1, 1, 2])
-    ranks: Ranks = [[] for _ in range(place.ranks)]
-    for rank, op in compute_order(rng, place, [0] * count, slices):
-        ranks[rank].append(op)
-    program = replace(bare(place, count, slices), dp=copies)
+    program = replace(any_order(rng, place, count, slices), dp=copies)
     if rng.random() < 0.5:
-        return lower(replace(program, ranks=tuple(map(tuple, ranks))))
-    complete = with_step_ops(rng, program, with_transfers(rng, place, ranks))
+        return lower(program)
+    complete = with_step_ops(rng, program, with_transfers(rng, program))
     return replace(program, ranks=tuple(map(tuple, complete)))
 
 

@@ -8,7 +8,7 @@ from tests.check.each import verdict
 from tests.lowered import lower
 from zbc.compiler.check import check_all
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.ir import Op, Program
+from zbc.ir import Kind, Op, Program
 
 NAMES = ("chimera", "bitpipe", "dualpipe", "dualpipe-v", "hanayo", "chimera-zb", "bitpipe-zb")
 
@@ -64,5 +64,7 @@ def damaged(program: Program, rng: random.Random) -> Program:
 
 
 def verdicts(program: Program, seed: int) -> tuple[bool, bool]:
-    """Whether the checks let a program pass, and whether it runs to its end."""
-    return verdict(check_all, program) is None, operational.run(program, seed=seed).ok
+    """Whether the checks let a program pass, and whether it runs to its end, also where that begins again."""
+    ways = {False, any(op.kind is Kind.REDO for _, _, op in program)}
+    runs = all(operational.run(program, seed=seed, redo=redo).ok for redo in ways)
+    return verdict(check_all, program) is None, runs

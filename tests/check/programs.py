@@ -23,32 +23,23 @@ def correct(rng: random.Random) -> Program:
 
     Delayed sends can still make it deadlock; the operational machine decides.
     """
-    place = placement(rng)
-    microbatches, slices = rng.randint(1, 4), rng.choice([1, 1, 1, 2])
-    pipes = [rng.randrange(len(place.pipes)) for _ in range(microbatches)]
-    order = compute_order(rng, place, pipes, slices)
-    ranks: Ranks = [[] for _ in range(place.ranks)]
-    for rank, op in order:
-        ranks[rank].append(op)
+    program = any_order(rng, placement(rng), rng.randint(1, 4), rng.choice([1, 1, 1, 2]))
     if rng.random() < 0.85:
-        ranks = with_transfers(rng, place, ranks)
+        ranks = with_transfers(rng, program)
         if rng.random() < 0.6:
-            copies, tied, sharded = rng.choice([1, 1, 2]), place.stages > 1 and rng.random() < 0.3, rng.random() < 0.3
-            program = replace(bare(place, microbatches, slices), dp=copies, tied=tied, sharded=sharded)
-            return replace(program, ranks=tuple(map(tuple, with_step_ops(rng, program, ranks))))
-    return replace(bare(place, microbatches, slices), ranks=tuple(map(tuple, ranks)))
+            copies, tied = rng.choice([1, 1, 2]), program.placement.stages > 1 and rng.random() < 0.3
+            program = replace(program, dp=copies, tied=tied, sharded=rng.random() < 0.3)
+            ranks = with_step_ops(rng, program, ranks)
+        program = replace(program, ranks=tuple(map(tuple, ranks)))
+    return program
 
 
-def bare(place: Placement, microbatches: int, slices: int) -> Program:
-    """A program without ops."""
-    return Program(place, microbatches, ((),) * place.ranks, ("random",), slices)
-
-
-def compute_order(rng: random.Random, place: Placement, pipes: list[int], slices: int) -> list[tuple[int, Op]]:
-    """A random legal order of all compute ops over all ranks, as (rank, op).
+def any_order(rng: random.Random, place: Placement, microbatches: int, slices: int) -> Program:
+    """All compute ops in a random legal order, microbatches in random pipes.
 
     The kinds get random urgencies, so that anything between GPipe, 1F1B and zero-bubble orders comes out.
     """
+    pipes = [rng.randrange(len(place.pipes)) for _ in range(microbatches)]
     after: dict[Op, list[Op]] = defaultdict(list)
     missing: dict[Op, int] = {}
     last = place.stages - 1
@@ -75,21 +66,22 @@ def compute_order(rng: random.Random, place: Placement, pipes: list[int], slices
     weight = {kind: rng.choice([1, 3, 20]) for kind in (Kind.F, Kind.B, Kind.BW, Kind.W)}
     in_order = rng.random() < 0.7
     ready = [op for op, count in missing.items() if not count]
-    order = []
+    ranks: Ranks = [[] for _ in range(place.ranks)]
     while ready:
         chances = [weight[op.kind] * (8.0**-op.mb if in_order else 1.0) for op in ready]
         op = rng.choices(ready, chances)[0]
         ready.remove(op)
-        order.append((place.rank_of(op.stage, op.pipe), op))
+        ranks[place.rank_of(op.stage, op.pipe)].append(op)
         for other in after[op]:
             missing[other] -= 1
             if not missing[other]:
                 ready.append(other)
-    return order
+    return Program(place, microbatches, tuple(map(tuple, ranks)), ("random",), slices)
 
 
-def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
+def with_transfers(rng: random.Random, program: Program) -> Ranks:
     """Sends after their producers, some delayed; receives a random number of ops ahead, in channel order."""
+    place, ranks = program.placement, program.ranks
     held_back = rng.choice([0.0, 0.0, 0.3])
     ahead = rng.choice([0, 1, 3, 100])
     use: dict[tuple[bool, tuple[int, ...]], int] = {}
