@@ -7,7 +7,8 @@
         rank 1: RECV_F s1 m0 <r0, F s1 m0
     ''')
 
-One op per line, or several separated by commas; text after `#` is dropped. `show` writes the same form.
+One op per line, or several separated by commas; text after `#` is dropped. `show` writes the same form,
+`edited` changes some of it.
 """
 
 import re
@@ -57,3 +58,12 @@ def show(program: Program) -> str:
         lines.append(f"rank {rank}")
         lines += [f"  {program.placement.text(op)}" for op in ops]
     return "\n".join(lines)
+
+
+def edited(program: Program, *edits: tuple[int, str, str]) -> Program:
+    """The program with something else in the lists of ranks: (rank, pattern, what stands there instead)."""
+    texts = [", ".join(map(str, ops)) for ops in program.ranks]
+    for rank, old, new in edits:
+        texts[rank] = re.sub(old, new, texts[rank])
+    ranks = [[Op.parse(part) for part in text.split(", ") if part] for text in texts]
+    return program.with_ranks(ranks, "edited")

@@ -11,8 +11,9 @@ from tests.compiler import cycles
 from tests.compiler.cycles import Work, wrong_cycle
 from tests.compiler.grid import FIXED, make
 from tests.jobs import job
+from tests.listing import edited
 from tests.lowered import lower
-from tests.refusals import refused
+from tests.refusals import error_of, refused
 from tests.tiers import few
 from zbc.compiler import steps
 from zbc.compiler.check import check_all, survival
@@ -27,7 +28,6 @@ from zbc.compiler.sim.simulate import simulate, steady_state
 from zbc.compiler.steps import consecutive, in_a_row, period_of, settled, with_barrier, without_barrier
 from zbc.compiler.whatif.noise import Noise, spread
 from zbc.compiler.whatif.others import BASELINE, quick
-from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
 
 CASES = json.loads((Path(__file__).parents[1] / "reference" / "flushless.json").read_text())["rows"]
@@ -38,27 +38,6 @@ SHAPES += [("gis", 2, 4, 2), ("gis", 4, 8, 2), ("gis", 3, 6, 3)]
 
 def body(schedule="1f1b", p=2, m=2, v=1, dp=1, costs=None):
     return lower(replace(SCHEDULES[schedule].make(Request(p, m, v)), dp=dp), "two-versions", costs)
-
-
-def problem(program):
-    with pytest.raises(ZbcError) as found:
-        check_all(program)
-    return found.value
-
-
-def moved(program, rank, op, to):
-    """The program with an op right before another one of its rank."""
-    ops = [one for one in program.ranks[rank] if one != op]
-    at = ops.index(to)
-    ranks = [*program.ranks]
-    ranks[rank] = (*ops[:at], op, *ops[at:])
-    return replace(program, ranks=tuple(ranks))
-
-
-def without(program, rank, op):
-    ranks = [*program.ranks]
-    ranks[rank] = tuple(one for one in ranks[rank] if one != op)
-    return replace(program, ranks=tuple(ranks))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"p{case['p']} m{case['m']}")
@@ -104,57 +83,43 @@ def test_other_schedules_are_refused(name):
 
 
 def test_interleaved_rounds_end_with_a_step():
-    with pytest.raises(ZbcError) as found:
+    with refused("E110", hint="set schedule.microbatches = 6"):
         body("interleaved-1f1b", 2, 5, 2)
-    assert (found.value.code, found.value.hint) == ("E110", "set schedule.microbatches = 6")
-
-
-def apart():
-    """1F1B with B and W apart: the first B of the next step comes before the last W of this one."""
-    program, b = body(p=2, m=3), Op(Kind.B, 1, 0)
-    ranks = [[] for _ in program.ranks]
-    for rank, ops in enumerate(program.ranks):
-        for op in ops:
-            halves = [op._replace(kind=Kind.B), op._replace(kind=Kind.W)]
-            ranks[rank] += halves if op.kind is Kind.BW else [op]
-    split = replace(program, ranks=tuple(map(tuple, ranks)))
-    check_all(split)  # W right after its B
-    split = without(split, 1, b)
-    return moved(split, 1, b._replace(mb=NEXT), Op(Kind.W, 1, 2))
 
 
 def test_a_backward_before_the_step_of_the_step_before_is_found():
-    found = problem(apart())
-    assert "E210" in [one.code for one in found.errors]
-    assert "STEP s1 comes after it" in str(found)
+    """1F1B with B and W apart: the first B of the next step comes before the last W of this one."""
+    split = edited(body(m=3), *((rank, r"BW (s\d m\d)", r"B \1, W \1") for rank in (0, 1)))
+    check_all(split)  # W right after its B
+    late = edited(split, (1, r"\bB s1 m0, ", ""), (1, "W s1 m2", "B s1 m0 next, W s1 m2"))
+    with refused("E210", "STEP s1 comes after it"):
+        check_all(late)
 
 
-@pytest.mark.parametrize(("dp", "op"), [(1, Op(Kind.BW, 0, 1)), (2, Op(Kind.REDUCE, 0))])
-def test_a_step_before_its_last_backward_or_its_sum_is_found(dp, op):
-    found = problem(moved(body(dp=dp), 0, Op(Kind.STEP, 0), op))
-    assert [one.code for one in found.errors] == ["E206"]
+FAULTS = [  # the body, what is changed on ranks, and the codes of all errors
+    ({}, [(0, "BW s0 m1, STEP s0", "STEP s0, BW s0 m1")], ["E206"]),
+    ({"dp": 2}, [(0, "REDUCE s0, STEP s0", "STEP s0, REDUCE s0")], ["E206"]),
+    *(({"dp": 2}, [(0, rf"\b{op}(, |$)", "")], ["E202"]) for op in ("STEP s0", "BW s0 m0", "REDUCE s0")),
+    ({"dp": 2}, [(0, r"\bF s0 m0 next, ", "")], ["E202"] * 3),
+    ({}, [(0, "$", ", VALIDATE"), (1, "$", ", VALIDATE")], ["E202"] * 2),
+    ({}, [(0, "$", ", F s0 m2 next")], ["E202"] * 3),  # of a step after the next
+    ({"m": 3}, [(1, "RECV_F s1 m0 next, ", ""), (1, "RECV_F s1 m1", "RECV_F s1 m0 next, RECV_F s1 m1")], ["E204"]),
+    (  # after its first steps each rank waits for a message that the other sends only later
+        {},
+        [
+            (0, "F s0 m1, SEND_F s0 m1, BW s0 m0", "BW s0 m0, F s0 m1, SEND_F s0 m1"),
+            (1, "BW s1 m0, SEND_B s1 m0, F s1 m1", "F s1 m1, BW s1 m0, SEND_B s1 m0"),
+        ],
+        ["E201"],
+    ),
+]
 
 
-@pytest.mark.parametrize("op", [Op(Kind.STEP, 0), Op(Kind.BW, 0, 0), Op(Kind.F, 0, NEXT), Op(Kind.REDUCE, 0)])
-def test_a_missing_op_is_found(op):
-    assert "E202" in [one.code for one in problem(without(body(dp=2), 0, op)).errors]
-
-
-@pytest.mark.parametrize("op", [Op(Kind.VALIDATE, 0), Op(Kind.F, 0, NEXT + 2)], ids=["barrier", "step after the next"])
-def test_an_op_of_another_kind_of_step_or_of_a_later_one_has_no_place(op):
-    first, last = body().ranks
-    ranks = ((*first, op), (*last, op) if op.kind is Kind.VALIDATE else last)
-    assert {one.code for one in problem(replace(body(), ranks=ranks)).errors} == {"E202"}
-
-
-def test_messages_in_another_order_and_a_cycle_that_stops_after_its_first_steps_are_found():
-    swapped = moved(body(p=2, m=3), 1, Op(Kind.RECV_F, 1, NEXT), Op(Kind.RECV_F, 1, 1))
-    assert problem(swapped).code in ("E204", "E201")
-    # Each rank waits for a message that the other sends only later.
-    late = moved(body(p=2, m=2), 0, Op(Kind.BW, 0, 0), Op(Kind.F, 0, 1))
-    late = moved(late, 1, Op(Kind.F, 1, 1), Op(Kind.BW, 1, 0))
-    assert problem(late).code == "E201"
-    assert [one.code for one in _stops(late)] == ["E201"]
+@pytest.mark.parametrize(("how", "edits", "codes"), FAULTS)
+def test_a_fault_of_steps_without_a_flush_is_found(how, edits, codes):
+    broken = edited(body(**how), *edits)
+    assert [one.code for one in error_of(check_all, broken).errors] == codes
+    assert codes != ["E201"] or [one.code for one in _stops(broken)] == codes
 
 
 GIVEN = {"f": 1.0, "b": 1.0, "w": 1.0}
@@ -165,22 +130,16 @@ def two(**changes):
     return job(**{"kind": "1f1b", "costs": GIVEN, **changes}, optimizer=optimizer)
 
 
-def codes(**changes):
-    with pytest.raises(ZbcError) as found:
-        two(**changes)
-    return {one.code for one in found.value.errors}
-
-
 @pytest.mark.parametrize(
-    ("optimizer", "code", "fine"),
+    ("optimizer", "fine"),
     [
-        ({"every": 2}, "E110", {"sync": "asynchronous"}),
-        ({"lookahead": True}, "E110", {"sync": "asynchronous"}),
-        ({"sync": "asynchronous", "every": 3}, "E110", {"every": 2}),  # does not divide the microbatches of a step
+        ({"every": 2}, {"sync": "asynchronous"}),
+        ({"lookahead": True}, {"sync": "asynchronous"}),
+        ({"sync": "asynchronous", "every": 3}, {"every": 2}),  # does not divide the microbatches of a step
     ],
 )
-def test_what_the_optimizer_cannot_do_in_such_steps_is_refused_and_what_helps_is_fine(optimizer, code, fine):
-    assert codes(m=8, optimizer=optimizer) == {code}
+def test_what_the_optimizer_cannot_do_in_such_steps_is_refused_and_what_helps_is_fine(optimizer, fine):
+    assert {one.code for one in error_of(two, m=8, optimizer=optimizer).errors} == {"E110"}
     two(m=8, optimizer={**optimizer, **fine})
 
 
