@@ -12,7 +12,7 @@ from tests.check.braids import with_sums
 from tests.check.each import check_complete, check_deadlock
 from tests.compiler.grid import timed, units
 from tests.compiler.test_paper_tables import rows
-from tests.compiler.test_passes import listing as lines
+from tests.compiler.test_passes import lines
 from tests.composed import TOLERANCE, apart, beside, trained
 from tests.jobs import job
 from tests.listing import listing

@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 from itertools import pairwise
-from textwrap import dedent
 
 import pytest
 
@@ -11,36 +10,32 @@ from tests.check import operational
 from tests.check.each import check_deadlock, verdict
 from tests.check.programs import any_order, placement
 from tests.compiler.grid import FIXED, chunk_counts, make, timed
+from tests.listing import listing
 from tests.lowered import lower, ran
 from zbc.compiler.check import check_all
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.passes.optimizer_step import OptimizerStep
 from zbc.compiler.passes.reduce_grads import ReduceGrads
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Kind, Placement, Program
 from zbc.ops import TIED
 
 every = pytest.mark.parametrize("name", FIXED)
 
 
-def program(*ranks, placement=None):
-    ops = tuple(tuple(Op.parse(line) for line in dedent(text).strip().splitlines()) for text in ranks)
-    return Program(placement or Placement.linear(len(ranks)), 8, ops)
-
-
-def listing(program):
+def lines(program):
     return [[program.placement.text(op) for op in ops] for ops in program.ranks]
 
 
 def test_fuse_backward_joins_only_neighbours_of_one_microbatch():
-    before = program("B s0 m0\nW s0 m0\nB s0 m1\nF s0 m3\nW s0 m1\nB s0 m2\nW s0 m1\nB s1 m2\nW s0 m2")
+    text = "rank 0: B s0 m0, W s0 m0, B s0 m1, F s0 m3, W s0 m1, B s0 m2, W s0 m1, B s1 m2, W s0 m2"
     after = ["BW s0 m0", "B s0 m1", "F s0 m3", "W s0 m1", "B s0 m2", "W s0 m1", "B s1 m2", "W s0 m2"]
-    assert listing(ran(FuseBackward(), before)) == [after]
+    assert lines(ran(FuseBackward(), listing(text))) == [after]
 
 
 def test_a_receive_is_posted_one_compute_op_ahead_and_a_send_follows_its_producer():
-    before = program("F s0 m0\nF s0 m1\nBW s0 m0\nBW s0 m1", "F s1 m0\nBW s1 m0\nF s1 m1\nBW s1 m1")
-    assert listing(ran(InsertComm(), before)) == [
+    before = listing("rank 0: F s0 m0, F s0 m1, BW s0 m0, BW s0 m1\nrank 1: F s1 m0, BW s1 m0, F s1 m1, BW s1 m1")
+    assert lines(ran(InsertComm(), before)) == [
         ["F s0 m0", "SEND_F s0 m0 >r1", "RECV_B s0 m0 <r1", "F s0 m1", "SEND_F s0 m1 >r1"]
         + ["RECV_B s0 m1 <r1", "BW s0 m0", "BW s0 m1"],
         ["RECV_F s1 m0 <r0", "F s1 m0", "RECV_F s1 m1 <r0", "BW s1 m0", "SEND_B s1 m0 >r0"]
@@ -50,26 +45,26 @@ def test_a_receive_is_posted_one_compute_op_ahead_and_a_send_follows_its_produce
 
 def test_transfers_stand_where_they_are_sent_and_wanted():
     # Rank 0 sends m1 before m0; rank 1 uses m0 first. The receive of m1 is posted before that of m0.
-    before = program("F s0 m1\nF s0 m0", "F s1 m0\nF s1 m1")
-    assert listing(ran(InsertComm(), before))[1] == ["RECV_F s1 m1 <r0", "RECV_F s1 m0 <r0", "F s1 m0", "F s1 m1"]
-    turn = program("F s0 m0\nF s1 m0\nBW s1 m0\nBW s0 m0", placement=Placement(((0, 0),)))
+    before = listing("rank 0: F s0 m1, F s0 m0\nrank 1: F s1 m0, F s1 m1")
+    assert lines(ran(InsertComm(), before))[1] == ["RECV_F s1 m1 <r0", "RECV_F s1 m0 <r0", "F s1 m0", "F s1 m1"]
+    turn = listing("rank 0: F s0 m0, F s1 m0, BW s1 m0, BW s0 m0", Placement(((0, 0),)))
     assert ran(InsertComm(), turn).ranks == turn.ranks
     # Why insert-comm runs before fuse-backward: fused, the neighbour would wait for W too.
-    split = program("F s0 m0\nB s0 m0\nW s0 m0", "F s1 m0\nB s1 m0\nW s1 m0")
-    rank0, rank1 = listing(lower(split))
+    split = listing("rank 0: F s0 m0, B s0 m0, W s0 m0\nrank 1: F s1 m0, B s1 m0, W s1 m0")
+    rank0, rank1 = lines(lower(split))
     assert rank1[2:5] == ["B s1 m0", "SEND_B s1 m0 >r0", "W s1 m0"]
     assert "BW s0 m0" in rank0, "nobody waits for the gradient of stage 0"
 
 
 def test_the_step_ends_with_one_agreement_and_one_step_per_stage():
-    after = listing(ran(OptimizerStep(), Program(Placement.vshape(2), 1, ((), ()))))
+    after = lines(ran(OptimizerStep(), Program(Placement.vshape(2), 1, ((), ()))))
     assert after == [["VALIDATE", "STEP s0", "STEP s3"], ["VALIDATE", "STEP s1", "STEP s2"]]
 
 
 def test_without_a_barrier_the_step_before_is_closed_in_the_warm_up():
     """Rank 1 ends a unit after rank 0, so its verdict comes while rank 0 runs a forward; messages that rank 0 sends
     before REDO are received before REDO."""
-    rank0, rank1 = listing(lower(make("zb-h2", 2, 3), "post-validate"))
+    rank0, rank1 = lines(lower(make("zb-h2", 2, 3), "post-validate"))
     assert rank0[:6] == ["NORM", "F s0 m0", "SEND_F s0 m0 >r1", "VERDICT", "REDO", "F s0 m1"]
     assert rank0[rank0.index("COMMIT s0") - 1 :][:3] == ["SEND_F s0 m2 >r1", "COMMIT s0", "B s0 m0"]
     assert rank1[:6] == ["NORM", "VERDICT", "RECV_F s1 m0 <r0", "REDO", "F s1 m0", "COMMIT s1"]
@@ -78,8 +73,8 @@ def test_without_a_barrier_the_step_before_is_closed_in_the_warm_up():
 
 def test_only_replicated_stages_are_reduced_and_every_holder_meets_in_one_order():
     """Stage 1 is complete first, so all start with it, although rank 1 has finished its copy of stage 0 before."""
-    ops = program("F s0 m0\nBW s0 m0", "F s1 m0\nBW s1 m0", placement=Placement.bidirectional((0, 1)))
-    assert listing(ran(ReduceGrads(), ops)) == [
+    ops = listing("rank 0: F s0 m0, BW s0 m0\nrank 1: F s1 m0, BW s1 m0", Placement.bidirectional((0, 1)))
+    assert lines(ran(ReduceGrads(), ops)) == [
         ["REDUCE s1", "F s0 m0", "BW s0 m0", "REDUCE s0"],
         ["F s1 m0", "BW s1 m0", "REDUCE s1", "REDUCE s0"],
     ]
@@ -88,18 +83,18 @@ def test_only_replicated_stages_are_reduced_and_every_holder_meets_in_one_order(
 
 
 def test_sums_stand_behind_the_last_weight_gradient_and_what_leaves_with_it():
-    turn = program("F s0 m0\nF s1 m0\nB s1 m0\nW s1 m0\nB s0 m0\nW s0 m0", placement=Placement.vshape(1))
+    turn = listing("rank 0: F s0 m0, F s1 m0, B s1 m0, W s1 m0, B s0 m0, W s0 m0", Placement.vshape(1))
     after = ran(ReduceGrads(), replace(turn, dp=2))
-    assert listing(after) == [
+    assert lines(after) == [
         ["F s0 m0", "F s1 m0", "B s1 m0", "W s1 m0", "REDUCE s1", "B s0 m0", "W s0 m0", "REDUCE s0"]
     ]
-    rank1 = listing(lower(replace(make("1f1b", 2, 1), dp=2)))[1]
+    rank1 = lines(lower(replace(make("1f1b", 2, 1), dp=2)))[1]
     assert rank1 == ["RECV_F s1 m0 <r0", "F s1 m0", "BW s1 m0", "SEND_B s1 m0 >r0", "REDUCE s1", "VALIDATE", "STEP s1"]
 
 
 def test_a_weight_shared_by_two_stages_is_summed_behind_both():
     ends = lower(replace(make("1f1b", 3, 1), tied=True))
-    assert [ops[-3:] for ops in listing(ends)] == [
+    assert [ops[-3:] for ops in lines(ends)] == [
         ["REDUCE t", "VALIDATE", "STEP s0"],
         ["SEND_B s1 m0 >r0", "VALIDATE", "STEP s1"],
         ["REDUCE t", "VALIDATE", "STEP s2"],
@@ -110,7 +105,7 @@ def test_a_weight_shared_by_two_stages_is_summed_behind_both():
 
 
 def test_copies_that_step_parts_of_a_stage_gather_its_weights():
-    after = listing(lower(replace(make("zb-v", 2, 2), dp=2, sharded=True)))
+    after = lines(lower(replace(make("zb-v", 2, 2), dp=2, sharded=True)))
     first = ["GATHER s0", "GATHER s3", "F s0 m0"]
     assert [ops[:3] for ops in after] == [first, ["GATHER s1", "GATHER s2", "RECV_F s1 m0 <r0"]]
     assert [ops[-2:] for ops in after] == [["STEP s0", "STEP s3"], ["STEP s1", "STEP s2"]]

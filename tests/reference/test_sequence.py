@@ -1,12 +1,11 @@
 """Slices of microbatches against published orders, closed forms and the orders of a prototype; see README.md."""
 
-import csv
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
+from tests.compiler.test_paper_tables import rows
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
@@ -18,7 +17,6 @@ from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 from zbc.job.cuts import balanced, share
 
-FOLDER = Path(__file__).parent
 OURS = {
     "seq1f1b": "1f1b",
     "sliced-zb": "zb-auto",
@@ -27,11 +25,6 @@ OURS = {
     "seq1f1b-interleaved": "interleaved-1f1b",
 }
 ROUNDED = 1e-6  # of the tables
-
-
-def rows(name):
-    with (FOLDER / name).open() as file:
-        return list(csv.DictReader(file))
 
 
 def sliced(placement: Placement, k: int, *, f=1.0, b=1.0, w=1.0, attention=0.0, comm=0.0) -> Costs:
