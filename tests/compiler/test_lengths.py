@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.compiler.test_simulate import hold
 from tests.jobs import job
 from tests.profiles import profile_of
 from tests.refusals import refused
@@ -44,31 +45,6 @@ def planned(**changes):
 
 def costs_of(made, placement=None):
     return start_of(made, placement or Placement.linear(4))[1]
-
-
-def in_turn(program, ms, link=lambda message: 0.0):
-    """When the last op of a compute-only program ends: an op waits for its rank and for what it reads."""
-    placement, ends, left = program.placement, {}, [list(ops) for ops in program.ranks]
-    free, last = [0.0] * len(left), placement.stages - 1
-
-    def needs(op):
-        if op.kind is Kind.F:
-            return [(Kind.F, op.stage - 1, op.mb)] if op.stage else []
-        if op.kind is Kind.W:
-            return [(Kind.B, op.stage, op.mb)]
-        above = [(Kind.B, op.stage + 1, op.mb)] if op.stage < last else []
-        return [(Kind.F, op.stage, op.mb), *above]
-
-    while any(left):
-        before = len(ends)
-        for rank, ops in enumerate(left):
-            while ops and all(need in ends for need in needs(ops[0])):
-                op = ops.pop(0)
-                crossed = [ends[need] + (need[1] != op.stage) * link(op.mb) for need in needs(op)]
-                free[rank] = max([free[rank], *crossed]) + ms(op)
-                ends[Kind.B if op.kind is Kind.BW else op.kind, op.stage, op.mb] = free[rank]
-        assert len(ends) > before
-    return max(free)
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------------
@@ -190,10 +166,8 @@ def test_a_whole_backward_is_shorter_by_that_of_its_b_and_its_w():
 def test_a_step_takes_what_its_ops_take_one_by_one(kind):
     times = {**GIVEN["costs"], "comm": 5.0}
     compiled = planned(schedule={"tokens": SHARES[::-1], "renumber": False}, kind=kind, costs=times)
-    costs, program = compiled.costs, compiled.compute
-    found = in_turn(program, costs.duration, lambda mb: costs.link(0, 0, 1, mb))
-    assert simulate(program, costs).makespan == pytest.approx(found)
-    assert found > 1.01 * in_turn(program, lambda op: costs.duration(op._replace(mb=3)), lambda mb: 0.0)
+    costs = compiled.costs
+    hold(simulate(compiled.compute, costs), costs.duration, lambda mb: costs.link(0, 0, 1, mb))
 
 
 def test_steps_in_a_row_begin_again_with_the_first_microbatch():

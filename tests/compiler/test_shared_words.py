@@ -302,13 +302,6 @@ def test_v_half_beside_what_was_published():
         assert found <= makespan + 1e-9 and most <= units + 1e-9
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 7])
-@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v", "gpipe", "looped-zb"])
-def test_any_number_of_microbatches_works(kind, m):
-    woven(kind, 4, m, 1, 1, s=0.3, t=0.2, meet=0.1)
-    woven(kind, 4, m, 2, 2, s=0.3, t=0.2, sum=0.1)
-
-
 def test_all_ranks_start_their_collectives_in_one_order_and_t_is_late_by_no_more_than_allowed():
     for late in (1, 2):
         *_, program = woven("zb-h1", 4, 9, 2, 1, late, s=0.4, t=0.3, i=0.1, e=0.1)

@@ -35,6 +35,21 @@ def needs(op, stages):
     return [(Kind.F, s, i), *after]
 
 
+def hold(timeline, ms, link):
+    """Asserts that every op starts as soon as its rank is free and its inputs have arrived, and takes its ms."""
+    spans = {tuple(span.op)[:3]: span for span in timeline}
+    program = timeline.graph.program
+    for ops in program.ranks:
+        free = 0.0
+        for op in ops:
+            span = spans[tuple(op)[:3]]
+            inputs = [spans[key] for key in needs(op, program.placement.stages) if key in spans]
+            arrivals = [source.end + (link(op.mb) if source.rank != span.rank else 0.0) for source in inputs]
+            assert span.start == pytest.approx(max([free, *arrivals]))
+            assert span.end - span.start == pytest.approx(ms(op))
+            free = span.end
+
+
 @every
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -42,19 +57,9 @@ def test_every_op_starts_as_soon_as_it_can_and_no_sooner(name, data):
     p, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     program = make(name, p, m, data.draw(st.sampled_from(chunk_counts(name))))
     f, b, w, comm = (data.draw(st.sampled_from([0.25, 0.5, 1.0, 3.0])) for _ in range(4))
-    spans = {tuple(span.op)[:3]: span for span in timed(program, f, b, w, comm)}
-    stages = program.placement.stages
-    share = p / stages
     length = {Kind.F: f, Kind.B: b, Kind.W: w, Kind.BW: b + w}
-    for ops in program.ranks:
-        free = 0.0
-        for op in ops:
-            span = spans[tuple(op)[:3]]
-            inputs = [spans[key] for key in needs(op, stages) if key in spans]
-            arrivals = [source.end + (comm if source.rank != span.rank else 0.0) for source in inputs]
-            assert span.start == pytest.approx(max([free, *arrivals]))
-            assert span.end - span.start == pytest.approx(length[op.kind] * share)
-            free = span.end
+    share = p / program.placement.stages
+    hold(timed(program, f, b, w, comm), lambda op: length[op.kind] * share, lambda mb: comm)
 
 
 def test_fused_backwards_and_uneven_stages_take_their_time():

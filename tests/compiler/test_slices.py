@@ -8,7 +8,7 @@ import pytest
 
 from tests.jobs import FREE, job, write_job
 from tests.profiles import profile_of
-from tests.refusals import refused
+from tests.refusals import error_of, refused
 from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
@@ -32,14 +32,6 @@ def planned(**changes):
 
 def sliced(count=4, **changes):
     return {**LONG, **changes, "schedule": {"slices": count, **changes.pop("schedule", {})}}
-
-
-def problem(**changes):
-    """The only problem of a job."""
-    with pytest.raises(ZbcError) as caught:
-        job(**changes)
-    (error,) = caught.value.errors
-    return error
 
 
 def test_slices_stand_in_the_manifest_and_cost_the_same_when_it_is_read_again(tmp_path):
@@ -81,13 +73,13 @@ UNCUT = [  # changes, code, words of the message and of the hint
 
 @pytest.mark.parametrize(("changes", "code", "words", "hint"), UNCUT)
 def test_what_cannot_be_cut_so_is_refused_with_its_place(changes, code, words, hint):
-    error = problem(**changes)
+    error = error_of(job, **changes)
     assert error.code == code and words in error.message and hint in error.hint and ":" in error.where
 
 
 def test_cuts_that_are_hinted_at_and_those_of_a_gpu_are_right():
     for cuts in ([10, 4, 4], [10, 3, 2]):
-        error = problem(**sliced(3, model=SHORT, schedule={"cuts": cuts}))
+        error = error_of(job, **sliced(3, model=SHORT, schedule={"cuts": cuts}))
         near = json.loads(error.hint.partition("= ")[2].partition(", or")[0])
         assert cuts_of(job(**sliced(3, model=SHORT, schedule={"cuts": near})))[-1] == 16
     assert all(place % 128 == 0 for place in cuts_of(job(**sliced(3, **GPU))))
