@@ -11,17 +11,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.search.instances import Recorder, instance, odd
+from tests.search.instances import instance
 from tests.tiers import few
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import engine as engines
 from zbc.compiler.search import moves
 from zbc.compiler.search.portfolio import search
-
-
-def both(given, plain, compiled, objective="span"):
-    return [Recorder(given.problem, engine, objective) for engine in (plain, compiled)]
 
 
 @pytest.mark.parametrize("name", ["zb-auto", "v-auto", "chimera-zb"])
@@ -35,27 +31,6 @@ def test_times_given_as_whole_numbers_are_those_given_as_fractions(name):
         for one in (whole, parts)
     ]
     assert made[0] == made[1]
-
-
-@pytest.mark.parametrize(
-    ("objective", "make", "count", "moves", "heat"),
-    [
-        ("span", instance, 40, 150, 0.3),
-        ("makespan", instance, 40, 150, 0.3),
-        pytest.param("span", odd, 60, 300, 0.5, id="ops that take no time"),
-    ],
-)
-def test_annealing_makes_the_same_moves(objective, make, count, moves, heat, plain, compiled):
-    improved = 0
-    for seed in range(count):
-        given, results = make(seed), []
-        for bench in both(given, plain, compiled, objective):
-            start = bench.order(given.simplest[0][1], "one by one")
-            end = bench.anneal(start, moves, heat, seed, 0.0)
-            results.append((bench.seen, bench.spent))
-            improved += end is not None and end.cost(objective) < start.cost(objective)
-        assert results[0] == results[1]
-    assert improved > 20 or make is odd
 
 
 def found_by(engine, given, objective, visits):
