@@ -1,4 +1,4 @@
-"""Steps without a flush, unrolled and clocked from the text of their ops alone, and random jobs compared with that.
+"""Steps without a flush, unrolled and clocked from the text of their ops alone, and random jobs to compare with that.
 
 An op starts when its rank is free and its message has arrived. A message leaves when it was sent, its link is free and,
 if it needs a buffer, one was posted; it arrives `comm` later and occupies its link for `occupies`.
@@ -9,13 +9,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import add
-from unittest import mock
 
 from tests.jobs import job
-from zbc.compiler.compile import compile_job
-from zbc.compiler.cost.cost import Costs
 from zbc.job.spec import Job
 
 _OP = re.compile(r"(F|BW|SEND_F|RECV_F|SEND_B|RECV_B|STEP|REDUCE) s(\d+)(?: m(\d+)( next)?)?(?: #\d+)?")
@@ -171,25 +168,3 @@ def drawn(seed: int) -> tuple[Job, Work]:
     )
     one = Work(f, list(map(add, b, w)), [step] * (p * v), comm, occupies, reduce * (dp > 1), transfer == "rendezvous")
     return made, one
-
-
-def wrong_cycle(seed: int, over: int = 24) -> str | None:
-    """Differences of a plan's steps from the clock: its period, the peaks of its ranks, its bound."""
-    asked, work = drawn(seed)
-
-    def messages(costs: Costs, _: str) -> Costs:
-        busy = [{edge: work.occupies * bool(ms) for edge, ms in pipe.items()} for pipe in costs.links]
-        return replace(costs, rendezvous=work.rendezvous, occupies=tuple(busy) if work.occupies else ())
-
-    with mock.patch.object(Costs, "over", messages):  # as estimated ones: given ones wait for nothing
-        made = compile_job(asked, budget=0.0)
-    m, home = made.program.microbatches, made.program.placement.pipes[0]
-    bodies = [[str(op) for op in ops] for ops in made.program.ranks]
-    ms, held = period(bodies, m, home, work, over), peaks(bodies, m, [asked.parallel.pp / len(home)] * len(home))
-    said = [rank.units for rank in made.memory]
-    if abs(made.settled_ms - ms) > 1e-9 * ms:
-        return f"{asked}: a step takes {ms}, said {made.settled_ms}"
-    if max(abs(a - b) for a, b in zip(held, said, strict=True)) > 1e-9:
-        return f"{asked}: ranks hold {held}, said {said}"
-    least = made.report.lower_bound_ms("span")
-    return f"{asked}: a step takes {ms}, its bound is {least}" if least > ms * (1 + 1e-9) else None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.check import clocked
 from tests.cli.test_offload import planned
 from tests.compiler.test_paper_tables import rows
-from tests.jobs import job, toml_text
+from tests.jobs import job
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.check import check_all
@@ -193,7 +193,7 @@ def test_no_search_is_behind_orders_by_hand_of_its_placement_or_behind_a_shorter
 
 
 @pytest.mark.parametrize("limit", ["0.5x", "0.8x"])
-def test_nothing_moves_before_a_step_without_a_barrier_knows_that_its_forwards_stand(limit, tmp_path):
+def test_nothing_moves_before_a_step_without_a_barrier_knows_that_its_forwards_stand(limit):
     costs = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "offload": 0.3}
     more = {"costs": costs, "memory": {"activations": "offload"}, "optimizer": {"sync": "post-validate"}}
     schedule = {"chunks": 4, "memory_limit": limit}
@@ -282,13 +282,11 @@ def test_a_job_says_what_copies_share(tmp_path):
 PARTS = ("keep", "recompute", "offload", "recompute+offload")
 
 
-def planned_for(folder, activations, *, kind="1f1b", limit="0.5x", offload=1.0, f=1.0, p=4, m=8, chunks=None, **more):
-    path = folder / "zbc.toml"
+def planned_for(activations, *, kind="1f1b", limit="0.5x", offload=1.0, f=1.0, p=4, m=8, chunks=None, **more):
     costs = {"f": f, "b": 1.0, "w": 1.0, **({} if offload is None else {"offload": offload})}
     schedule = {"memory_limit": limit, **({} if chunks is None else {"chunks": chunks})}
     changes = {"costs": costs, "schedule": schedule, "memory": {"activations": activations}, **more}
-    path.write_text(toml_text(kind=kind, pp=p, m=m, layers=16, **changes))
-    return compile_job(load_job(path), suggest=False, budget=0.0)
+    return compile_job(job(kind=kind, pp=p, m=m, layers=16, **changes), suggest=False, budget=0.0)
 
 
 def words(activations):
@@ -296,10 +294,10 @@ def words(activations):
     return {activations} if isinstance(activations, str) else {*activations.values()}
 
 
-def step(folder, activations, **job):
+def step(activations, **how):
     """ms of a step, infinite without a plan."""
     try:
-        return planned_for(folder, activations, **job).step_ms
+        return planned_for(activations, **how).step_ms
     except ZbcError as error:
         assert {each.code for each in error.errors} <= {"E301", "E302", "E303"}
         return float("inf")
@@ -313,14 +311,13 @@ def step(folder, activations, **job):
     f=st.sampled_from([0.4, 1.0]),
     m=st.sampled_from([4, 7]),
 )
-def test_auto_is_never_slower_than_one_of_its_parts(tmp_path_factory, **job):
-    folder = tmp_path_factory.mktemp("auto")
-    assert step(folder, "auto", **job) <= min(step(folder, part, **job) for part in PARTS) * (1 + 1e-9)
+def test_auto_is_never_slower_than_one_of_its_parts(**how):
+    assert step("auto", **how) <= min(step(part, **how) for part in PARTS) * (1 + 1e-9)
 
 
-def test_each_part_is_the_fastest_somewhere(tmp_path):
-    def chosen(**job):
-        compiled = planned_for(tmp_path, "auto", **job)
+def test_each_part_is_the_fastest_somewhere():
+    def chosen(**how):
+        compiled = planned_for("auto", **how)
         return as_ordered(compiled.job, compiled.found).memory.activations
 
     assert chosen(limit="1.0x") == "keep"
@@ -330,14 +327,14 @@ def test_each_part_is_the_fastest_somewhere(tmp_path):
     assert "recompute+offload" in words(both)
 
 
-def test_without_a_known_speed_auto_weighs_keep_and_recompute_only(tmp_path):
-    compiled = planned_for(tmp_path, "auto", offload=None)
+def test_without_a_known_speed_auto_weighs_keep_and_recompute_only():
+    compiled = planned_for("auto", offload=None)
     assert compiled.report.copied is None and compiled.found.weighed == ()
 
 
 @pytest.mark.parametrize("kind", ["v-auto", "auto"])
 def test_what_was_chosen_is_in_the_plan_and_plans_the_same_again(tmp_path, kind):
-    compiled = planned_for(tmp_path, "auto", kind=kind, limit="0.4x", offload=0.5)
+    compiled = planned_for("auto", kind=kind, limit="0.4x", offload=0.5)
     assert compiled.report.copied is not None and 0 < compiled.report.moved < 1
     assert max(rank.units for rank in compiled.memory) <= 1.6 + 1e-6
     compiled.write(tmp_path / "plan")
@@ -348,36 +345,32 @@ def test_what_was_chosen_is_in_the_plan_and_plans_the_same_again(tmp_path, kind)
     assert again.step_ms == pytest.approx(compiled.step_ms)
 
 
-def test_only_the_stages_that_are_open_are_chosen_for(tmp_path):
-    compiled = planned_for(tmp_path, {"0": "auto", "1": "recompute"}, limit="0.75x", offload=0.3)
+def test_only_the_stages_that_are_open_are_chosen_for():
+    compiled = planned_for({"0": "auto", "1": "recompute"}, limit="0.75x", offload=0.3)
     memory = compiled.found.activations
     assert (memory.of(0), memory.of(1), memory.of(2)) == ("offload", "recompute", "keep")
 
 
-def test_a_bound_knows_nothing_of_memory_where_copies_are_possible(tmp_path):
-    assert not planned_for(tmp_path, "auto", limit="0.5x", offload=0.3).found.bounds.memory
-    tight = planned_for(tmp_path, "keep", limit="0.5x", kind="zb-auto")
-    loose = planned_for(tmp_path, "offload", limit="0.5x", kind="zb-auto")
+def test_a_bound_knows_nothing_of_memory_where_copies_are_possible():
+    assert not planned_for("auto", limit="0.5x", offload=0.3).found.bounds.memory
+    tight = planned_for("keep", limit="0.5x", kind="zb-auto")
+    loose = planned_for("offload", limit="0.5x", kind="zb-auto")
     assert loose.report.lower_bound_makespan_ms < tight.report.lower_bound_makespan_ms
     assert loose.report.lower_bound_makespan_ms <= loose.report.makespan_ms
 
 
-def test_what_does_not_fit_names_the_limit_with_recompute_too(tmp_path):
-    with pytest.raises(ZbcError) as caught:
-        planned_for(tmp_path, "offload", limit="0.1x")
-    (error,) = caught.value.errors
-    assert error.code == "E303" and "recompute+offload" in error.hint
-    with pytest.raises(ZbcError) as caught:
-        planned_for(tmp_path, "auto", limit="0.001x")
-    (lowest,) = caught.value.errors
-    assert lowest.code == "E303"
-    least = lowest.hint.partition('memory_limit = "')[2].partition("x")[0]
+def test_what_does_not_fit_names_the_limit_with_recompute_too():
+    with refused("E303", hint="recompute+offload"):
+        planned_for("offload", limit="0.1x")
+    with refused("E303") as caught:
+        planned_for("auto", limit="0.001x")
+    least = caught.value.hint.partition('memory_limit = "')[2].partition("x")[0]
     assert float(least) < 0.1
-    assert planned_for(tmp_path, "auto", limit=f"{least}x").step_ms > 0
+    assert planned_for("auto", limit=f"{least}x").step_ms > 0
 
 
-def test_a_plan_that_needs_too_much_of_the_host_is_not_chosen(tmp_path):
-    compiled = planned_for(tmp_path, "auto", limit="0.5x", offload=0.3, hardware={"host_gib": 1e-6})
+def test_a_plan_that_needs_too_much_of_the_host_is_not_chosen():
+    compiled = planned_for("auto", limit="0.5x", offload=0.3, hardware={"host_gib": 1e-6})
     assert compiled.report.copied is None
 
 
@@ -387,13 +380,11 @@ def test_a_plan_that_needs_too_much_of_the_host_is_not_chosen(tmp_path):
     gib=st.sampled_from([0.3, 0.45, 0.6, 0.9, 1.4, 4.0]),
     m=st.sampled_from([4, 6]),
 )
-def test_auto_recomputes_nothing_where_keeping_takes_hardly_more_memory_and_is_faster(tmp_path_factory, kind, gib, m):
-    path = tmp_path_factory.mktemp("auto") / "zbc.toml"
+def test_auto_recomputes_nothing_where_keeping_takes_hardly_more_memory_and_is_faster(kind, gib, m):
     model = {"hidden": 512, "heads": 8, "seq_len": 512, "vocab": 2000}
     changes = {"model": model, "hardware": {"memory_gib": gib}, "memory": {"activations": "auto"}}
-    path.write_text(toml_text(kind=kind, pp=4, m=m, layers=14, **changes))
     try:
-        compiled = compile_job(load_job(path), suggest=False, budget=0.0)
+        compiled = compile_job(job(kind=kind, pp=4, m=m, layers=14, **changes), suggest=False, budget=0.0)
     except ZbcError as error:
         assert {each.code for each in error.errors} <= {"E301", "E302", "E303"}
         return

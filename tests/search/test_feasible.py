@@ -11,7 +11,6 @@ import pytest
 from tests.jobs import job
 from tests.refusals import refused
 from tests.search.instances import costs, instance
-from tests.search.limited import wrong_limits
 from tests.tiers import dealt, few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
@@ -131,23 +130,58 @@ def test_a_job_with_too_little_memory_is_told_how_much_works(kind, asked):
         planned(f"{float(amount) * 0.999:.9f}{unit}")
 
 
-@pytest.mark.parametrize(
-    ("name", "units"), few([("v-half", lambda p: (p + 2) // 2), ("v-min", lambda p: (p + 4) // 3)], ("v-min",))
-)
-def test_v_half_and_v_min_keep_to_their_memory(name, units):
+@pytest.mark.parametrize("name", few(["v-half", "v-min"], ("v-min",)))
+def test_v_half_and_v_min_keep_to_their_memory(name):
     for p in range(1, 7):
         for m in (1, p, 2 * p + 1):
             program = SCHEDULES[name].make(Request(p, m, 2))
             used = peaks(program, Costs.uniform(program.placement))
-            assert max(rank.units for rank in used) <= units(p) + 1e-6
+            assert max(rank.units for rank in used) <= OWN[name](p) + 1e-6
 
 
 PAPER = Path(__file__).parent.parent.parent / "plans" / "paper-1.5b.toml"
 
 
+OWN = {"zb-v": lambda p: p, "v-half": lambda p: (p + 2) // 2, "v-min": lambda p: (p + 4) // 3}
+
+
+def limited_job(seed):
+    """A job with given op times; activations given or counted; a schedule with its own limit or the job's."""
+    rng = Random(seed)
+    kind = rng.choice((*OWN, "v-auto", "zb-auto", "1f1b-v"))
+    p, m = rng.randint(2, 5), rng.randint(2, 12)
+    costs = {"f": rng.uniform(1, 3), "b": rng.uniform(1, 3), "w": rng.uniform(0.5, 2), "comm": rng.choice((0.0, 0.2))}
+    if rng.random() < 0.6:
+        costs |= {"act_b": 1.0, "act_w": rng.choice((0.4, 0.9, 1.0))}
+    schedule = {"objective": rng.choice(("makespan", "span"))}
+    if kind not in OWN or rng.random() < 0.3:
+        schedule["memory_limit"] = f"{rng.uniform(1.0, 2.0):.3f}x"
+    model = {"vocab": rng.choice((256, 5000)), "seq_len": 32}
+    return job(kind=kind, pp=p, m=m, layers=2 * p * rng.randint(1, 3), model=model, costs=costs, schedule=schedule)
+
+
 @pytest.mark.parametrize("seed", few(range(48), 16))
 def test_plans_keep_to_units_and_to_bytes(seed):
-    assert wrong_limits(seed) is None
+    """On devices of any size, compared with the plan without one."""
+    made, rng = limited_job(seed), Random(-seed)
+    free = compile_job(made, suggest=False, budget=0.0)
+    most = max(rank.bytes for rank in free.memory)
+    own, asked, p = OWN.get(made.schedule.kind or ""), made.schedule.memory_limit, made.parallel.pp
+    units = min(own(p) if own else 1e9, float(asked[:-1]) * p if asked else 1e9)
+    for share in (1000.0, 1.0 + 1e-9, rng.uniform(0.6, 1.0)):
+        device = made.memory_for(most * share)
+        small = replace(made, hardware=made.hardware.model_copy(update={"memory_gib": device}))
+        try:
+            plan = compile_job(small, suggest=False, budget=0.0)
+        except ZbcError:
+            assert share < 1
+            continue
+        assert max(rank.units for rank in plan.memory) <= units + 1e-6
+        assert max(rank.bytes for rank in plan.memory) <= small.room
+        assert share < 1 or plan.step_ms <= free.step_ms * (1 + 1e-9)  # other partitions are tried, too
+        limits = plan.report.limits
+        assert (limits.activation_units or 0.0) == pytest.approx(units, abs=1e-9)
+        assert limits.device_bytes == pytest.approx(small.room, abs=1)
 
 
 @pytest.mark.parametrize("kind", few(["zb-v", "v-half", "v-min"], ("v-half",)))
