@@ -34,17 +34,6 @@ def averaged(seed: int) -> Program:
     return lower(replace(card.make(Request(p, m, v)), dp=rng.randint(1, 3), averages=rng.choice((1, 2))))
 
 
-def shifted(program: Program, rng: random.Random) -> Program:
-    """The program with an AVERAGE of a rank moved, dropped or repeated."""
-    ranks = [list(ops) for ops in program.ranks]
-    ops = rng.choice(ranks)
-    at = rng.choice([i for i, op in enumerate(ops) if op.kind is Kind.AVERAGE])
-    op = ops.pop(at)
-    for _ in range(rng.choice((0, 1, 2))):
-        ops.insert(rng.randrange(len(ops) + 1), op)
-    return replace(program, ranks=tuple(map(tuple, ranks)))
-
-
 SHARING = ("1f1b", "zb-h1", "interleaved-1f1b", "breadth-first", "zb-v", "looped-zb", "gpipe", "chimera", "bitpipe")
 
 
@@ -63,27 +52,32 @@ def shared_out(seed: int) -> Program:
     return Lowering("before-step", gather, weave=Weave(words) if words else None).lower(Context.of(order)).program
 
 
-SHARED = (Kind.GATHER, Kind.FREE, Kind.SCATTER, Kind.REDUCE)
+def displaced(*kinds: Kind) -> Callable[[Program, random.Random], Program]:
+    """Damage of one op of these kinds: moved by a few places, dropped, repeated or renamed."""
+
+    def displace(program: Program, rng: random.Random) -> Program:
+        ranks = [list(ops) for ops in program.ranks]
+        places = [(r, i) for r, ops in enumerate(ranks) for i, op in enumerate(ops) if op.kind in kinds]
+        if not places:
+            return damaged(program, rng)
+        r, i = rng.choice(places)
+        ops, draw = ranks[r], rng.random()
+        op, j = ops[i], min(len(ops) - 1, max(0, i + rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))))
+        if draw < 0.6:
+            ops.insert(j, ops.pop(i))
+        elif draw < 0.7:
+            del ops[i]
+        elif draw < 0.85:
+            numbered = op.kind in (Kind.GATHER, Kind.FREE, Kind.SCATTER) and rng.random() < 0.7
+            ops.insert(j, op._replace(mb=op.mb + numbered))
+        else:
+            ops[i] = op._replace(stage=rng.randrange(program.placement.stages))
+        return replace(program, ranks=tuple(map(tuple, ranks)))
+
+    return displace
 
 
-def displaced(program: Program, rng: random.Random) -> Program:
-    """The program with one op of sharding moved by a few places, dropped, repeated or renamed."""
-    ranks = [list(ops) for ops in program.ranks]
-    places = [(r, i) for r, ops in enumerate(ranks) for i, op in enumerate(ops) if op.kind in SHARED]
-    if not places:
-        return damaged(program, rng)
-    r, i = rng.choice(places)
-    ops, draw = ranks[r], rng.random()
-    j = min(len(ops) - 1, max(0, i + rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))))
-    if draw < 0.6:
-        ops.insert(j, ops.pop(i))
-    elif draw < 0.7:
-        del ops[i]
-    elif draw < 0.85:
-        ops.insert(j, ops[i]._replace(mb=ops[i].mb + (ops[i].kind is not Kind.REDUCE and rng.random() < 0.7)))
-    else:
-        ops[i] = ops[i]._replace(stage=rng.randrange(program.placement.stages))
-    return replace(program, ranks=tuple(map(tuple, ranks)))
+AVERAGE, SHARES = displaced(Kind.AVERAGE), displaced(Kind.GATHER, Kind.FREE, Kind.SCATTER, Kind.REDUCE)
 
 
 def ahead(seed: int) -> Program:
@@ -124,10 +118,10 @@ class Drawn(NamedTuple):
 
 DRAWN = {
     "ahead": Drawn(ahead, 1000, 50, (broken_once, broken_once)),
-    "averages": Drawn(averaged, 200, 25, (damaged, shifted)),
+    "averages": Drawn(averaged, 200, 25, (damaged, AVERAGE, AVERAGE)),
     "graphs": Drawn(graphs.draw, 400, 80, (damaged, graphs.confused)),
     "groups": Drawn(lambda seed: braids.draw(seed, ranks=5, microbatches=8), 300, 30, (braids.unmarked, damaged)),
-    "shares": Drawn(shared_out, 1000, 25, (damaged, displaced, displaced, displaced)),
+    "shares": Drawn(shared_out, 1000, 25, (damaged, SHARES, SHARES, SHARES)),
     "pairs": Drawn(lambda seed: pairs.draw(seed, ranks=6, microbatches=10), 200, 40, (damaged,)),
     "slices": Drawn(
         lambda seed: slices.draw(seed, ranks=5, microbatches=6, slices=5), 200, 25, (damaged, slices.swapped)
