@@ -23,12 +23,10 @@ def named_ops(error: ZbcError) -> set[Op]:
     return {Op.parse(text) for text in OP.findall(error.render())}
 
 
-def check_places(error: ZbcError, program: Program) -> int:
-    """Asserts that the ops in an error are at the places it names; returns their number."""
-    found = PLACE.findall(error.render())
-    for rank, step, text in found:
+def check_places(error: ZbcError, program: Program) -> None:
+    """Asserts that the ops in an error are at the places it names."""
+    for rank, step, text in PLACE.findall(error.render()):
         assert program.text(int(rank), int(step)) == f"rank {rank} step {step}: {text}"
-    return len(found)
 
 
 def circles(error: ZbcError) -> list[list[re.Match[str]]]:

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from tests import refusals
 from tests.check.certificate import check_circle, check_places, circles
 from tests.check.each import check_complete, check_deadlock, survives_blocking_sends
 from tests.compiler.grid import chunk_counts
@@ -24,12 +25,11 @@ CROSSED = """
 
 def error_of(program: Program, **how: bool) -> ZbcError:
     """The error of check_deadlock for a program; its cycles are verified as proofs."""
-    with pytest.raises(ZbcError) as raised:
-        check_deadlock(program, **how)
-    check_places(raised.value, program)
-    for lines in circles(raised.value):
+    error = refusals.error_of(check_deadlock, program, **how)
+    check_places(error, program)
+    for lines in circles(error):
         check_circle(lines, program, blocking=how.get("blocking_sends", False))
-    return raised.value
+    return error
 
 
 def test_two_blocking_sends_that_cross_are_named_with_the_receives_they_wait_for():
@@ -132,11 +132,9 @@ def ring(p: int) -> Program:
 
 
 def test_a_long_circle_is_shown_by_its_beginning_and_its_end():
-    with pytest.raises(ZbcError) as raised:
-        check_deadlock(ring(16))
-    assert raised.value.message == "deadlock: 16 ops wait for each other"
-    assert len(raised.value.details) == 14
-    assert raised.value.details[10] == "... 4 more waits, each for the next ..."
+    error = refusals.error_of(check_deadlock, ring(16))
+    assert error.message == "deadlock: 16 ops wait for each other"
+    assert len(error.details) == 14 and error.details[10] == "... 4 more waits, each for the next ..."
 
 
 @pytest.mark.parametrize(

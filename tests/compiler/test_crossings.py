@@ -1,5 +1,6 @@
 """Values at which schedules change places, compared with a scan of many values; and the Pareto front."""
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -90,11 +91,7 @@ def test_the_front_prefers_less_memory_at_the_same_time_and_less_time_at_the_sam
 
 @pytest.fixture
 def path(tmp_path):
-    def write(**changes):
-        write_job(tmp_path, **changes)
-        return tmp_path / "zbc.toml"
-
-    return write
+    return partial(write_job, tmp_path)
 
 
 def swept(path, schedules, *sweeps, every=True):

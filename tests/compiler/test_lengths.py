@@ -100,10 +100,10 @@ def test_a_number_for_each_microbatch_up_to_the_length_of_the_model_is_asked_for
 @pytest.mark.parametrize("tp", [1, 2])
 def test_ops_of_a_microbatch_take_what_a_job_of_rows_of_its_length_says(tp):
     several = {"parallel": {"tp": tp}}
-    costs = costs_of(job(**unequal(**several)))
+    stages, costs = start_of(job(**unequal(**several)), Placement.linear(4))
     for mb, tokens in enumerate(TOKENS):
         alone = {**several, "model": {**LONG["model"], "seq_len": tokens}}
-        like = pricing.build(job(**alone), Placement.linear(4), job_stages(several))
+        like = pricing.build(job(**alone), Placement.linear(4), stages)
         for kind in (Kind.F, Kind.B, Kind.W, Kind.BW):
             for stage in range(4):
                 assert costs.duration(Op(kind, stage, mb)) == pytest.approx(like.duration(Op(kind, stage)))
@@ -114,11 +114,6 @@ def test_ops_of_a_microbatch_take_what_a_job_of_rows_of_its_length_says(tp):
 
 def busiest(costs):
     return max(map(sum, zip(*map(costs.column, "fbw"), strict=True)))
-
-
-def job_stages(several):
-    made = job(**unequal(**several))
-    return start_of(made, Placement.linear(4))[0]
 
 
 def test_of_given_times_blocks_of_a_known_model_have_less_of_attention_too():

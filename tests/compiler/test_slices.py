@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.compiler.test_lengths import planned
 from tests.jobs import FREE, job, write_job
 from tests.profiles import profile_of
 from tests.refusals import error_of, refused
@@ -24,10 +25,6 @@ from zbc.plan.directory import MANIFEST, StoredPlan
 
 LONG = {"model": {"seq_len": 2048, "hidden": 64}}
 GIVEN = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
-
-
-def planned(**changes):
-    return compile_job(job(**changes), suggest=False, budget=0.0)
 
 
 def sliced(count=4, **changes):
@@ -164,16 +161,12 @@ def test_the_best_of_all_schedules_is_one_with_slices():
     assert compiled.program.slices == 2 and compiled.schedule not in ("chimera-zb", "bitpipe-zb")
 
 
-def own_order(request):
-    return one_f_one_b(request)
-
-
 def whole_order(request):
     return one_f_one_b(replace(request, slices=1))
 
 
 def test_a_plugin_is_asked_for_slices():
-    assert compile_job(with_plugin(4, "own_order"), suggest=False).program.slices == 4
+    assert compile_job(with_plugin(4, "one_f_one_b"), suggest=False).program.slices == 4
     with refused("E121", hint="request.slices"):
         compile_job(with_plugin(4, "whole_order"), suggest=False)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.jobs import toml_text, write_job
+from tests.jobs import write_job
 from tests.refusals import refused
 from zbc.compiler.compile import compile_job
 from zbc.compiler.order import order
@@ -22,16 +22,13 @@ BASE = {"layers": 8, "pp": 2, "m": 4, "kind": "1f1b", "model": MODEL, "hardware"
 
 
 def job_with(folder, tables):
-    path = folder / "zbc.toml"
-    path.write_text(toml_text(**{**BASE, **tables, "model": {**MODEL, **tables.get("model", {})}}))
-    return path
+    return write_job(folder, **{**BASE, **tables, "model": {**MODEL, **tables.get("model", {})}})
 
 
 def advised(folder, tables):
     """The settings that E301 advises, in order."""
-    with pytest.raises(ZbcError) as caught:
+    with refused("E301") as caught:
         compile_job(load_job(job_with(folder, tables)), budget=0.0)
-    assert caught.value.code == "E301"
     found = [way.replace("microbatch", "schedule.microbatch") for way in WAY.findall(caught.value.hint)]
     return [way for way in found if not way.startswith("memory_gib")]
 

@@ -7,7 +7,7 @@ import pytest
 
 import zbc
 from tests.compiler.grid import make
-from tests.jobs import job, toml_text
+from tests.jobs import job, write_job
 from tests.lowered import lower
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
@@ -91,7 +91,7 @@ def test_busy_time_and_windows_tile_the_makespan_of_every_rank(name):
                 assert length == pytest.approx(getattr(idle, cause), abs=1e-9), (m, rank, cause)
 
 
-def test_a_window_names_the_op_that_ends_it(tmp_path):
+def test_a_window_names_the_op_that_ends_it():
     program = make("1f1b", 2, 2)
     found = list(windows(simulate(program, Costs.uniform(program.placement)), 1))
     assert [(one.start_ms, one.length_ms, one.cause, one.before) for one in found] == [
@@ -102,9 +102,7 @@ def test_a_window_names_the_op_that_ends_it(tmp_path):
 
 def test_what_is_free_is_the_limit_less_what_is_held_at_any_moment_of_the_window(tmp_path):
     model = {"layers": 8, "hidden": 256, "heads": 4, "vocab": 512, "seq_len": 64}
-    job = tmp_path / "job.toml"
-    job.write_text(toml_text(model=model, pp=4, m=8, hardware={"memory_gib": 1.0}))
-    plan = zbc.plan(zbc.load(job))
+    plan = zbc.plan(zbc.load(write_job(tmp_path, model=model, pp=4, m=8, hardware={"memory_gib": 1.0})))
     found = plan.bubbles()
     assert found.makespan_ms == plan.timeline.makespan and len(found.windows) == 4
     for rank, (each, memory) in enumerate(zip(found.windows, plan.compiled.memory, strict=True)):

@@ -128,9 +128,9 @@ def test_auto_takes_the_best_of_the_schedules_that_the_job_leaves(changes):
 
 EXPERTS = {"family": "llama", "hidden": 64, "heads": 4, "experts": 8, "ffn_hidden": 64}
 WOVEN = {
-    "experts": ({"model": {key: value for key, value in EXPERTS.items() if value}, "parallel": {"dp": 2, "ep": 2}}),
-    "sums": ({"model": LLAMA, "parallel": {"tp": 2}}),
-    "none": ({"model": LLAMA, "parallel": {"dp": 2}}),
+    "experts": {"model": EXPERTS, "parallel": {"dp": 2, "ep": 2}},
+    "sums": {"model": LLAMA, "parallel": {"tp": 2}},
+    "none": {"model": LLAMA, "parallel": {"dp": 2}},
 }
 
 
