@@ -3,7 +3,9 @@
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from zbc.ir import Kind, Message, Op, Placement, Program
 from zbc.ops import TIED
@@ -147,7 +149,9 @@ class Broken:
 def broken(rng: random.Random, program: Program, how: str) -> Broken:
     """The program after one break; unchanged if it has nothing to break that way."""
     ranks = [list(ops) for ops in program.ranks]
-    touched = BREAKS[how](rng, ranks, program.placement)
+    touched: list[Op] = []
+    with suppress(IndexError, ValueError):  # no choice among none
+        touched = BREAKS[how](rng, ranks, program.placement)
     ends = {end for op in touched if op.kind.is_transfer for end in _ends(program.placement, op)}
     return Broken(replace(program, ranks=tuple(map(tuple, ranks))), how, frozenset({*touched, *ends}))
 
@@ -157,13 +161,8 @@ def _ends(place: Placement, op: Op) -> tuple[Op, ...]:
     return (op,) if message is None else (place.send(message), place.recv(message))
 
 
-def _pick(rng: random.Random, ranks: Ranks, wanted: Callable[[Op], bool] = lambda op: True) -> tuple[int, int] | None:
-    places = [(r, i) for r, ops in enumerate(ranks) for i, op in enumerate(ops) if wanted(op)]
-    return rng.choice(places) if places else None
-
-
-def nothing(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-    return []
+def _pick(rng: random.Random, ranks: Ranks, wanted: Callable[[Op], bool] = lambda op: True) -> tuple[int, int]:
+    return rng.choice([(r, i) for r, ops in enumerate(ranks) for i, op in enumerate(ops) if wanted(op)])
 
 
 def _swap(ops: list[Op], i: int, j: int) -> list[Op]:
@@ -172,50 +171,38 @@ def _swap(ops: list[Op], i: int, j: int) -> list[Op]:
 
 
 def swap_adjacent(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-    spot = _pick(rng, [ops[:-1] for ops in ranks])
-    return _swap(ranks[spot[0]], spot[1], spot[1] + 1) if spot else []
+    rank, i = _pick(rng, [ops[:-1] for ops in ranks])
+    return _swap(ranks[rank], i, i + 1)
 
 
 def swap_any(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
     ops = rng.choice(ranks)
-    return _swap(ops, *rng.sample(range(len(ops)), 2)) if len(ops) > 1 else []
+    return _swap(ops, *rng.sample(range(len(ops)), 2))
 
 
 def move_any(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
     ops = rng.choice(ranks)
-    if not ops:
-        return []
     op = ops.pop(rng.randrange(len(ops)))
     ops.insert(rng.randint(0, len(ops)), op)
     return [op]
 
 
-def _drop(wanted: Callable[[Op], bool]) -> Callable[[random.Random, Ranks, Placement], list[Op]]:
-    def drop(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-        spot = _pick(rng, ranks, wanted)
-        return [ranks[spot[0]].pop(spot[1])] if spot else []
-
-    return drop
+def drop(wanted: Callable[[Op], bool], rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    rank, i = _pick(rng, ranks, wanted)
+    return [ranks[rank].pop(i)]
 
 
-def _repeat(wanted: Callable[[Op], bool]) -> Callable[[random.Random, Ranks, Placement], list[Op]]:
-    def repeat(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-        spot = _pick(rng, ranks, wanted)
-        if spot is None:
-            return []
-        op = ranks[spot[0]][spot[1]]
-        ranks[spot[0]].insert(rng.randint(0, len(ranks[spot[0]])), op)
-        return [op]
-
-    return repeat
+def repeat(wanted: Callable[[Op], bool], rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    rank, i = _pick(rng, ranks, wanted)
+    op = ranks[rank][i]
+    ranks[rank].insert(rng.randint(0, len(ranks[rank])), op)
+    return [op]
 
 
 def repeat_message(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
     """Repeats both ends of a message, right after the first."""
-    spot = _pick(rng, ranks, lambda op: op.kind.is_send)
-    if spot is None:
-        return []
-    ends = _ends(place, ranks[spot[0]][spot[1]])
+    rank, i = _pick(rng, ranks, lambda op: op.kind.is_send)
+    ends = _ends(place, ranks[rank][i])
     for ops in ranks:
         for op in ends:
             if op in ops:
@@ -230,10 +217,7 @@ def reorder_receives(rng: random.Random, ranks: Ranks, place: Placement) -> list
         for i, op in enumerate(ops):
             if op.kind.is_recv:
                 channels[rank, place.peer(op)].append(i)
-    longer = sorted(key for key, places in channels.items() if len(places) > 1)
-    if not longer:
-        return []
-    key = rng.choice(longer)
+    key = rng.choice(sorted(key for key, places in channels.items() if len(places) > 1))
     return _swap(ranks[key[0]], *rng.sample(channels[key], 2))
 
 
@@ -241,10 +225,8 @@ def legal_moves(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
     """Moves some ops by a random number of steps, as far as dependencies on their own rank allow."""
     touched = []
     for _ in range(rng.choice([1, 1, 2, 4])):
-        spot = _pick(rng, ranks)
-        if spot is None:
-            break
-        ops, i = ranks[spot[0]], spot[1]
+        rank, i = _pick(rng, ranks)
+        ops = ranks[rank]
         direction = rng.choice([-1, 1])
         for _ in range(rng.choice([1, 3, 100])):
             j = i + direction
@@ -271,10 +253,7 @@ def _bound(place: Placement, first: Op, second: Op) -> bool:
 
 def receive_later(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
     """Posts a receive later, still before the next receive of its channel if there is room."""
-    spot = _pick(rng, ranks, lambda op: op.kind.is_recv)
-    if spot is None:
-        return []
-    rank, i = spot
+    rank, i = _pick(rng, ranks, lambda op: op.kind.is_recv)
     op = ranks[rank].pop(i)
     peers = [j for j, o in enumerate(ranks[rank]) if o.kind.is_recv and place.peer(o) == place.peer(op) and j >= i]
     end = min(peers, default=len(ranks[rank])) if rng.random() < 0.7 else len(ranks[rank])
@@ -283,40 +262,37 @@ def receive_later(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op
 
 
 def other_rank(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-    spot = _pick(rng, ranks)
-    if spot is None or len(ranks) < 2:
-        return []
-    op = ranks[spot[0]].pop(spot[1])
-    target = rng.choice([r for r in range(len(ranks)) if r != spot[0]])
+    rank, i = _pick(rng, ranks)
+    target = rng.choice([r for r in range(len(ranks)) if r != rank])
+    op = ranks[rank].pop(i)
     ranks[target].insert(rng.randint(0, len(ranks[target])), op)
     return [op]
 
 
 def other_op(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
     """Changes one field of an op, perhaps to a value that does not exist."""
-    spot = _pick(rng, ranks, lambda op: not op.kind.rank_wide)
-    if spot is None:
-        return []
-    old = ranks[spot[0]][spot[1]]
+    rank, i = _pick(rng, ranks, lambda op: not op.kind.rank_wide)
+    old = ranks[rank][i]
     keyed = old.kind.computes or old.kind.is_transfer
     field = rng.choice(["kind", "stage", "mb", "pipe", "slice"]) if keyed else "stage"
     kinds = [kind for kind in Kind if kind.computes] if old.kind.computes else [k for k in Kind if k.is_transfer]
     new = rng.choice(kinds) if field == "kind" else max(0, getattr(old, field) + rng.choice([-1, 1]))
-    ranks[spot[0]][spot[1]] = op = old._replace(**{field: new})
+    ranks[rank][i] = op = old._replace(**{field: new})
     return [old, op]
 
 
+OF: dict[str, Callable[[Op], bool]] = {
+    "compute": lambda op: op.kind.computes,
+    "transfer": lambda op: op.kind.is_transfer,
+    "step op": lambda op: not op.kind.computes and not op.kind.is_transfer,
+}
 BREAKS: dict[str, Callable[[random.Random, Ranks, Placement], list[Op]]] = {
-    "nothing": nothing,
+    "nothing": lambda rng, ranks, place: [],
     "swap adjacent": swap_adjacent,
     "swap any": swap_any,
     "move any": move_any,
-    "drop compute": _drop(lambda op: op.kind.computes),
-    "drop transfer": _drop(lambda op: op.kind.is_transfer),
-    "drop step op": _drop(lambda op: not op.kind.computes and not op.kind.is_transfer),
-    "repeat compute": _repeat(lambda op: op.kind.computes),
-    "repeat transfer": _repeat(lambda op: op.kind.is_transfer),
-    "repeat step op": _repeat(lambda op: not op.kind.computes and not op.kind.is_transfer),
+    **{f"drop {name}": partial(drop, wanted) for name, wanted in OF.items()},
+    **{f"repeat {name}": partial(repeat, wanted) for name, wanted in OF.items()},
     "repeat message": repeat_message,
     "reorder receives": reorder_receives,
     "legal moves": legal_moves,

@@ -55,12 +55,12 @@ def test_activations_stay_within_those_of_the_paper_for_any_number_of_microbatch
                 assert max(units(make(name, p, m))) <= p + most + 1e-9, f"p={p} m={m}"
 
 
-def _half(whole, p):
-    """Per rank of one half of a bidirectional timeline: (kind, stage, microbatch of the V, start / 2, end / 2)."""
+def ops_of(timeline, p, pipes):
+    """Of the first p ranks: (kind, stage, microbatch, start, end) of each op, the last three by the number of pipes."""
     spans = [[] for _ in range(p)]
-    for rank, op, start, end in whole:
+    for rank, op, start, end in timeline:
         if rank < p:
-            spans[rank].append((op.kind, op.stage, op.mb // 2, start / 2, end / 2))
+            spans[rank].append((op.kind, op.stage, op.mb // pipes, start / pipes, end / pipes))
     return spans
 
 
@@ -69,12 +69,8 @@ def _half(whole, p):
 def test_one_pipe_in_a_v_is_two_pipes_cut_in_half(p, half, whole):
     """Op by op, exactly in time: DualPipeV of DualPipe, Hanayo with one wave of Chimera; ops of a V take half."""
     for m in (1, p, 2 * p, 2 * p + 3) if half == "dualpipe-v" else (p, 3 * p):
-        cut = timed(make(half, p, m, 2))
-        both = timed(make(whole, 2 * p, 2 * m, 1))
-        found = [[] for _ in range(p)]
-        for rank, op, start, end in cut:
-            found[rank].append((op.kind, op.stage, op.mb, start, end))
-        assert found == _half(both, p)
+        cut, both = timed(make(half, p, m, 2)), timed(make(whole, 2 * p, 2 * m, 1))
+        assert ops_of(cut, p, 1) == ops_of(both, p, 2)
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 4), (4, 16), (8, 8), (8, 16)])
