@@ -3,12 +3,12 @@
 import random
 from dataclasses import replace
 
-from tests.check.pairs import Made
+from tests.check.pairs import Made, displaced
 from tests.lowered import lower
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Program, groups
+from zbc.ir import Kind, Op
 
 MARKED = ("1f1b", "zb-h1", "interleaved-1f1b", "gpipe", "zb-v", "chimera", "bitpipe", "eager-1f1b", "zb-h2")
 
@@ -59,15 +59,4 @@ def _may_meet(one: Op, other: Op) -> bool:
     return Kind.F in (one.kind, other.kind) and one.mb != other.mb
 
 
-def unmarked(program: Program, rng: random.Random) -> Program:
-    """The program with a mark moved by a few ops, repeated or dropped; unchanged if it has none."""
-    ranks = [list(ops) for ops in program.ranks]
-    places = [(rank, first) for rank, ops in enumerate(ranks) for first in set(groups(ops).values())]
-    if not places:
-        return program
-    rank, first = rng.choice(sorted(places))
-    ops = ranks[rank]
-    mark = ops.pop(first)
-    if rng.random() < 0.8:
-        ops.insert(max(0, min(len(ops), first + rng.choice((-3, -2, -1, 1, 2, 3)))), mark)
-    return replace(program, ranks=tuple(map(tuple, ranks)))
+unmarked = displaced(Kind.OVERLAP)

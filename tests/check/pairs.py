@@ -1,6 +1,7 @@
 """Random pairs of a bidirectional or wave schedule and a size, whole and damaged; verdicts of checks and machine."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tests.check import operational
@@ -61,6 +62,31 @@ def damaged(program: Program, rng: random.Random) -> Program:
     else:
         ops.insert(j, ops[i])
     return replace(program, ranks=tuple(map(tuple, ranks)))
+
+
+def displaced(*kinds: Kind) -> Callable[[Program, random.Random], Program]:
+    """Damage of one op of these kinds: moved by a few places, dropped, repeated or renamed."""
+
+    def displace(program: Program, rng: random.Random) -> Program:
+        ranks = [list(ops) for ops in program.ranks]
+        places = [(r, i) for r, ops in enumerate(ranks) for i, op in enumerate(ops) if op.kind in kinds]
+        if not places:
+            return damaged(program, rng)
+        r, i = rng.choice(places)
+        ops, draw = ranks[r], rng.random()
+        op, j = ops[i], min(len(ops) - 1, max(0, i + rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))))
+        if draw < 0.6:
+            ops.insert(j, ops.pop(i))
+        elif draw < 0.7:
+            del ops[i]
+        elif draw < 0.85 or op.kind.is_mark:
+            numbered = op.kind in (Kind.GATHER, Kind.FREE, Kind.SCATTER) and rng.random() < 0.7
+            ops.insert(j, op._replace(mb=op.mb + numbered))
+        else:
+            ops[i] = op._replace(stage=rng.randrange(program.placement.stages))
+        return replace(program, ranks=tuple(map(tuple, ranks)))
+
+    return displace
 
 
 def verdicts(program: Program, seed: int) -> tuple[bool, bool]:

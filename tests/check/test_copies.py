@@ -1,4 +1,4 @@
-"""Plans written by hand, with offload or a shared vocabulary: proofs, refusals, times and memory."""
+"""Plans written by hand, with offload or a shared vocabulary: proofs, times and memory."""
 
 from dataclasses import replace
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.check import braids, graphs, operational, pairs, programs, slices, words
-from tests.check.pairs import damaged, verdicts
+from tests.check.pairs import damaged, displaced, verdicts
 from tests.listing import listing
 from tests.lowered import lower
 from tests.refusals import error_of, refused
@@ -50,31 +50,6 @@ def shared_out(seed: int) -> Program:
     gather = GatherWeights(rng.randint(1, v), with_w=rng.random() < 0.3) if frees else None
     words = rng.choice((0, 0, 0, 1, 2)) if len(order.placement.pipes) == 1 else 0
     return Lowering("before-step", gather, weave=Weave(words) if words else None).lower(Context.of(order)).program
-
-
-def displaced(*kinds: Kind) -> Callable[[Program, random.Random], Program]:
-    """Damage of one op of these kinds: moved by a few places, dropped, repeated or renamed."""
-
-    def displace(program: Program, rng: random.Random) -> Program:
-        ranks = [list(ops) for ops in program.ranks]
-        places = [(r, i) for r, ops in enumerate(ranks) for i, op in enumerate(ops) if op.kind in kinds]
-        if not places:
-            return damaged(program, rng)
-        r, i = rng.choice(places)
-        ops, draw = ranks[r], rng.random()
-        op, j = ops[i], min(len(ops) - 1, max(0, i + rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))))
-        if draw < 0.6:
-            ops.insert(j, ops.pop(i))
-        elif draw < 0.7:
-            del ops[i]
-        elif draw < 0.85:
-            numbered = op.kind in (Kind.GATHER, Kind.FREE, Kind.SCATTER) and rng.random() < 0.7
-            ops.insert(j, op._replace(mb=op.mb + numbered))
-        else:
-            ops[i] = op._replace(stage=rng.randrange(program.placement.stages))
-        return replace(program, ranks=tuple(map(tuple, ranks)))
-
-    return displace
 
 
 AVERAGE, SHARES = displaced(Kind.AVERAGE), displaced(Kind.GATHER, Kind.FREE, Kind.SCATTER, Kind.REDUCE)
