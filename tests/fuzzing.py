@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.fuzzing_orders import any_job, move_ops, moved, runs, sign
-from tests.jobs import toml_text
+from tests.jobs import toml_text, toml_value
 from tests.profiles import profile_of
 from zbc.api import Plan
 from zbc.commands.checking import check_csv, check_plan
@@ -119,7 +119,7 @@ class Inputs:
             )
             key = rng.choice(["layers", "hidden", "heads", "kind", "f", "lr", "schedule", "path", "pp", "every", "x"])
             path.write_bytes(raw)
-            load_job(path, [f"{section}.{key}={_toml(rng.choice(VALUES))}"])
+            load_job(path, [f"{section}.{key}={toml_value(rng.choice(VALUES))}"])
 
     def profile(self, rng: random.Random) -> None:
         """A profile with up to three changes, and a plan by it."""
@@ -257,10 +257,6 @@ def write_checkpoint(parent: Path) -> Path:
     own = {"format": disk.FORMAT, "version": disk.VERSION}
     disk.write_index(folder, disk.Index(**own, **about, files=whole.files, tensors=whole.tensors))
     return folder
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value) if not isinstance(value, dict) else "{" + ", ".join(f"{k} = 1" for k in value) + "}"
 
 
 def survives(inputs: Inputs, kind: str, seed: int) -> bool:
