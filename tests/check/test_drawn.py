@@ -131,7 +131,7 @@ def test_drawn_programs_are_judged_as_the_machine_runs_them(name, seed):
 def test_damage_stops_some_programs_and_not_all():
     for name, drawn in DRAWN.items():
         told = set()
-        for seed in range(6):
+        for seed in range(12):
             program = getattr(one := drawn.draw(seed), "program", one)
             told |= {verdicts(change(program, random.Random(seed)), seed)[0] for change in drawn.changes}
         assert told == {True, False}, name
