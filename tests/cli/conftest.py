@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +49,10 @@ def job(folder):
         return "zbc.toml"
 
     return write
+
+
+@pytest.fixture
+def plan(zbc, job):
+    """A good plan directory of a small job, in ./plan."""
+    assert zbc("plan", job(pp=2, m=3), "-q").code == 0
+    return Path("plan")

@@ -11,52 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.cli.test_errors import edited
 from tests.jobs import toml_text
-from zbc.plan.manifest import digest_of
 
 NAME = "\x1b<!--<script>{{data}}\u202e\udc9b"
-
-
-@pytest.fixture
-def plan(zbc):
-    Path("zbc.toml").write_text(toml_text())
-    assert zbc("plan", "zbc.toml", "-q", "-o", "plan").code == 0
-    return Path("plan")
-
-
-def edited(plan, values):
-    """Puts values at paths of a manifest, and signs it again."""
-    data = json.loads((plan / "plan.json").read_text())
-    for path, value in values.items():
-        *above, last = path.split(".")
-        node = data
-        for part in above:
-            node = node[part]
-        node[last] = value
-    data.pop("sha256")
-    (plan / "plan.json").write_text(json.dumps({**data, "sha256": digest_of(data)}))
-
-
-HARMFUL = [
-    ({"order": [0], "copies": 10**10}, "ranks, zbc plans for 100000"),
-    ({"order": [0]}, "does not name each rank of the run once"),
-    ({"node": [2]}, "does not divide"),
-    ({"copies": 2}, "never runs REDUCE"),
-    ({"tied": True, "ties": [10**12]}, "name a stage beyond"),
-    ({"planning.model.layers": 2**53}, "more than zbc plans"),
-    ({"planning.parallel.dp": 2}, "its job has parallel.dp = 2"),
-    ({"planning.costs.f": 1}, "costs give f but not"),
-    ({"planning.optimizer": []}, "planning.optimizer: expected a table"),
-    ({"planning.hardware.memory_gbps": [1]}, "memory_gbps has 1 numbers"),
-    ({"planning.parallel.average": {}}, "parallel.average"),
-]
-
-
-@pytest.mark.parametrize(("values", "said"), HARMFUL)
-def test_what_a_plan_says_of_itself_is_bounded_and_fits_together(zbc, plan, values, said):
-    edited(plan, values)
-    found = zbc("check", "plan")
-    assert found.code == 4 and said in found.err and "Traceback" not in found.err
 
 
 def test_names_are_harmless_in_pictures(zbc, plan):
@@ -127,6 +85,6 @@ def test_a_job_named_as_a_file_is_written_there(zbc):
 def test_files_beside_a_run_are_not_executed(zbc, plan):
     """torch imports dill where it finds it."""
     Path("dill.py").write_text("open('executed', 'w').write('')\nraise ImportError\n")
-    command = [sys.executable, "-P", "-m", "zbc", "run", "plan", "--local", "4", "--steps", "1", "-q"]
+    command = [sys.executable, "-P", "-m", "zbc", "run", "plan", "--local", "2", "--steps", "1", "-q"]
     subprocess.run(command, capture_output=True, timeout=100, check=False)
     assert not Path("executed").exists()

@@ -12,6 +12,7 @@ import pytest
 from tests.jobs import write_job
 from tests.tiers import few
 
+COLOURED = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
 HEAVY = {"torch", "networkx", "numpy"}
 PLANS = "init new, plan zbc.toml -o other, check plan, check zbc.toml, export plan --format json, visualize plan"
 EXPLAINED = "report plan, visualize zbc.toml --by slot, explain zbc.toml, explain keys, explain E201, explain zb-v"
@@ -63,8 +64,7 @@ def test_help_loads_nothing_that_plans_or_draws(workplace):
 def on_a_terminal(workplace, *arguments, **environment):
     """stdout and stderr of a command, both a pseudo-terminal."""
     near, far = pty.openpty()
-    settings = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
-    settings |= {"TERM": "xterm-256color", "COLUMNS": "90", **environment}
+    settings = {**COLOURED, "TERM": "xterm-256color", "COLUMNS": "90", **environment}
     child = subprocess.Popen(
         [sys.executable, "-m", "zbc", *arguments], cwd=workplace, env=settings, stdout=far, stderr=far
     )
@@ -92,9 +92,11 @@ def test_a_terminal_gets_colours_its_width_and_progress(workplace):
     assert 60 < max(len(line) for line in said.replace("\r", "").split("\n")) <= 90
     assert "planning" in on_a_terminal(workplace, "compare", "zbc.toml", "--schedule", "1f1b,gpipe")
     assert "planning" not in on_a_terminal(workplace, "compare", "zbc.toml", "--schedule", "1f1b,gpipe", "-q")
-    command = [sys.executable, "-m", "zbc", "compare", "zbc.toml", "--schedule", "1f1b,gpipe"]
-    found = subprocess.run(command, cwd=workplace, capture_output=True, text=True, timeout=60, check=True)
-    assert found.stderr == ""
+    for words, code, told in (("compare zbc.toml --schedule 1f1b,gpipe", 0, ""), ("plan nowhere.toml", 3, "error")):
+        command = [sys.executable, "-m", "zbc", *words.split()]
+        found = subprocess.run(command, cwd=workplace, env=COLOURED, capture_output=True, text=True, timeout=60)
+        assert (found.returncode, "\x1b" in found.stdout + found.stderr) == (code, False)
+        assert found.stderr.startswith(told) and bool(told) == bool(found.stderr), "progress is for terminals"
 
 
 def test_completion_of_a_shell_knows_the_schedules(workplace):
@@ -107,7 +109,7 @@ def test_completion_of_a_shell_knows_the_schedules(workplace):
 
 
 ANSWERS = ["explain schedules", "--version", "plan zbc.toml", "compare zbc.toml --schedule 1f1b", "explain E110"]
-TALKING = ["--help", *ANSWERS]
+TALKING = ["--help", "explain keys", *ANSWERS]
 
 
 def start(folder, command, out):
