@@ -383,10 +383,12 @@ def test_check_goes_on_past_an_edit_and_says_what_it_did(zbc, plan):
 
 
 def test_running_needs_the_ranks_of_the_plan_and_a_launcher(zbc, plan, monkeypatch):
-    fails(zbc("run", "plan", "--local", "3"), 6, "E601", hint="--local 2", text="2 ranks")
+    said = "plan wants 2 ranks, --local asks for 3"
+    fails(zbc("run", "plan", "--local", "3"), 6, "E601", hint="run: zbc run plan --local 2", text=said)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    fails(zbc("run", "plan"), 6, "E604", hint="torchrun", text="torchrun")
+    both = "torchrun --standalone --nproc-per-node 2 -m zbc run plan", "zbc run plan --local 2"
+    fails(zbc("run", "plan"), 6, "E604", hint=both[0], text=both[1])
 
 
 def edited(plan, values):

@@ -1,12 +1,10 @@
 """`zbc run --forward` as a user starts it: weights of a run, ranks as processes and as threads, errors by code."""
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 import zbc
 from tests.processes.plans import run_here, write_plan
-from tests.refusals import error_of
 
 RANKS = 4
 
@@ -23,19 +21,3 @@ def test_rows_are_by_the_weights_of_the_run_and_alike_for_processes_and_threads(
     assert not torch.equal(found[0], other["log_probs"]), "other weights"
     left = {path.name for path in tmp_path.iterdir()} - {"job.toml"}
     assert left == {"a", "b", "c", "plan", "run", "short"}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "no weights are given"),
-        ({"resume": "auto"}, "no checkpoint was found"),
-        ({"resume": "auto", "trace": frozenset({0})}, "--trace is of a training"),
-    ],
-)
-def test_what_forward_cannot_do_is_refused_with_a_way_out(tmp_path, monkeypatch, options, words):
-    monkeypatch.chdir(tmp_path)
-    plan = write_plan(tmp_path)
-    error = error_of(run_here, plan, RANKS, None, threads=True, forward=tmp_path / "rows", **options)
-    assert error.code == "E604" and words in error.message and error.hint
-    assert not list(tmp_path.glob("rows*"))

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -326,12 +327,28 @@ def test_a_plan_that_the_check_calls_a_deadlock_hangs_where_it_says(tmp_path, ou
 # ---- refused before it starts --------------------------------------------------------------------------------
 
 
-def test_another_number_of_ranks_than_planned_is_refused_with_the_command_that_works(tmp_path, out):
-    plan = write_plan(tmp_path)
-    error = error_of(run_here, plan, 3, out)
-    assert (error.code, error.exit_code) == ("E601", 6)
-    assert error.message == "run: plan wants 4 ranks, --local asks for 3"
-    assert error.hint == f"run: zbc run {plan} --local 4"
+ROWS = {"threads": True, "forward": Path("rows")}
+REFUSED = [  # options of a run of four planned ranks, the error, what is said
+    ({"ranks": None, "device": "cpu"}, "E604", "--device is for runs with --local"),
+    ({"ranks": None, "threads": True}, "E604", "--threads is for runs with --local"),
+    ({"ranks": None, "max_restarts": 3}, "E604", "torchrun --max-restarts 3 ... -m zbc run"),
+    ({"threads": True, "max_restarts": 1}, "E604", "cannot be started again"),
+    ({"trace": frozenset({0, 3})}, "E109", "asks for step 4, the run has 3"),
+    ({"save_adapter": Path("new")}, "E604", "--save-adapter"),
+    (ROWS, "E604", "no weights are given"),
+    ({**ROWS, "resume": "auto"}, "E604", "no checkpoint was found"),
+    ({**ROWS, "resume": "auto", "trace": frozenset({0})}, "E604", "--trace is of a training"),
+]
+
+
+@pytest.mark.parametrize(("options", "code", "said"), REFUSED)
+def test_what_a_run_cannot_be_asked_is_refused_with_a_way_out_before_it_starts(
+    tmp_path, monkeypatch, options, code, said
+):
+    monkeypatch.chdir(tmp_path)
+    error = error_of(run_here, write_plan(tmp_path), **{"ranks": 4, "out": None, **options})
+    assert error.code == code and said in error.render() and error.hint
+    assert {path.name for path in tmp_path.iterdir()} == {"job.toml", "plan"}
 
 
 @pytest.mark.parametrize("place", ["a-file", "a-file/below"])

@@ -10,9 +10,9 @@ import pytest
 
 from tests.processes.paced import run_on_a_slow_disk, run_paced
 from tests.processes.plans import killing, metrics, processes, run_here, write_plan, write_troubled_plan
-from tests.refusals import error_of, refused
+from tests.refusals import error_of
 from zbc.errors import ZbcError
-from zbc.training.launch import launch, local
+from zbc.training.launch import local
 from zbc.training.launch.launch import RunOptions
 from zbc.training.train import RankFailed
 
@@ -126,8 +126,3 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again():
     with pytest.raises(ZbcError):
         local._run_again(parent, RunOptions(Path(), max_restarts=2), once)
     assert len(tried) == 1
-
-
-def test_restarts_of_ranks_that_torchrun_starts_are_its_own_business(tmp_path):
-    with refused("E604", hint="torchrun --max-restarts 3"):
-        launch.run(RunOptions(write_plan(tmp_path), max_restarts=3))

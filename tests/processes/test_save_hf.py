@@ -112,8 +112,3 @@ def test_adapters_that_were_trained_come_out_beside_the_base_and_merged_into_it(
         stem = f"base_model.model.{name.removesuffix('.weight')}"
         added = 2.0 * found[f"{stem}.lora_B.weight"] @ found[f"{stem}.lora_A.weight"]
         torch.testing.assert_close(after[name], before[name] + (added.T if turned else added))
-
-
-def test_adapters_of_a_plan_without_any_are_refused(tmp_path):
-    with refused("E604", match="--save-adapter"):
-        run_here(write_plan(tmp_path), 4, tmp_path / "run", save_adapter=tmp_path / "new")

@@ -124,11 +124,3 @@ def test_a_plan_for_cuda_is_not_trained_on_the_cpu_unless_that_is_said(tmp_path,
     assert json.loads((tmp_path / "run" / "run.json").read_text())["device"] == "cpu"
     other = write_plan(tmp_path, "other", train={"steps": 1})
     assert error_of(run_here, other, RANKS, tmp_path / "no", device="cuda", threads=threads).code == "E603"
-
-
-def test_where_ranks_compute_is_for_ranks_that_zbc_starts(tmp_path):
-    plan = write_plan(tmp_path)
-    assert error_of(run_here, plan, None, tmp_path / "run", device="cpu").code == "E604"
-    assert error_of(run_here, plan, None, tmp_path / "run", threads=True).code == "E604"
-    error = error_of(run_here, plan, RANKS, tmp_path / "run", threads=True, max_restarts=1)
-    assert error.code == "E604" and "cannot be started again" in error.message

@@ -90,13 +90,6 @@ def test_a_run_asked_to_stop_ends_its_trace(tmp_path):
     assert all(len(rank.clocks) == 2 for rank in found.ranks)
 
 
-def test_steps_beyond_the_run_are_refused_before_it_starts(tmp_path):
-    plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
-    with pytest.raises(ZbcError, match="asks for step 4, the run has 3") as raised:
-        run_here(plan, 2, out, trace=frozenset({0, 3}))
-    assert raised.value.code == "E109" and not out.exists()
-
-
 def test_groups_in_turns_are_compared_with_what_was_predicted(tmp_path):
     """The first op of a group waits for the messages of both, so no op's time is its time alone."""
     model = {"layers": 6, "hidden": 32, "heads": 4, "vocab": 64, "seq_len": 32}
