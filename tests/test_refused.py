@@ -23,6 +23,11 @@ checkpoint.keep=5 => E105 checkpoint.every is missing
 checkpoint.every=5; checkpoint.dir="" => E103 checkpoint.dir is empty
 log.to=["wandb"] => E103 neither tensorboard nor wandb:PROJECT
 costs.per="layer"; costs.b=1; costs.w=1; costs.f=[1.0] => E141 costs.f has 1 numbers, model.layers is 8
+costs.b=1; costs.w=1; costs.f=[1, -2] => E103 costs.f.1: must be at least 0, found -2
+costs.b=1; costs.w=1; costs.f=1e300 => E103 must be at most
+costs.f=1; costs.b=1; costs.w=1; costs.comm=1e300 => E103 must be at most
+hardware.link_us=1e300 => E103 must be at most
+model.heads=1000000007 => E103 must be at most
 costs.head.f=1.0 => E102 costs.head is gone; write lists of costs.f
 costs.per="layer" => E141 there are none
 partition.layers_per_stage="equel" => E103 expected a list or "equal", found 'equel'
@@ -105,6 +110,7 @@ parallel.dp=3; parallel.ep=2 => E110 does not divide parallel.dp = 3
 parallel.cp=3; model.seq_len=36; parallel.ep=2 => E110 does not divide parallel.cp x parallel.dp = 3
 parallel.tp=2; parallel.ep=4 => E110 does not divide parallel.tp x parallel.dp = 2
 parallel.tp=2; parallel.expert_tp=2; parallel.ep=2 => E110 does not divide parallel.dp = 1
+parallel.dp=4; parallel.ep="auto" => E110 parallel.world is missing
 parallel.tp=4; parallel.dp=2; parallel.ep=2; parallel.expert_tp=2 => E110 parallel.expert_tp = 2 is neither 1 nor
 parallel.tp=2; parallel.expert_tp=1 => E110 and parallel.ep = 1
 model.ffn_hidden=49; parallel.tp=2 => E119 does not divide model.ffn_hidden = 49
@@ -120,6 +126,12 @@ parallel.pp=2; parallel.dp=2; parallel.tp=2; parallel.ep=2 => E110 layers of you
 data.kind="text"; data.balance="tokens" => E110 one long sample
 data.kind="a.b:c"; schedule.tokens=[4, 4, 4, 4, 4, 4, 4, 4] => E110 nothing says which of a.b:c they get
 data.kind="synthetic"; data.balance="tokens"; schedule.max_microbatches=9 => E110 schedule.max_microbatches""",
+    'data.kind="synthetic"; data.balance="length"; model.seq_len=64; parallel.dp=2; schedule.microbatch_size=1; '
+    "parallel.pp=2; schedule.microbatches=3": """\
+schedule.max_microbatches=2 => E103 less than the mean
+schedule.microbatch_size="none"; schedule.tokens_per_microbatch=100 => E103 expected a whole number, found 1.5625
+data.kind="text"; data.balance="length" => E110 text is one long sample
+data.balance="none"; schedule.max_microbatches=6 => E110 balance samples""",
     'schedule.kind="auto"': """\
 schedule.group=3 => E110 not for auto
 schedule.early=1 => E110 not for auto
@@ -163,6 +175,11 @@ schedule.batch=32; parallel.world=0 => E103 parallel.world: must be at least 1
 schedule.batch=32; parallel.world="all" => E103 parallel.world
 parallel.world=8; schedule.batch=true => E103 schedule.batch
 schedule.batch=32; parallel.world=9 => E110 no pp and dp of parallel.world can be planned
+parallel.world=8; schedule.batch=16; parallel.tp=3 => E110 parallel.tp = 3 does not divide parallel.world = 8
+parallel.world=8; schedule.batch=16; parallel.cp=3 => E110 parallel.cp = 3 does not divide parallel.world = 8
+parallel.world=8; schedule.batch=16; parallel.tp=8; parallel.cp=2 => E110 parallel.cp x parallel.tp = 16 does not divide
+parallel.pp=2; parallel.dp=2; schedule.microbatches=4; parallel.tp="auto" => E110 parallel.world is missing
+parallel.pp=2; parallel.dp=4; schedule.microbatches=4; parallel.cp="auto" => E110 parallel.world is missing
 schedule.microbatches=4 => E105 parallel.pp is missing
 parallel.pp=2 => E105 schedule.microbatches is missing""",
     "parallel.pp=2; parallel.dp=2; train.steps=9": """\

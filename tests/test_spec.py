@@ -23,11 +23,6 @@ def problems(tmp_path, text, overrides=()):
     return [(error.code, error.where.replace(str(tmp_path) + "/", ""), error.message) for error in caught.value.errors]
 
 
-def test_a_wrong_item_of_a_list_is_pointed_at(tmp_path):
-    found = problems(tmp_path, toml_text(costs={"f": [1, -2], "b": 1, "w": 1}))
-    assert [message for _, _, message in found] == ["config: costs.f.1: must be at least 0, found -2"]
-
-
 PER_LAYER, GIVEN = {"per": "layer"}, {"f": 1, "b": 1, "w": 1}
 
 
@@ -61,21 +56,13 @@ def test_a_name_that_says_how_much_memory_sets_the_limit():
     assert max(rank.units for rank in compile_job(job(kind="zb-1p"), budget=0.0).memory) <= 4 + 1e-6
 
 
-@pytest.mark.parametrize("key", ["costs.f", "costs.comm", "hardware.link_us"])
-def test_times_that_no_sum_can_hold_are_refused(tmp_path, key):
-    found = problems(tmp_path, toml_text(costs={"f": 1, "b": 1, "w": 1}), [f"{key}=1e300"])
-    assert found[0][:2] == ("E103", f"--set {key}=1e300") and "must be at most" in found[0][2]
-
-
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1" + 400 * "0", "1e400"])
 def test_numbers_that_are_none_are_refused_with_their_key(tmp_path, value):
     found = problems(tmp_path, toml_text(), [f"train.steps={value}", f"optimizer.lr={value}"])
     assert [code for code, _, _ in found] == ["E103", "E103"] or value[1:].isdigit()
 
 
-def test_sizes_that_are_huge_are_refused_and_those_not_given_follow_from_others(tmp_path):
-    found = problems(tmp_path, toml_text(model={"hidden": 10**15, "heads": 10**9 + 7}))
-    assert [code for code, _, _ in found] == ["E103", "E103"]
+def test_sizes_that_are_not_given_follow_from_others():
     gpt, llama = job().model, job(model={"family": "llama", "hidden": 4096, "heads": 32}).model
     assert (gpt.head_width, gpt.kv_width, gpt.mlp_width, gpt.rotary) == (8, 32, 128, False)
     assert (llama.head_width, llama.kv_width, llama.mlp_width, llama.rotary) == (128, 4096, 11008, True)

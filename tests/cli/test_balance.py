@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from tests.tiers import few
 from zbc.compiler.shapes import load_job
 from zbc.plan import directory as plans
 from zbc.trace import recording as trace
@@ -47,22 +46,6 @@ def test_plans_that_meet_in_other_orders_are_refused(job, zbc, folder):
     assert ran.code == 0 and zbc("check", "taken").code == 0, ran.err
     whole = zbc("plan", "zbc.toml", "--set", 'parallel.shard="weights"', "--set", "memory.resident=2")
     assert whole.code == 0, whole.err
-
-
-WRONG = [
-    ("schedule.max_microbatches=2", "E103", "less than the mean"),
-    ("schedule.tokens_per_microbatch=100", "E103", "expected a whole number, found 1.5625"),
-    ("data.kind=text", "E110", "text is one long sample"),
-    ("data.balance=none", "E110", "balance samples"),
-]
-
-
-@pytest.mark.parametrize(("change", "code", "text"), few(WRONG, lambda case: case[1] != "E110"))
-def test_what_does_not_go_together_is_refused(change, code, text, job, zbc, folder):
-    job(**BASE, pp=2, m=3)
-    more = ["--set", "schedule.max_microbatches=6"] if change == "data.balance=none" else []
-    ran = zbc("plan", "zbc.toml", "--set", change, *more)
-    assert ran.code == 3 and f"error[{code}]" in ran.err and text in ran.err, ran.err
 
 
 def test_a_trace_of_unequal_counts_is_refused(balanced, zbc, folder):

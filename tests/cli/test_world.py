@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from tests.refusals import refused
 from zbc.compiler import shapes
 from zbc.compiler.compile import compile_job
@@ -13,18 +13,14 @@ from zbc.host import gpus
 HARDWARE = {"device": "cuda", "tflops": 1.0, "link_gbps": 40.0, "ranks_per_node": 4, "inter_node_gbps": 5.0}
 
 
-def written(tmp_path, *, parallel, schedule, **tables):
-    """A job of 8 layers with these [parallel] and [schedule]."""
-    path = tmp_path / "zbc.toml"
-    head, tail = toml_text(parallel={"pp": 4}, **tables).split("[parallel]")
-    rest = tail.split("[schedule]")[1].split("\n[", 1)
-    after = f"\n[{rest[1]}" if len(rest) > 1 else ""
-    path.write_text(f"{head}[parallel]\n{parallel}\n[schedule]\nmicrobatch_size = 2\n{schedule}{after}")
-    return path
+def written(folder, world, batch, kind="1f1b", parallel=(), **tables):
+    """A job of 8 layers on so many ranks, with microbatches of 2."""
+    schedule = {"kind": kind, "microbatches": None, "batch": batch}
+    return write_job(folder, parallel={"pp": None, "world": world, **dict(parallel)}, schedule=schedule, **tables)
 
 
 def test_the_best_of_all_divisors_is_taken(tmp_path):
-    path = written(tmp_path, parallel="world = 8", schedule='kind = "zb-v"\nbatch = 64', hardware=HARDWARE)
+    path = written(tmp_path, 8, 64, "zb-v", hardware=HARDWARE)
     chosen = load_job(path)
     took = compile_job(chosen, budget=0.0)
     by_hand = {}
@@ -39,7 +35,7 @@ def test_the_best_of_all_divisors_is_taken(tmp_path):
 
 def test_ranks_that_share_layers_are_chosen_too(tmp_path):
     """Divisors of the heads that fit on a node; 4 ranks may share the 4 heads, 8 may not."""
-    path = written(tmp_path, parallel='world = 8\ntp = "auto"', schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
+    path = written(tmp_path, 8, 16, parallel={"tp": "auto"}, hardware=HARDWARE)
     found = load_job(path)
     assert {row.shape.tp for row in found.weighed} == {1, 2, 4}
     assert all(row.shape.ranks == 8 for row in found.weighed)
@@ -50,28 +46,19 @@ def test_ranks_that_share_layers_are_chosen_too(tmp_path):
 
 
 def test_ranks_that_share_tokens_are_chosen_where_that_is_asked_for(tmp_path):
-    """Numbers whose chunks divide a sequence of 16 tokens and that fit on a node; E301 names them."""
-    path = written(tmp_path, parallel="world = 8", schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
+    """Numbers whose chunks divide a sequence of 16 tokens and that fit on a node."""
+    path = written(tmp_path, 8, 16, hardware=HARDWARE)
     assert {row.shape.cp for row in load_job(path).weighed} == {1}
     found = load_job(path, ['parallel.cp="auto"', "parallel.tp=2"])
     assert {row.shape.cp for row in found.weighed} == {1, 2} and found.parallel.ranks == 8
     assert all(row.shape.ranks == 8 for row in found.weighed) and type(found.parallel.cp) is int
     assert {row.shape.cp for row in load_job(path, ["parallel.cp=4"]).weighed} == {4}
-    for settings, said in (
-        (["parallel.cp=3"], "parallel.cp = 3 does not divide parallel.world = 8"),
-        (["parallel.cp=2", "parallel.tp=8"], "parallel.cp x parallel.tp = 16 does not divide"),
-        (["parallel.cp=2", "parallel.pp=8"], r"pp = 8 does not divide parallel.world = 8 / cp = 4"),
-        (['parallel.cp="auto"', "parallel.pp=2", "parallel.dp=4", "schedule.microbatches=4"], "world is missing"),
-    ):
-        with refused("E110", match=said):
-            load_job(path, settings)
 
 
 def test_replicas_that_share_out_experts_are_chosen_too(tmp_path):
     """Divisors of dp and the experts that fit on a node."""
     model = {"family": "llama", "experts": 12, "ffn_hidden": 16}
-    how = {"parallel": 'world = 8\nep = "auto"', "hardware": HARDWARE, "model": model}
-    path = written(tmp_path, schedule='kind = "1f1b"\nbatch = 16', **how)
+    path = written(tmp_path, 8, 16, parallel={"ep": "auto"}, hardware=HARDWARE, model=model)
     found = load_job(path)
     assert {(row.shape.dp, row.shape.ep) for row in found.weighed} >= {(8, 1), (8, 2), (8, 4), (4, 4), (2, 2), (1, 1)}
     assert all(row.shape.dp % row.shape.ep == 0 and row.shape.ep <= 4 for row in found.weighed)
@@ -79,28 +66,21 @@ def test_replicas_that_share_out_experts_are_chosen_too(tmp_path):
     assert load_job(path, ["parallel.ep=2", "parallel.dp=4"]).parallel.ep == 2
     four = {(row.shape.dp, row.shape.ep) for row in load_job(path, ["parallel.ep=4"]).weighed}
     assert four == {(8, 4), (4, 4), (2, 2), (1, 1)}, "by as many as divide the replicas"
-    with refused("E110", "parallel.world is missing"):
-        load_job(path, ["parallel.pp=2", "parallel.dp=4", "schedule.microbatches=2"])
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["parallel.tp=3"], "parallel.tp = 3 does not divide parallel.world = 8"),
-        (["parallel.tp=2", "parallel.pp=8"], r"pp = 8 does not divide parallel.world = 8 / tp = 4"),
-        (["parallel.pp=3"], "pp = 3 does not divide parallel.world = 8"),
-        (["parallel.pp=2", "parallel.dp=2", "schedule.microbatches=4"], "parallel.world is missing"),
-    ],
+    ("shares", "pp", "said"),
+    [({"tp": 2}, 8, "8 / tp = 4"), ({"tp": "auto"}, 3, "8\n"), ({"cp": 2}, 8, "8 / cp = 4")],
 )
-def test_shares_of_layers_that_cannot_be(tmp_path, settings, said):
-    path = written(tmp_path, parallel='world = 8\ntp = "auto"', schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
-    with refused("E110", match=said):
-        load_job(path, settings)
+def test_ranks_of_a_pipeline_that_are_given_have_to_divide_the_others(tmp_path, shares, pp, said):
+    path = written(tmp_path, 8, 16, parallel=shares, hardware=HARDWARE)
+    with refused("E110", match=f"pp = {pp} does not divide parallel.world = {said}"):
+        load_job(path, [f"parallel.pp={pp}"])
 
 
 def test_what_is_only_weighed_is_a_bound(tmp_path):
     """Long steps are planned with fewer microbatches: their estimate must not exceed the time of the whole step."""
-    path = written(tmp_path, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 256', hardware=HARDWARE)
+    path = written(tmp_path, 4, 256, hardware=HARDWARE)
     rows = load_job(path).weighed
     assert any(row.at_least for row in rows) and not all(row.at_least for row in rows)
     for row in rows:
@@ -111,7 +91,7 @@ def test_what_is_only_weighed_is_a_bound(tmp_path):
 
 
 def test_what_is_taken_has_the_numbers_of_its_shape(tmp_path):
-    path = written(tmp_path, parallel="world = 6", schedule='kind = "1f1b"\nbatch = 24')
+    path = written(tmp_path, 6, 24)
     job = load_job(path)
     assert job.parallel.pp * job.parallel.dp == 6
     assert job.parallel.dp * job.schedule.microbatches * 2 == 24
@@ -120,7 +100,7 @@ def test_what_is_taken_has_the_numbers_of_its_shape(tmp_path):
 
 
 def test_a_batch_alone_gives_the_microbatches(tmp_path):
-    path = written(tmp_path, parallel="pp = 2\ndp = 2", schedule='kind = "1f1b"\nbatch = 24')
+    path = written(tmp_path, None, 24, parallel={"pp": 2, "dp": 2})
     assert load_job(path).schedule.microbatches == 6
     assert load_job(path, ["schedule.microbatches=5"]).schedule.microbatches == 5
     with refused("E110", match="a batch of 22 samples"):
@@ -128,26 +108,24 @@ def test_a_batch_alone_gives_the_microbatches(tmp_path):
 
 
 def test_the_command_line_counts(tmp_path):
-    path = written(tmp_path, parallel="world = 8", schedule='kind = "1f1b"\nbatch = 32')
+    path = written(tmp_path, 8, 32)
     fixed = load_job(path, ["parallel.pp=2"])
     assert (fixed.parallel.pp, fixed.parallel.dp, fixed.schedule.microbatches) == (2, 4, 4)
     assert not fixed.weighed
-    old = tmp_path / "old.toml"
-    old.write_text(toml_text())
-    opened = load_job(old, ["parallel.world=2"])
+    opened = load_job(write_job(tmp_path), ["parallel.world=2"])
     assert opened.parallel.dp * opened.schedule.microbatches == 8, "the batch that the job had"
 
 
 def test_where_nothing_fits_the_smallest_overflow_is_named(tmp_path):
     limited = {**HARDWARE, "memory_gib": 1e-6}
-    path = written(tmp_path, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 16', hardware=limited)
+    path = written(tmp_path, 4, 16, hardware=limited)
     with refused("E110", hint="of all, 1f1b at pp 4, dp 1 needs") as caught:
         load_job(path)
     assert len(caught.value.details) == 3
 
 
 def test_a_shape_that_does_not_fit_is_not_taken(tmp_path):
-    path = written(tmp_path, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
+    path = written(tmp_path, 4, 16, hardware=HARDWARE)
     free = load_job(path)
     held = {row.shape.pp: row.peak_bytes for row in free.weighed}
     least = min(held.values())
@@ -158,9 +136,7 @@ def test_a_shape_that_does_not_fit_is_not_taken(tmp_path):
 
 
 def test_auto_counts_gpus_and_their_memory(tmp_path, monkeypatch):
-    path = written(
-        tmp_path, parallel='world = "auto"', schedule='kind = "1f1b"\nbatch = 16', hardware={"device": "cuda"}
-    )
+    path = written(tmp_path, "auto", 16, hardware={"device": "cuda"})
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("zbc.job.world.gpus", lambda: [80.0, 40.0])
     job = load_job(path)
@@ -187,13 +163,13 @@ def test_gpus_are_those_that_are_visible(tmp_path, monkeypatch):
 
 
 def test_other_ranks_of_a_launch_do_not_weigh(tmp_path, monkeypatch):
-    path = written(tmp_path, parallel="world = 8", schedule='kind = "1f1b"\nbatch = 32')
+    path = written(tmp_path, 8, 32)
     monkeypatch.setattr(shapes, "weighed", None)
     assert load_job(path, sketch=True).parallel.ranks == 8
 
 
 def test_plan_shows_what_was_weighed(zbc, folder):
-    written(folder, parallel="world = 16", schedule='kind = "1f1b"\nbatch = 64', hardware=HARDWARE)
+    written(folder, 16, 64, hardware=HARDWARE)
     said = zbc("plan", "zbc.toml", "-o", "p")
     assert said.code == 0, said.err
     assert "the fastest of 16 ranks, each planned by the fast search" in said.out
@@ -208,7 +184,7 @@ def test_plan_shows_what_was_weighed(zbc, folder):
 
 
 def test_compare_chooses_once_and_sweeps_what_it_is_told(zbc, folder):
-    written(folder, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 32', hardware=HARDWARE)
+    written(folder, 4, 32, hardware=HARDWARE)
     said = zbc("compare", "zbc.toml", "--schedule", "1f1b,zb-h1")
     assert "the fastest of 4 ranks; --sweep parallel.pp=1,2,4 plans others" in said.out
     rows = zbc("compare", "zbc.toml", "--schedule", "1f1b", "--sweep", "parallel.pp=1,2", "--json").json()
@@ -219,14 +195,13 @@ def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
     """Shards of one replica, tokens of one rank, experts of one: such a shape is a candidate like any other."""
     experts = {"family": "llama", "experts": 4, "ffn_hidden": 16}
     cases = (
-        ('shard = "weights"\nexchange = "one-sided"', "1f1b", {"memory": {"resident": 1}}),
-        ('tp = "auto"\ntp_sequence = true', "1f1b", {"model": {"seq_len": 16}}),
-        ("ep = 4", "1f1b", {"model": experts}),
-        ('shard = "optimizer"', "chimera", {}),
+        ({"shard": "weights", "exchange": "one-sided"}, "1f1b", {"memory": {"resident": 1}}),
+        ({"tp": "auto", "tp_sequence": True}, "1f1b", {"model": {"seq_len": 16}}),
+        ({"ep": 4}, "1f1b", {"model": experts}),
+        ({"shard": "optimizer"}, "chimera", {}),
     )
     for keys, kind, tables in cases:
-        how = {"parallel": f"world = 8\n{keys}", "hardware": HARDWARE, **tables}
-        path = written(tmp_path, schedule=f'kind = "{kind}"\nbatch = 32', **how)
+        path = written(tmp_path, 8, 32, kind, keys, hardware=HARDWARE, **tables)
         rows = {(row.shape.pp, row.shape.dp, row.shape.tp): row for row in load_job(path).weighed}
         refused = [row.error for row in rows.values() if row.error and row.error.code in ("E110", "E119")]
         assert all("are on 2 nodes" in error.message for error in refused), keys
@@ -240,7 +215,7 @@ def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
 
 def test_compare_chooses_the_ranks_that_share_layers_too(zbc, folder):
     """The choice for all rows is a whole shape, without settings that have no effect in it."""
-    parallel = 'world = 4\ntp = "auto"\ntp_sequence = true\nshard = "optimizer"'
-    written(folder, parallel=parallel, schedule='kind = "1f1b"\nbatch = 32', hardware=HARDWARE)
+    parallel = {"tp": "auto", "tp_sequence": True, "shard": "optimizer"}
+    written(folder, 4, 32, parallel=parallel, hardware=HARDWARE)
     said = zbc("compare", "zbc.toml", "--schedule", "1f1b,gpipe", "--json").json()
     assert all(row.get("makespan_ms") for row in said["schedules"]), said
