@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.compiler.grid import FIXED, chunk_counts, make
+from tests.jobs import write_job
 from tests.lowered import lower
 from zbc.commands.explaining import listing
 from zbc.compiler.cost.cost import Costs
@@ -60,7 +61,6 @@ def test_programs_and_times_survive_json(data):
         assert (row["start_ms"], row["end_ms"]) == pytest.approx((span.start, span.end), abs=1e-8)
 
 
-text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
 jobs = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries({"layers": st.integers(4, 40), "hidden": st.sampled_from([32, 64])}),
@@ -80,16 +80,8 @@ jobs = st.fixed_dictionaries(
 @given(jobs)
 def test_jobs_survive_being_listed_as_a_job_file(values):
     """`zbc explain` prints an equivalent job file."""
-    fixed = {"model": {"heads": 4, "vocab": 256, "seq_len": 16}, "parallel": {"pp": 4}}
-    lines = ["# a job of a test"]
-    for name in dict.fromkeys([*fixed, *values]):
-        lines.append(f"[{name}]")
-        table = {**fixed.get(name, {}), **values.get(name, {})}
-        lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()]
     with tempfile.TemporaryDirectory() as name:
-        first, second = Path(name, "first.toml"), Path(name, "second.toml")
-        first.write_text("\n".join(lines).replace("\x7f", "\\u007f"), encoding="utf-8")
-        job = load_job(first)
+        second, job = Path(name, "second.toml"), load_job(write_job(Path(name), **values))
         second.write_text("\n".join(listing(job)), encoding="utf-8")
         again = load_job(second)
     for section in SECTIONS:

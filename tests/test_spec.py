@@ -107,13 +107,6 @@ def test_memory_limits_are_multiples_or_bytes(text, value):
     assert spec.parse_limit(text) == value
 
 
-def test_the_schema_names_every_section_and_required_key():
-    schema = spec.json_schema()
-    assert set(schema["properties"]) == {*spec.SECTIONS}
-    assert schema["required"] == ["model", "parallel", "schedule"]
-    assert schema["$defs"]["model"]["properties"]["layers"]["description"]
-
-
 TEXT = """# a job
 [model]  # comment
 family = "gpt"

@@ -7,8 +7,8 @@ from tests.tiers import few
 ZOO = {"data": {"kind": "tests.runtime.user_models:Vectors"}, "layers": 4, "pp": 2, "m": 4}
 
 
-def zoo(which, **changes):
-    return {**ZOO, "model": {"family": f"tests.runtime.zoo:{which}", "loss": "mse"}, **changes}
+def zoo(which, loss="mse", **changes):
+    return {**ZOO, "model": {"family": f"tests.runtime.zoo:{which}", "loss": loss}, **changes}
 
 
 def own(factory, loss="mse", *, ties=None, **args):
@@ -65,10 +65,7 @@ def test_what_ran_is_said_in_words_and_as_json(zbc, job):
 
 @pytest.mark.parametrize(("loss", "found"), [("test_leaving:loss", "SystemExit: loss"), ("zoo:no_loss", "ValueError")])
 def test_a_loss_that_fails_is_no_bug_of_zbc(zbc, job, loss, found):
-    changes = zoo("averages", kind="zb-h1")
-    ran = zbc(
-        "check", "--gradients", job(**{**changes, "model": {**changes["model"], "loss": f"tests.runtime.{loss}"}})
-    )
+    ran = zbc("check", "--gradients", job(**zoo("averages", f"tests.runtime.{loss}", kind="zb-h1")))
     assert (ran.code, ran.out) == (7, "") and f"error[E703] model: it fails in training: {found}" in ran.err
     assert "in model.loss, for an output float32 [2, 8] and a target float32 [2, 8]\n" in ran.err
     assert "F s1 m0" in ran.err and "Traceback" not in ran.err and "bug in zbc" not in ran.err
@@ -89,14 +86,8 @@ def test_a_layer_that_mixes_microbatches_only_in_training_is_found_where_the_pla
     assert zbc("check", "--gradients", job(**zoo("reuses_in_secret", kind="1f1b", pp=1))).code == 0
 
 
-def test_what_cannot_run_is_refused_as_in_training(zbc, job):
-    ran = zbc("check", "--gradients", job(**zoo("lazy")))
-    assert ran.code == 6 and "error[E509]" in ran.err
-    ran = zbc("check", "--gradients", "nowhere.toml")
-    assert ran.code == 3 and "error[E101]" in ran.err
-
-
-RUN_ONLY = {
+REFUSED = {
+    "weights of no size yet": ("lazy", {}, "layer layers.0"),
     "buffers in two copies": ("batchnorm", {"parallel": {"dp": 2}}, "layers.0 changes its buffer"),
     "buffers in two pipes": ("averages", {"kind": "dualpipe"}, "changes its buffer"),
     "hooks in two copies": ("listens_to_sums", {"parallel": {"dp": 2}}, "hook on the accumulated gradient"),
@@ -109,9 +100,9 @@ RUN_ONLY = {
 }
 
 
-@pytest.mark.parametrize("name", RUN_ONLY)
-def test_what_only_the_ranks_of_a_run_would_refuse_is_refused_too(zbc, job, name):
-    which, changes, text = RUN_ONLY[name]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_ranks_of_a_run_would_refuse_is_refused(zbc, job, name):
+    which, changes, text = REFUSED[name]
     ran = zbc("check", "--gradients", job(**zoo(which, **changes)))
     assert (ran.code, ran.out) == (6, "") and "error[E509]" in ran.err and text in ran.err
 
@@ -121,8 +112,5 @@ def test_gradients_and_losses_that_are_no_numbers_are_told_apart(zbc, job):
     assert (ran.code, ran.out) == (7, "")
     assert "error[E704] model: the gradients of 6 of 8 parameters are not finite, by plain autograd as" in ran.err
     assert "\n   layers.0.weight\n" in ran.err and "set_detect_anomaly" in ran.err
-    chosen = zoo("inline")
-    ran = zbc(
-        "check", "--gradients", job(**{**chosen, "model": {**chosen["model"], "loss": "tests.runtime.losses:unknown"}})
-    )
+    ran = zbc("check", "--gradients", job(**zoo("inline", "tests.runtime.losses:unknown")))
     assert (ran.code, ran.out) == (7, "") and "error[E704] model: the loss is nan" in ran.err

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.compiler.grid import FIXED
-from tests.jobs import toml_text, write_job
+from tests.jobs import write_job
 from tests.tiers import few
 from zbc.commands.jobs import Template, template_text
 from zbc.commands.summary import layer_ranges, ranges
@@ -20,6 +20,7 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.shapes import load_job
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Op
+from zbc.job.spec import SECTIONS
 from zbc.plan.directory import StoredPlan
 
 OF_A_REPORT = """
@@ -494,7 +495,8 @@ def test_explain_of_a_job_is_a_job_file_of_the_same_job_with_the_origin_of_each_
 
 def test_keys_are_a_json_schema_and_a_list_with_their_meaning(zbc):
     schema = zbc("explain", "keys", "--json").json()
-    assert schema["properties"]["schedule"]
+    assert set(schema["properties"]) == {*SECTIONS} and schema["required"] == ["model", "parallel", "schedule"]
+    assert schema["$defs"]["model"]["properties"]["layers"]["description"]
     assert schema["$schema"].startswith("https://json-schema.org/")
     assert "\nschedule.microbatches\n    " in zbc("explain", "keys").out
 
@@ -550,12 +552,11 @@ def test_a_plan_says_where_recompute_costs_time_and_saves_nothing(zbc, job, kind
 
 
 @pytest.mark.parametrize(("gbps", "said"), [(10, "in two steps, between nodes and inside"), (800, "in one step")])
-def test_a_plan_says_how_rows_of_experts_are_exchanged(zbc, folder, gbps, said):
+def test_a_plan_says_how_rows_of_experts_are_exchanged(zbc, job, gbps, said):
     model = {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 256}
     model |= {"experts": 8, "top_k": 4, "ffn_hidden": 32}
     hardware = {"device": "cuda", "ranks_per_node": 2, "link_gbps": 800, "inter_node_gbps": gbps}
     parallel, schedule = {"pp": 1, "dp": 4, "ep": 4}, {"kind": "1f1b", "microbatches": 2}
-    job = toml_text(model=model, parallel=parallel, schedule=schedule, hardware=hardware)
-    Path("zbc.toml").write_text(job)
-    out = zbc("plan", "zbc.toml", "--budget", "0").out
+    path = job(model=model, parallel=parallel, schedule=schedule, hardware=hardware)
+    out = zbc("plan", path, "--budget", "0").out
     assert said in out[out.index("all-to-all ") :].partition("\nlimited by")[0]

@@ -142,6 +142,7 @@ ADVISE = "advise --set model.layers=4 --gpu h100"
 BEFORE = """\
 plan nowhere.toml => 3 E101 => zbc init
 check nowhere.toml => 3 E101 => zbc init
+check nowhere.toml --gradients => 3 E101 => zbc init
 compare nowhere.toml => 3 E101 => zbc init
 visualize nowhere.toml => 3 E101 => zbc init
 plan empty => 3 E101 => a job file, or the directory of a plan

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from tests.tiers import few
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+NAMED = {"kind": None, "file": "order.csv"}
 STUCK = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
 
 
@@ -82,34 +83,28 @@ def test_init_writes_nothing_for_an_order_that_does_not_work(zbc, csv, text):
 def test_a_job_names_its_order_beside_itself(zbc, csv):
     Path("jobs").mkdir()
     csv(GOOD, "jobs/order.csv")
-    text = toml_text(pp=2, m=2).replace('kind = "1f1b"', 'file = "order.csv"')
-    Path("jobs/zbc.toml").write_text(text)
+    write_job(Path("jobs"), pp=2, m=2, schedule=NAMED)
     assert zbc("plan", "jobs/zbc.toml").code == 0
     assert zbc("plan", "jobs/zbc.toml", "--schedule", "jobs/order.csv").code == 0
 
 
-@pytest.mark.parametrize(("changes", "hint"), [({"pp": 4}, "set parallel.pp = 2"), ({"pp": 2, "m": 3}, "= 2")])
-def test_an_order_for_another_job_is_refused_where_it_is_named(zbc, csv, changes, hint):
-    csv(GOOD)
-    Path("zbc.toml").write_text(toml_text(**changes).replace('kind = "1f1b"', 'file = "order.csv"'))
-    ran = zbc("plan", "zbc.toml")
-    assert ran.code == 3
-    assert "error[E110]" in ran.err
-    assert "zbc.toml:12:8" in ran.err
-    assert hint in ran.err
+ORDERS = [  # of a file, changes of the job that names it, what is said
+    (GOOD, {"pp": 4}, "error[E110]", "zbc.toml:14:8   set parallel.pp = 2"),
+    (GOOD, {"m": 3}, "error[E110]", "zbc.toml:14:8   set schedule.microbatches = 2"),
+    (None, {}, "error[E411] csv: cannot read order.csv", ""),
+    (STUCK, {}, "order.csv: row 1, column 2", ""),
+    (GOOD, {"schedule": {"chunks": 2}}, "an order for schedule.chunks = 1, the job has 2", ""),
+    (GOOD, {"schedule": {"early": 1}}, "bitpipe, hanayo, not for an order from a file", ""),
+]
 
 
-def test_what_an_order_from_a_file_does_not_do_and_one_that_is_missing_or_broken_are_refused(zbc, csv):
-    Path("zbc.toml").write_text(toml_text(pp=2, m=2).replace('kind = "1f1b"', 'file = "order.csv"'))
-    assert "error[E411] csv: cannot read order.csv" in zbc("plan", "zbc.toml").err
-    csv(STUCK)
-    assert "order.csv: row 1, column 2" in zbc("plan", "zbc.toml").err
-    csv(GOOD)
-    named = toml_text(pp=2, m=2, schedule={"chunks": 2}).replace('kind = "1f1b"', 'file = "order.csv"')
-    Path("zbc.toml").write_text(named)
-    assert "an order for schedule.chunks = 1, the job has 2" in zbc("plan", "zbc.toml").err
-    Path("zbc.toml").write_text(named.replace("chunks = 2", "early = 1"))
-    assert "bitpipe, hanayo, not for an order from a file" in zbc("plan", "zbc.toml").err
+@pytest.mark.parametrize(("order", "changes", "said", "place"), ORDERS)
+def test_an_order_that_is_not_the_jobs_or_missing_or_broken_is_refused(zbc, csv, job, order, changes, said, place):
+    if order is not None:
+        csv(order)
+    tables = {"pp": 2, "m": 2, **changes, "schedule": {**NAMED, **changes.get("schedule", {})}}
+    ran = zbc("plan", job(**tables))
+    assert ran.code in (3, 4) and said in ran.err and place in ran.err, ran.err
 
 
 def test_torchtitan_gets_settings_or_since_0_3_a_module_beside_the_csv(zbc, job):

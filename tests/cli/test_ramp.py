@@ -80,14 +80,10 @@ def test_a_plan_with_a_ramp_replaces_one_and_nothing_else_and_names_no_folders_e
         plans.read_manifest(folder / "plan")
 
 
-def test_what_goes_to_other_tools_would_not_grow_and_is_refused(tmp_path):
+def test_what_goes_to_other_tools_would_not_grow():
     plan = zbc_plan(made(kind="1f1b", pp=2, schedule={"ramp": RAMP}, train=TRAIN))
     assert [start.program.microbatches for start in plan.ramp] == [1, 3]
     plan.check()
-    for target in ("megatron", "torchtitan"):
-        with pytest.raises(ZbcError) as caught:
-            plan.export(target)
-        assert "schedule.ramp" in "".join(caught.value.details)
     assert plan.export("torch-csv")[".csv"].count("F7") == 2
 
 

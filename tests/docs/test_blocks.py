@@ -15,8 +15,12 @@ import pytest
 import zbc.cli
 from docs import make
 from docs.make import BIDIRECTIONAL, README, TWO_PIPES_BLOCKS, fill
+from tests.jobs import write_job
 from tests.limits import at_most
 from tests.tiers import few
+from zbc.compiler.compile import compile_job
+from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.shapes import load_job
 from zbc.explain import glossary
 
 ROOT = Path(__file__).parent.parent.parent
@@ -153,16 +157,11 @@ def test_tables_that_make_docs_writes_are_those_of_the_pages():
 
 def test_the_plugin_and_the_pass_of_the_docs_plan(tmp_path, monkeypatch):
     """docs/extending.md claims that they work; zbc proves it."""
-    from tests.jobs import toml_text
-    from zbc.compiler.compile import compile_job
-    from zbc.compiler.shapes import load_job
-
     for name, block in zip(("my_order", "my_passes"), blocks_of("extending.md"), strict=False):
         (tmp_path / f"{name}.py").write_text(block)
     schedule = {"kind": "my_order:make", "passes": ["my_passes:receive_first"]}
-    (tmp_path / "zbc.toml").write_text(toml_text(schedule=schedule))
     monkeypatch.syspath_prepend(tmp_path)
-    found = compile_job(load_job(tmp_path / "zbc.toml"))
+    found = compile_job(load_job(write_job(tmp_path, schedule=schedule)))
     assert found.report.deadlock_free and found.program.history[-1] == "receive-first"
     assert all(op.kind.is_recv for ops in found.program.ranks for op in ops[:8])
 
@@ -196,8 +195,9 @@ def extended(tmp_path_factory):
     return folder
 
 
-def python(folder, script):
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+def python(folder, script, source=None):
+    """What Python prints of a script in this folder, which has a zbc of its own unless `source` has it."""
+    environment = {**os.environ, "PYTHONPATH": str(source or folder)}
     done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -250,12 +250,8 @@ def test_a_plan_with_the_op_of_the_docs_trains_when_the_page_is_followed(extende
 
 
 def test_the_python_of_the_docs_runs(clone):
-    code = "".join(blocks_of("python.md"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=clone, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "zb-h1: 4 ranks" in done.stdout
-    assert "39.0 ms: BW s0 m11 <- W s0 m10 <-" in done.stdout
+    out = python(clone, "".join(blocks_of("python.md")), ROOT)
+    assert "zb-h1: 4 ranks" in out and "39.0 ms: BW s0 m11 <- W s0 m10 <-" in out
     assert (clone / "from-python.svg").read_text().startswith("<svg")
 
 
@@ -266,8 +262,6 @@ def test_the_files_that_the_architecture_names_are_there():
 
 
 def test_every_schedule_has_its_page():
-    from zbc.compiler.schedules import SCHEDULES
-
     folder = ROOT / "docs" / "schedules"
     assert {path.stem for path in folder.glob("*.md")} == {"README", *SCHEDULES}
     for name, card in SCHEDULES.items():

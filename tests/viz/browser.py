@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,18 @@ _FLAGS += ["--hide-scrollbars", "--remote-debugging-pipe"]
 def found() -> str | None:
     """The path of a Chromium, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def showing(text: str, folder: Path) -> Iterator["Browser"]:
+    """A browser that has opened a page with this text, at `path` in this folder."""
+    page = Browser(folder)
+    try:
+        page.path.write_text(text, encoding="utf-8")
+        page.open(page.path)
+        yield page
+    finally:
+        page.close()
 
 
 class Browser:
@@ -42,6 +56,7 @@ class Browser:
         )
         os.close(to_browser)
         os.close(theirs)
+        self.path = folder / "page.html"
         self._in, self._out, self._buffer, self._count = mine, answers, b"", 0
         self.errors: list[str] = []
         self.requests: list[str] = []

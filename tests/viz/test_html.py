@@ -96,11 +96,8 @@ def frozen():
 
 @needs_browser
 def test_a_page_names_the_share_of_ops_with_frozen_layers(tmp_path):
-    (tmp_path / "page.html").write_text(html.draw([frozen()]))
-    chromium = browser.Browser(tmp_path, 1000, 600)
-    chromium.open(tmp_path / "page.html")
-    found = chromium.run("zbc.rows.flatMap(row => Array.from({length: row.n}, (_, i) => zbc.described({row, i}).head))")
-    chromium.close()
+    with browser.showing(html.draw([frozen()]), tmp_path) as page:
+        found = page.run("zbc.rows.flatMap(row => Array.from({length: row.n}, (_, i) => zbc.described({row, i}).head))")
     assert {f"BW s{s} m2 40%" for s in range(4)} <= set(found) and "BW s0 m3" in found and "BW s0 m2" not in found
 
 
@@ -109,12 +106,9 @@ def test_a_page_of_unequal_microbatches_has_what_each_holds_and_when_its_message
     tokens = [16, 4, 8, 2, 16, 2, 4, 8]
     times = {"f": 4.0, "b": 4.0, "w": 4.0, "comm": 1.0}
     made = compile_job(job(schedule={"tokens": tokens, "renumber": False}, kind="zb-h1", costs=times), suggest=False)
-    (tmp_path / "page.html").write_text(html.draw([whole(made.compute, made.costs)]))
-    chromium = browser.Browser(tmp_path, 1000, 600)
-    chromium.open(tmp_path / "page.html")
-    held = chromium.run("zbc.rows.map((row) => curveOf(row).peak)")
-    said = chromium.run("zbc.rows[1].m.map((_, i) => zbc.described({row: zbc.rows[1], i}).lines.join(' '))")
-    chromium.close()
+    with browser.showing(html.draw([whole(made.compute, made.costs)]), tmp_path) as page:
+        held = page.run("zbc.rows.map((row) => curveOf(row).peak)")
+        said = page.run("zbc.rows[1].m.map((_, i) => zbc.described({row: zbc.rows[1], i}).lines.join(' '))")
     assert held == pytest.approx([rank.units for rank in peaks(made.compute, made.costs)])
     ends = {(one.op.kind, one.op.stage, one.op.mb): one.end for one in simulate(made.compute, made.costs)}
     for op, text in zip(made.compute.ranks[1], said, strict=True):
@@ -126,13 +120,8 @@ def test_a_page_of_unequal_microbatches_has_what_each_holds_and_when_its_message
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """A browser with the page of one plan, fresh for each test by `page.open`."""
-    folder = tmp_path_factory.mktemp("browser")
-    path = folder / "plan.html"
-    path.write_text(html.draw([drawn("zb-v")]), encoding="utf-8")
-    chromium = browser.Browser(folder)
-    chromium.path = path
-    yield chromium
-    chromium.close()
+    with browser.showing(html.draw([drawn("zb-v")]), tmp_path_factory.mktemp("browser")) as page:
+        yield page
 
 
 @pytest.fixture

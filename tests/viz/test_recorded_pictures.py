@@ -137,10 +137,7 @@ def test_a_run_without_a_trace_says_how_to_get_one(tmp_path):
 
 @pytest.mark.skipif(browser.found() is None, reason="there is no Chromium")
 def test_in_a_browser_the_pointer_tells_measured_from_predicted(slow, tmp_path):
-    (tmp_path / "run.html").write_text(Run(slow.folder, slow).html())
-    page = browser.Browser(tmp_path)
-    try:
-        page.open(tmp_path / "run.html")
+    with browser.showing(Run(slow.folder, slow).html(), tmp_path) as page:
         tips = page.run(
             """zbc.rows.filter(row => row.rank === 1).map(row => {
               for (let i = 0; i < row.n; i++) if (D.kinds[row.k[i]].op === "B" && row.m[i] === 4)
@@ -148,8 +145,6 @@ def test_in_a_browser_the_pointer_tells_measured_from_predicted(slow, tmp_path):
             })"""
         )
         assert page.errors == []
-    finally:
-        page.close()
     predicted, measured = tips
     assert predicted["head"] == measured["head"] == "B s1 m4"
     text = "\n".join(measured["lines"])
