@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.jobs import job, toml_text, write_job
+from tests.jobs import job, write_job
 from tests.profiles import layer, profile_of
 from tests.refusals import refused
 from zbc.compiler.compile import compile_job
@@ -134,8 +134,7 @@ def test_only_wide_spreads_of_times_that_matter_are_named():
 def test_a_profile_named_on_the_command_line_takes_the_place_of_costs_that_a_job_gives(tmp_path):
     """As with a plan; two answers in one place are still an error, and costs that no profile has are kept."""
     given = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "per": "layer", "act_b": 1.0, "act_w": 0.5, "overlap": 0.25}
-    path, measured = tmp_path / "job.toml", tmp_path / "profile.json"
-    path.write_text(toml_text(costs=given))
+    path, measured = write_job(tmp_path, costs=given), tmp_path / "profile.json"
     measured.write_text(profile_of(job()).dumps())
     found = load_job(path, profile=measured)
     assert found.profile is not None and found.costs.overlap == 0.25
@@ -143,15 +142,14 @@ def test_a_profile_named_on_the_command_line_takes_the_place_of_costs_that_a_job
     assert load_job(path, ["costs.comm=0.3"], profile=measured).costs.comm == 0.3
     with refused("E141", match="two answers"):
         load_job(path, [f"costs.{key}=1" for key in "fbw"], profile=measured)
-    path.write_text(toml_text(costs={**given, "spped": 1}))
+    write_job(tmp_path, costs={**given, "spped": 1})
     with pytest.raises(ZbcError, match="spped"):
         load_job(path, profile=measured)
 
 
 @pytest.mark.parametrize("given", [{"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "overlap": 0.25}, {"comm": 0.1}])
 def test_a_profile_takes_the_place_of_the_same_costs_in_a_plan_and_in_the_job_it_was_made_from(tmp_path, given):
-    path, measured = tmp_path / "job.toml", tmp_path / "profile.json"
-    path.write_text(toml_text(costs=given))
+    path, measured = write_job(tmp_path, costs=given), tmp_path / "profile.json"
     measured.write_text(profile_of(job()).dumps())
     manifest = compile_job(load_job(path)).write(tmp_path / "plan")
     found = [load_job(source, profile=measured).costs for source in (path, tmp_path / "plan")]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import per_layer, toml_text
+from tests.jobs import per_layer, write_job
 from tests.profiles import layer, nbytes, profile_of
 from tests.refusals import refused
 from zbc.commands.console import show
@@ -20,9 +20,8 @@ COSTS = {"f": 1.0, "b": 1.0, "w": 1.0, "offload": 1.0}
 
 
 def planned(tmp_path, kind="1f1b", limit="0.5x", *, costs=COSTS, **more):
-    path = tmp_path / "zbc.toml"
     changes = {"costs": costs, "schedule": {"memory_limit": limit}, "memory": {"activations": "offload"}, **more}
-    path.write_text(toml_text(kind=kind, pp=4, m=8, layers=16, **changes))
+    path = write_job(tmp_path, kind=kind, pp=4, m=8, layers=16, **changes)
     return compile_job(load_job(path), suggest=False, budget=0.0)
 
 

@@ -291,31 +291,20 @@ def test_a_restart_waits_longer_for_what_its_own_launch_still_holds(tmp_path, mo
             pytest.fail("two runs")
 
 
-def test_what_the_run_before_wrote_as_it_ended_is_where_the_next_begins(place, tmp_path, monkeypatch):
-    """It is asked to end and takes a moment for a last checkpoint; meanwhile the same command is given again."""
-    run = tmp_path / "runs/plan-2"
+@pytest.mark.parametrize(("run", "step", "begins"), [("plan-2", 40, 40), ("plan-3", 50, 20)])
+def test_what_a_run_wrote_as_it_ended_is_where_its_next_begins(place, tmp_path, monkeypatch, run, step, begins):
+    """It is asked to end and takes a moment for a last checkpoint; meanwhile the same command is given again, whose
+    place is chosen: another run that is newer since does not count."""
+    folder = tmp_path / "runs" / run / "checkpoints"
 
     def locked(file):
-        newer = disk.folder_of(run / "checkpoints", 40)
-        if newer.exists():
-            return True
-        checkpoint(run / "checkpoints", 40)
-        return False
+        return disk.folder_of(folder, step).exists() or not checkpoint(folder, step)
 
     monkeypatch.setattr(together, "_locked", locked)
-    manifest, board = read_manifest(place), Board(dist.HashStore(), 0, 1)
+    manifest, board, own = read_manifest(place), Board(dist.HashStore(), 0, 1), tmp_path / "runs/plan-2"
     with begun(board, RunOptions(place, resume="auto"), manifest, "this run") as found:
-        assert found == Start(run / "checkpoints/step-00000040", run)
-
-
-def test_a_run_that_has_chosen_its_place_does_not_go_on_with_another_one_that_is_newer_since(
-    place, tmp_path, monkeypatch
-):
-    other = tmp_path / "runs/plan-3/checkpoints"
-    monkeypatch.setattr(together, "_locked", lambda file: bool(checkpoint(other, 50)))
-    manifest, board, run = read_manifest(place), Board(dist.HashStore(), 0, 1), tmp_path / "runs/plan-2"
-    with begun(board, RunOptions(place, resume="auto"), manifest, "this run") as found:
-        assert found == Start(run / "checkpoints/step-00000020", run) and disk.newest(other) is not None
+        assert found == Start(disk.folder_of(own / "checkpoints", begins), own)
+        assert disk.newest(folder) == disk.folder_of(folder, step)
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):

@@ -66,16 +66,21 @@ def beat_of_own():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "at", "stuck"),
+    ("seconds", "at", "own", "awake", "stuck"),
     [
-        (9.0, 99.0, True),  # in its op for ten seconds
-        (0.5, 99.0, False),  # began an op two seconds ago
-        (0.5, 89.0, True),  # began one when it was last heard, eleven seconds ago
+        (9.0, 99.0, 89.0, 0.0, True),  # in its op for ten seconds
+        (0.5, 99.0, 89.0, 0.0, False),  # began an op two seconds ago
+        (0.5, 89.0, 89.0, 0.0, True),  # began one when it was last heard, eleven seconds ago
+        (50.0, 99.0, 92.0, 0.0, False),  # the rank goes on itself
+        (50.0, 99.9, 89.0, 99.5, False),  # the process was stopped itself, and blames nobody
+        (0.1, 89.0, 89.0, 99.5, False),
     ],
 )
-def test_a_run_stands_still_only_if_no_rank_has_begun_an_op(watchdog, seconds, at, stuck):
+def test_a_run_stands_still_only_if_no_rank_has_begun_an_op(watchdog, seconds, at, own, awake, stuck):
+    watchdog._awake_since, watchdog._progress.since = awake, own
     hear(watchdog, beat("F s1 m6", seconds=seconds), at)
     assert watchdog._stuck(100.0) is stuck
+    assert ("not responding" in watchdog.rows(100.0)[0][1]) is (at < 90 and not awake)
 
 
 def late_listener():
@@ -128,21 +133,6 @@ def test_a_rank_that_leaves_the_report_to_another_goes_on_beating():
     dog._done.set()
     dog._thread.join(20)
     assert ends.orphaned and not ends.errors
-
-
-def test_a_rank_that_goes_on_itself_reports_nothing(watchdog):
-    watchdog._progress = in_op("F s0 m3", since=92.0)
-    hear(watchdog, beat("F s1 m6", seconds=50.0), 99.0)
-    assert not watchdog._stuck(100.0)
-
-
-def test_a_process_that_was_stopped_itself_blames_nobody(watchdog):
-    watchdog._awake_since = 99.5
-    hear(watchdog, beat("F s1 m6", seconds=50.0), 99.9)
-    assert not watchdog._stuck(100.0)
-    hear(watchdog, beat("F s1 m6", seconds=0.1), 89.0)
-    assert not watchdog._stuck(100.0)
-    assert "running 0." in watchdog.rows(100.0)[0][1]
 
 
 def test_building_a_model_may_take_longer_than_an_op():
