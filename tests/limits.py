@@ -2,11 +2,13 @@
 
 import faulthandler
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
@@ -31,3 +33,8 @@ def until(happened: Callable[[], object]) -> None:
     """Waits until the condition holds, sleeping in between."""
     while not happened():
         time.sleep(0.002)
+
+
+def ended(*command: str, seconds: int = 60, **how: Any) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, with its exit code and what it said."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, **how)

@@ -2,13 +2,13 @@
 
 import datetime
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from bench import results
+from tests.limits import ended
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"
@@ -22,8 +22,7 @@ NAMED = re.compile(r"`(?:python )?(bench/\w+\.py)(?: ([a-z]+))?[^`]*`(\s+at\s+[0
 
 
 def test_every_bench_can_be_imported_and_those_that_pages_name_are_there() -> None:
-    command = [sys.executable, "-c", IMPORT_ALL, str(BENCH)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = ended(sys.executable, "-c", IMPORT_ALL, str(BENCH), seconds=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     known = {name: parts for name, *parts in map(str.split, done.stdout.splitlines())}
     pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("zbc/**/*.py")]

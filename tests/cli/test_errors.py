@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 
 from tests.fuzzing_orders import sign
-from tests.jobs import toml_text
+from tests.jobs import toml_text as edit
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 
 LINES, COLUMNS = 24, 100
 LONG = 300 * "x"  # no file system takes such a name
-GOOD = toml_text()
+GOOD = edit()
 
 
 def tree():
@@ -45,10 +45,6 @@ def fails(ran, exit_code, code, where=None, hint=None, text=""):
     if hint is not None:
         assert hint in ran.err, ran.err
     assert re.search(r"^   = |-->.*   \S", ran.err, re.MULTILINE), f"no hint in:\n{ran.err}"
-
-
-def edit(**changes):
-    return toml_text(**changes)
 
 
 # Each: the job file, error code, place, and a piece of the hint or the message.
@@ -315,6 +311,14 @@ def test_a_limit_in_bytes_of_a_model_that_nobody_has_weighed_is_refused_without_
         (["run", "plan", "--local", "2", "--device", "tpu"], "'tpu' is not one of 'cpu', 'cuda'"),
         (["run", "plan", "--steps", "1.5"], "expected a whole number, found 1.5"),
         (["compare", "zbc.toml", "--schedule", ","], "--schedule names none"),
+        (["profile"], "give JOB.toml to measure"),
+        (["profile", "zbc.toml", "--links"], "JOB.toml: --links goes without it"),
+        (["profile", "run", "--threads", "2"], "--threads: the run run goes without it"),
+        (["profile", "zbc.toml", "--profile", "p.json"], "--profile: a job goes without it"),
+        (["profile", "zbc.toml", "--rounds", "1"], "--rounds"),
+        (["profile", "zbc.toml", "--device", "tpu"], "tpu"),
+        (["profile", "zbc.toml", "--dry", "--device=cpu"], "--device: --dry goes without it"),
+        (["profile", "zbc.toml", "--dry", "--threads=1"], "--threads: --dry goes without it"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments, text, zbc, job):

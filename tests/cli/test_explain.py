@@ -66,11 +66,9 @@ def test_words_of_the_field_are_found_however_they_are_written(zbc, said, known)
     assert zbc("explain", *said, "--json").json()["names"][0] == known
 
 
-def test_words_have_one_meaning_and_a_page_that_is_there():
+def test_words_have_one_meaning():
     names = [glossary._plain(name) for word in glossary.WORDS for name in word.names]
     assert len(names) == len(set(names))
-    docs = Path(package.__file__).parents[1] / "docs"
-    assert all((docs / word.page.partition("#")[0]).is_file() for word in glossary.WORDS)
 
 
 def test_a_key_of_a_job_is_explained_with_and_without_its_table(zbc):

@@ -3,12 +3,14 @@
 import json
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.compiler.test_recorded import GIVEN, as_predicted, compiled, slowed
 from tests.recorded_runs import record
 from tests.tiers import few
+from zbc.commands.reporting import replan_command
 from zbc.plan.directory import StoredPlan
 
 
@@ -201,10 +203,6 @@ def test_the_job_of_a_plan_makes_the_same_plan_again(job, zbc, folder, changes):
 
 
 def test_the_command_for_a_new_plan_survives_a_shell():
-    from pathlib import Path
-
-    from zbc.commands.reporting import replan_command
-
     words = shlex.split(replan_command(Path("runs/my run")))
     assert words[:3] == ["zbc", "profile", "runs/my run"]
     assert words[words.index("plan") + 1] == "runs/my run/trace/plan"

@@ -10,9 +10,11 @@ import sys
 import pytest
 
 from tests.jobs import write_job
+from tests.limits import ended
 from tests.tiers import few
 
 COLOURED = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+ZBC = [sys.executable, "-m", "zbc"]
 HEAVY = {"torch", "networkx", "numpy"}
 PLANS = "init new, plan zbc.toml -o other, check plan, check zbc.toml, export plan --format json, visualize plan"
 EXPLAINED = "report plan, visualize zbc.toml --by slot, explain zbc.toml, explain keys, explain E201, explain zb-v"
@@ -35,15 +37,13 @@ def workplace(tmp_path_factory):
     """A folder with a job and its plan."""
     folder = tmp_path_factory.mktemp("work")
     write_job(folder, kind="zb-h1")
-    subprocess.run([sys.executable, "-m", "zbc", "plan", "zbc.toml", "-q"], cwd=folder, check=True, timeout=60)
+    assert ended(*ZBC, "plan", "zbc.toml", "-q", cwd=folder).returncode == 0
     return folder
 
 
 def loaded(workplace, *commands):
     """Command -> modules loaded at its end."""
-    found = subprocess.run(
-        [sys.executable, "-c", PROBE, *commands], cwd=workplace, capture_output=True, text=True, timeout=60, check=True
-    )
+    found = ended(sys.executable, "-c", PROBE, *commands, cwd=workplace)
     said = [json.loads(line) for line in found.stderr.strip().split("\n")]
     assert [(command, code) for command, code, _ in said] == [(command, 0) for command in commands]
     return {command: set(modules) for command, _, modules in said}
@@ -65,9 +65,7 @@ def on_a_terminal(workplace, *arguments, **environment):
     """stdout and stderr of a command, both a pseudo-terminal."""
     near, far = pty.openpty()
     settings = {**COLOURED, "TERM": "xterm-256color", "COLUMNS": "90", **environment}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "zbc", *arguments], cwd=workplace, env=settings, stdout=far, stderr=far
-    )
+    child = subprocess.Popen([*ZBC, *arguments], cwd=workplace, env=settings, stdout=far, stderr=far)
     os.close(far)
     said = b""
     while True:
@@ -93,18 +91,14 @@ def test_a_terminal_gets_colours_its_width_and_progress(workplace):
     assert "planning" in on_a_terminal(workplace, "compare", "zbc.toml", "--schedule", "1f1b,gpipe")
     assert "planning" not in on_a_terminal(workplace, "compare", "zbc.toml", "--schedule", "1f1b,gpipe", "-q")
     for words, code, told in (("compare zbc.toml --schedule 1f1b,gpipe", 0, ""), ("plan nowhere.toml", 3, "error")):
-        command = [sys.executable, "-m", "zbc", *words.split()]
-        found = subprocess.run(command, cwd=workplace, env=COLOURED, capture_output=True, text=True, timeout=60)
+        found = ended(*ZBC, *words.split(), cwd=workplace, env=COLOURED)
         assert (found.returncode, "\x1b" in found.stdout + found.stderr) == (code, False)
         assert found.stderr.startswith(told) and bool(told) == bool(found.stderr), "progress is for terminals"
 
 
 def test_completion_of_a_shell_knows_the_schedules(workplace):
     environment = {**os.environ, "_ZBC_COMPLETE": "complete_bash", "COMP_WORDS": "zbc explain zb-", "COMP_CWORD": "2"}
-    command = [sys.executable, "-c", "from zbc.cli import main; main()"]
-    found = subprocess.run(
-        command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    found = ended(sys.executable, "-c", "from zbc.cli import main; main()", cwd=workplace, env=environment)
     assert {"zb-h1", "zb-h2", "zb-v"} <= set(found.stdout.split())
 
 
@@ -113,9 +107,7 @@ TALKING = ["--help", "explain keys", *ANSWERS]
 
 
 def start(folder, command, out):
-    return subprocess.Popen(
-        [sys.executable, "-m", "zbc", *command.split()], cwd=folder, stdout=out, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([*ZBC, *command.split()], cwd=folder, stdout=out, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("command", few(TALKING, ("--help", "plan zbc.toml")))
@@ -152,7 +144,7 @@ def test_an_answer_that_a_full_disk_does_not_take_is_an_error_in_words(tmp_path,
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
 def test_the_exit_code_tells_what_cannot_be_said(tmp_path):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "zbc", "plan", "nowhere.toml", "--json"]
+        command = [*ZBC, "plan", "nowhere.toml", "--json"]
         done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=full, timeout=60)
     assert done.returncode == 3
 
@@ -161,7 +153,7 @@ def test_the_exit_code_tells_what_cannot_be_said(tmp_path):
 def test_streams_that_are_closed_from_the_beginning_are_nothing_to_complain_of(tmp_path, closed):
     write_job(tmp_path)
     command = f"{shlex.quote(sys.executable)} -m zbc plan zbc.toml -o made {closed}"
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = ended("sh", "-c", command, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "made" / "plan.json").exists()
     assert bool(done.stdout) == (not closed.startswith(">&-"))
 
@@ -182,5 +174,5 @@ def test_an_interrupt_while_commands_are_imported_ends_without_a_traceback(tmp_p
     interrupted = "import sys\nclass Finder:\n    def find_spec(self, name, *rest):\n"
     interrupted += "        if name == 'zbc.commands':\n            raise KeyboardInterrupt\n"
     interrupted += "sys.meta_path.insert(0, Finder())\nfrom zbc.__main__ import main\nmain()\n"
-    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (130, "")
+    done = ended(sys.executable, "-c", interrupted)
+    assert (done.returncode, done.stderr) == (130, "")

@@ -195,13 +195,6 @@ def test_what_torch_cannot_express_is_refused_with_every_reason():
     assert "rank 2 has none" in text
 
 
-def test_the_letters_are_those_of_torch():
-    assert _Action.from_str("3I4").computation_type.name == "BACKWARD_INPUT"
-    assert _Action.from_str("3B4").computation_type.name == "FULL_BACKWARD"
-    assert torch_csv.action(Op(Kind.B, 3, 4)) == "3I4"
-    assert torch_csv.action(Op(Kind.BW, 3, 4)) == "3B4"
-
-
 def cases(count, seed, names):
     rng = Random(seed)
     for _ in range(count):

@@ -1,11 +1,12 @@
 """bench/gpu.py needs a GPU; this tests without one that it works and finds errors."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.limits import ended
 
 BENCH = Path(__file__).parents[2] / "bench"
 CPU = torch.device("cpu")
@@ -54,6 +55,6 @@ def test_an_experiment_stops_where_something_is_wrong(bench, job, monkeypatch):
 @pytest.mark.parametrize(("part", "count"), [("1", 6), ("2", 10), ("3", 4)])
 def test_every_experiment_runs_on_a_cpu(part, count):
     command = [sys.executable, str(BENCH / "gpu.py"), "all", "--part", part, "--device", "cpu", "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCH.parent)
+    done = ended(*command, seconds=400, cwd=BENCH.parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert done.stdout.count("= as expected") == count

@@ -3,14 +3,14 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import zbc
-from tests.jobs import toml_text
+from tests.jobs import write_job
+from tests.limits import ended
 
 FEATURE = '''
 """A moving average of the weights, which evaluations use."""
@@ -59,16 +59,14 @@ def folder(tmp_path_factory):
     (folder / "more/zbc/runtime/features/trailing.py").write_text(FEATURE)
     train = {"steps": 4, "eval_every": 2, "eval_batches": 2}
     more = {"data": {"validation": 0.3}, "optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
-    job = toml_text(model={"layers": 2, "ties": False}, pp=2, m=2, kind="zb-h1", train=train, **more)
-    (folder / "zbc.toml").write_text(job)
+    write_job(folder, model={"layers": 2, "ties": False}, pp=2, m=2, kind="zb-h1", train=train, **more)
     run(folder, Path(zbc.__file__).parent.parent, "plan", "zbc.toml", "-o", "plan")
     return folder
 
 
 def run(folder: Path, path: Path, *arguments: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(path), "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "zbc", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = ended(sys.executable, "-m", "zbc", *arguments, seconds=120, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 

@@ -2,17 +2,19 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.jobs import toml_text, write_job
+from tests.limits import ended
 from tests.processes.plans import metrics
+from tests.refusals import error_of
 from zbc.commands import tuning
 from zbc.commands.opening import Changes
 from zbc.commands.tuning import Tuner
+from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan, read_manifest
 
@@ -25,7 +27,7 @@ SLEEPING = {"model": DRAWN, "data": {"kind": "sleeping:Points"}, "checkpoint": {
 def ran(folder, *words, command=ZBC, code=0):
     path = os.pathsep.join([str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"}
-    done = subprocess.run([*command, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = ended(*command, *words, seconds=300, cwd=folder, env=env)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -77,7 +79,7 @@ TOOK = {"gpipe": 90.0, "zb-h1": 50.0, "1f1b": 70.0}
 def pretending(tmp_path, monkeypatch):
     """A tuner whose commands take no time: a run takes the time in `TOOK` for its schedule."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zbc.compiler.schedules.SCHEDULES", {name: _card(name) for name in TOOK})
+    monkeypatch.setattr("zbc.compiler.schedules.SCHEDULES", {name: SCHEDULES[name] for name in TOOK})
     write_job(tmp_path, kind="gpipe", m=4)
 
     def make(fail=(), stop_at=None):
@@ -109,12 +111,6 @@ def pretending(tmp_path, monkeypatch):
     return make
 
 
-def _card(name):
-    from zbc.compiler.schedules import SCHEDULES
-
-    return SCHEDULES[name]
-
-
 def test_the_plan_with_the_shortest_steps_is_kept_and_the_first_is_run_again_beside_it(pretending):
     tuner, runs, said = pretending()
     tuner.run()
@@ -131,9 +127,8 @@ def test_a_plan_that_fails_is_told_and_the_others_go_on(pretending):
     assert tuner.fastest.compiled.schedule == "1f1b"
     assert [one.error for one in tuner.tried] == [None, "tune: it failed", None]
     tuner, _, _ = pretending(fail=tuple(TOOK))
-    with pytest.raises(ZbcError) as raised:
-        tuner.run()
-    assert raised.value.code == "E703" and len(raised.value.details) == 3
+    error = error_of(tuner.run)
+    assert error.code == "E703" and len(error.details) == 3
 
 
 def test_stopping_keeps_what_was_found(pretending):

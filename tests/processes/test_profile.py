@@ -45,9 +45,6 @@ def test_a_dry_profile_is_made_without_a_device_and_planned_with(zbc, tmp_path):
     assert read(tmp_path / "p.json").on.device == "cuda"
     code, out, err = zbc("plan", "zbc.toml", "--profile", "p.json", "--budget", "0")
     assert code == 0 and "estimated from [model]" in out and "bytes of layers: a dry run" in out, err
-    for more in ("--device=cpu", "--threads=1"):
-        code, _, err = zbc("profile", "zbc.toml", "--dry", more)
-        assert code == 2 and f"{more.partition('=')[0]}: --dry goes without it" in err
 
 
 def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(zbc, tmp_path):
@@ -66,22 +63,6 @@ def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(z
     assert json.loads(out)["barrier_ms"] == pytest.approx(told["replan"]["planned_ms"], rel=1e-3)
     code, out, err = zbc("profile", "run", "--profile", "profile.json", "--json")
     assert code == 0 and json.loads(out)["on"]["together"] == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ([], "give JOB.toml to measure"),
-        (["zbc.toml", "--links"], "JOB.toml: --links goes without it"),
-        (["run", "--threads", "2"], "--threads: the run run goes without it"),
-        (["zbc.toml", "--profile", "p.json"], "--profile: a job goes without it"),
-        (["zbc.toml", "--rounds", "1"], "--rounds"),
-        (["zbc.toml", "--device", "tpu"], "tpu"),
-    ],
-)
-def test_wrong_usage_is_said(zbc, arguments, text):
-    code, out, err = zbc("profile", *arguments)
-    assert code == 2 and out == "" and text in err
 
 
 def test_what_a_users_layer_raises_reaches_the_console(zbc, tmp_path):

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.limits import until
+from tests.limits import ended, until
 from tests.processes.plans import metrics, write_plan
 from zbc.host.signals import Signals
 from zbc.training.checkpoint import folder as disk
@@ -64,9 +64,8 @@ def test_the_first_signal_asks_and_a_later_one_insists_unless_a_launcher_repeats
 
 def test_a_launcher_that_gives_ranks_a_session_of_their_own_repeats_nothing():
     code = "from zbc.host.signals import shares_terminal; print(shares_terminal())"
-    command = [sys.executable, "-c", code]
-    ended = [subprocess.run(command, capture_output=True, text=True, start_new_session=own) for own in (False, True)]
-    assert [one.stdout.strip() for one in ended] == ["True", "False"]
+    found = [ended(sys.executable, "-c", code, start_new_session=own) for own in (False, True)]
+    assert [one.stdout.strip() for one in found] == ["True", "False"]
 
 
 def test_a_blocked_main_thread_does_not_keep_a_signal_from_being_heard():

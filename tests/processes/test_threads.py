@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tests.limits import until
+from tests.limits import ended, until
 from tests.processes.plans import metrics, run_here, write_plan, write_troubled_plan
 from tests.refusals import error_of
 from zbc.host.contents import contents
@@ -87,9 +87,8 @@ main(["run", sys.argv[1], "--local", "2", "--threads"])
 
 def test_a_refusal_beside_ranks_that_wait_in_the_store_ends_with_its_code(tmp_path):
     plan = write_plan(tmp_path, parallel={"pp": 2})
-    command = [sys.executable, "-c", WAITING, str(plan)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (ended.returncode, "E509" in ended.stderr, "terminate" in ended.stderr) == (6, True, False)
+    done = ended(sys.executable, "-c", WAITING, str(plan), cwd=tmp_path)
+    assert (done.returncode, "E509" in done.stderr, "terminate" in done.stderr) == (6, True, False)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the watchdog's ends so
