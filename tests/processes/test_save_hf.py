@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.processes.plans import metrics, run_here, write_plan
+from tests.processes.test_checkpoints import weights
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.cli import main
@@ -38,22 +39,18 @@ def folder(request, tmp_path):
     return target
 
 
-def run_main(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(a) for a in arguments])
-    return ended.value.code
-
-
 def all_tensors(folder):
     places = json.loads((folder / INDEX).read_text())["weight_map"]
-    found = {name: t for file in set(places.values()) for name, t in load_file(folder / file).items()}
+    found = weights(folder)
     assert found.keys() == places.keys()
     return found
 
 
 def test_a_model_goes_in_is_trained_and_comes_out(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run_main("init", "job", "--from-hf", "hf") == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["init", "job", "--from-hf", "hf"])
+    assert not ended.value.code
     job = load_job(Path("job/zbc.toml"), ["data.kind=synthetic", "optimizer.lr=0.0", "train.steps=1"])
     assert (job.model.hidden, job.model.pretrained, job.parallel.pp) == (16, "hf", 2)
     compile_job(job).write(Path("still"))
