@@ -129,7 +129,7 @@ BUGS = (
         "zbc/runtime/core/ops.py",
         "    if not verdict.skipped:\n        set_rate",
         "    if True:\n        set_rate",
-        (RUNTIME + "test_execute.py",),
+        (RUNTIME + "test_ahead.py",),
     ),
     Bug(
         "the gradient of a microbatch counts as if there were one copy",

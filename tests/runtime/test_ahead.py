@@ -18,6 +18,7 @@ from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind, Op
+from zbc.plan import dealing
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.ending import leftovers
 from zbc.runtime.core.execute import finish, run_step
@@ -54,6 +55,12 @@ def plan_for(
     made = {**user("residual", layers=LAYERS, count=LAYERS, dropout=0.1), **model}
     options = {**KINDS[optimizer], "clip_grad_norm": LARGEST, "sync": sync}
     return make_plan(program, model=made, **VECTORS, optimizer=options, size=1)
+
+
+@pytest.fixture(autouse=True)
+def several_batches(monkeypatch):
+    """Tentative steps copy the masters and state of a few parameters at a time."""
+    monkeypatch.setattr(dealing, "BATCH", 600)
 
 
 class Watched:

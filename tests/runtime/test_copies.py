@@ -182,24 +182,6 @@ def test_every_weight_is_written_down_from_one_rank():
     assert sorted(name for worker in workers for name in primary(worker)) == sorted(parameters(workers))
 
 
-TIGHT = {"lr": 1e-2, "clip_grad_norm": 0.05}
-SMALL = {**GPT, "layers": 6, "hidden": 16}
-
-
-@pytest.mark.parametrize(
-    ("name", "p"), few([("chimera", 2), ("bitpipe", 4), ("dualpipe", 4), ("bitpipe-zb", 2)], ("chimera",))
-)
-def test_copies_of_a_stage_have_the_same_bits_after_fifty_clipped_steps(name, p):
-    """Copies that once differ never meet again."""
-    plan = make_plan(make_program(name, p, 4), model=SMALL, optimizer=TIGHT, size=1)
-    workers = run_threads(plan, 50)
-    alike(workers)
-    holders = {s: len(set(plan.program.placement.holders(s))) for s in range(plan.program.placement.stages)}
-    assert max(holders.values()) == 2
-    found = results(workers)
-    assert all(norm > TIGHT["clip_grad_norm"] for _, norm in found[:5]), "clipping was at work"
-
-
 @pytest.mark.parametrize("pipes", [FORK, FOLD, THREE])
 @pytest.mark.parametrize("split", few([False, True], (True,)))
 def test_ranks_may_hold_different_numbers_of_stages_and_pipes_leave_some_out(pipes, split):

@@ -22,14 +22,6 @@ def batches(count, m, b, seed=1):
     return Batches(Windows(torch.arange(4 * count + 1), 4), seed=seed, microbatches=m, size=b)
 
 
-def test_targets_are_the_inputs_one_token_later():
-    windows = Windows(torch.arange(14, dtype=torch.uint8), 4)
-    assert len(windows) == 3
-    assert windows.inputs([2, 0]).tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
-    assert windows.targets([2, 0]).tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
-    assert windows.inputs([0]).dtype == torch.int64
-
-
 @pytest.mark.parametrize(("count", "m", "b"), [(12, 3, 2), (13, 3, 2), (7, 2, 3), (6, 3, 2)])
 def test_an_epoch_shows_every_sample_once_in_an_order_of_its_own(count, m, b):
     data = batches(count, m, b)
@@ -75,7 +67,9 @@ def test_text_is_bytes_of_files_and_folders_in_sorted_order(tmp_path, monkeypatc
     assert bytes(corpus.read("folder")).decode() == "aébbc"
     assert bytes(corpus.read(["folder/b.txt", "folder/deep"])).decode() == "bbc"
     (tmp_path / "one.txt").write_text("abcdefghi")
-    assert samples(kind="text", path="one.txt").inputs([1]).tolist() == [[101, 102, 103, 104]]
+    found = samples(kind="text", path="one.txt")
+    assert len(found) == 2 and found.inputs([1, 0]).tolist() == [[101, 102, 103, 104], [97, 98, 99, 100]]
+    assert found.targets([1]).tolist() == [[102, 103, 104, 105]] and found.inputs([0]).dtype == torch.int64
 
 
 def test_without_a_path_the_standard_library_is_read(monkeypatch):

@@ -201,16 +201,6 @@ Shrinks = layer_of(lambda m, x: x if x.is_meta else x[:1], none=lambda: None)
 shrinks = ready(LINEAR, Shrinks, LINEAR, LINEAR)
 
 
-@layer(linear=lambda: nn.Linear(8, 8), seen=lambda: 0)
-def Explodes(self, x: Tensor) -> Tensor:
-    """A loss that is not finite in the first step's microbatches."""
-    self.seen += 0 if x.is_meta else 1
-    return self.linear(x) * (torch.inf if self.seen == 1 and not x.is_meta else 1.0)
-
-
-explodes = these(LINEAR, Explodes, LINEAR, LINEAR)
-
-
 def raises(text: str = "no such luck"):
     raise ValueError(text)
 
