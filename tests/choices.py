@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tests.jobs import toml_value
-from zbc.compiler.compile import compile_job
-from zbc.compiler.compiled import Compiled
+from tests.composed import Tables, compiled
 from zbc.compiler.schedules import AUTO, SCHEDULES
-from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 
-Tables = dict[str, dict[str, Any]]
 NO_PLAN = float("inf")
 
 
@@ -112,26 +106,9 @@ CLASSES: dict[str, Callable[[Random], Tables]] = {
 }
 
 
-def text_of(tables: Tables) -> str:
-    """The job file."""
-    sections = (
-        f"[{name}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in table.items())
-        for name, table in tables.items()
-    )
-    return "".join(sections)
-
-
 def drawn(what: str, seed: int) -> Tables:
     """The job of a class for a seed."""
     return CLASSES[what](Random(f"{what} {seed}"))
-
-
-def planned(tables: Tables, kind: str = AUTO, budget: float = 0.0) -> Compiled:
-    """The plan of a job under a schedule."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "zbc.toml"
-        path.write_text(text_of(tables))
-        return compile_job(load_job(path, (), kind), suggest=False, budget=budget)
 
 
 def compared(tables: Tables, names: Iterable[str] = SCHEDULES) -> Compared:
@@ -139,11 +116,11 @@ def compared(tables: Tables, names: Iterable[str] = SCHEDULES) -> Compared:
     named = dict[str, float]()
     for name in names:
         try:
-            named[name] = planned(tables, name).step_ms
+            named[name] = compiled(tables, name).step_ms
         except ZbcError:
             named[name] = NO_PLAN
     try:
-        found = planned(tables)
+        found = compiled(tables)
     except ZbcError as error:
         return Compared(NO_PLAN, f"{error.code} {error.message}", named)
     return Compared(found.step_ms, found.schedule, named)

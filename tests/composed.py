@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tests.jobs import tiny_tensors_move, toml_value
+from tests.jobs import text_of, tiny_tensors_move
 from zbc.compiler.compile import compile_job
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.shapes import load_job
@@ -79,12 +79,17 @@ def settings(*traits: str, **changes: Any) -> Tables:
     return tables
 
 
+def compiled(tables: Tables, kind: str | None = None, budget: float = 0.0) -> Compiled:
+    """What is compiled of a job, by its own schedule or another one."""
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder) / "zbc.toml").write_text(text_of(tables))
+        return compile_job(load_job(path, (), kind), budget=budget, suggest=False)
+
+
 def written(tables: Tables, folder: Path, budget: float = 0.0, *, tiny: bool = True) -> tuple[Compiled, StoredPlan]:
     """What is compiled of a job, and its plan in a folder; unless `tiny`, with the real limit of sizes that move."""
-    folder.mkdir(exist_ok=True)
-    (folder / "zbc.toml").write_text(toml(tables))
     with tiny_tensors_move() if tiny else nullcontext():
-        made = compile_job(load_job(folder / "zbc.toml"), budget=budget, suggest=False)
+        made = compiled(tables, budget=budget)
     made.write(folder / "plan")
     return made, StoredPlan.read(folder / "plan")
 
@@ -96,18 +101,10 @@ def planned(tables: Tables, *, budget: float = 0.0) -> StoredPlan:
 
 def trained(tables: Tables, *, budget: float = 0.0, steps: int = STEPS) -> list[tuple[float, float]]:
     """Trains a job; returns (loss, norm) of each step."""
-    from tests.threads import run_threads
+    from tests.threads import numbers, run_threads
 
     with tiny_tensors_move():
-        workers = run_threads(planned(tables, budget=budget), steps)
-    return [(result.loss, result.grad_norm) for result in workers[0].results]
-
-
-def toml(tables: Tables) -> str:
-    lines = ["# a job of a test"]
-    for name, table in tables.items():
-        lines += [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
+        return numbers(run_threads(planned(tables, budget=budget), steps))
 
 
 def beside(*traits: str, **changes: Any) -> tuple[Tables, Tables]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.check import operational
 from tests.composed import CHANGES, SETTINGS, STEPS, TOLERANCE, Tables, apart, settings, written
 from tests.jobs import tiny_tensors_move
-from tests.threads import run_threads
+from tests.threads import numbers, run_threads
 from zbc.compiler.compiled import Compiled
 from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.schedules import SCHEDULES
@@ -289,14 +289,14 @@ def _outcome(one: Drawn, *, weigh: bool, emulate: Emulation | None) -> Found:
             if not error.code.startswith("E1"):  # known once layers of the user's are built
                 raise
             return Found("refused", f"{error.code} {error.message}")
-        found = results(workers)
+        found = numbers(workers)
         plain = one.plain
         if made.job.optimizer.sync == "asynchronous":  # where its delays follow from what was chosen
             plain = plain | {"parallel": {"pp": made.job.parallel.pp}}
             plain["schedule"] = plain["schedule"] | {"kind": made.schedule}
         _, alone = written(plain, Path(folder) / "plain")
         expected = _run(alone, None)
-        off, first = apart(found, results(expected)), apart(found[:1], results(expected)[:1])
+        off, first = apart(found, numbers(expected)), apart(found[:1], numbers(expected)[:1])
         if "eval_every" in one.both["train"] and "eval_every" in one.plain["train"]:
             off = max(off, apart(*(_evaluated(each) for each in (workers, expected))))
         if "resume" in one.traits:
@@ -324,10 +324,6 @@ def unproven(program: Program) -> str:
     rest = tuple(tuple(op for op in ops if op.kind not in COPY) for ops in program.ranks)
     ended = operational.run(replace(program, ranks=rest), redo=Kind.REDO in kinds)
     return "" if ended.ok else f"{ended.state}: {ended.reason}"
-
-
-def results(workers: list[Worker]) -> list[tuple[float, float]]:
-    return [(result.loss, result.grad_norm) for result in workers[0].results]
 
 
 def _evaluated(workers: list[Worker]) -> list[tuple[float, float]]:
@@ -359,7 +355,7 @@ def _resumed(plan: StoredPlan, other: StoredPlan, folder: Path) -> tuple[list[tu
     kept = folder / f"kept {plan.manifest.topology.world}"
     run_threads(plan, STEPS - 1, folder=kept)
     found = run_threads(other, STEPS, resume=disk.folder_of(kept, STEPS - 1))
-    return results(found), results(run_threads(other, STEPS, folder=kept / "whole"))[-1:]
+    return numbers(found), numbers(run_threads(other, STEPS, folder=kept / "whole"))[-1:]
 
 
 def _held(plan: StoredPlan, made: Compiled, scales: dict[int, Scale]) -> tuple[float, float]:

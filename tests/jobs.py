@@ -2,14 +2,16 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
+from zbc.compiler.compiled import Compiled
 from zbc.compiler.cost import profiled
 from zbc.compiler.shapes import load_job
 from zbc.job.spec import Job
+from zbc.plan.directory import StoredPlan
 
 BASE = {
     "model": {"family": "gpt", "layers": 8, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 16},
@@ -49,10 +51,14 @@ def toml_text(**changes: object) -> str:
             tables[table][field] = value
         else:
             tables.setdefault(key, {}).update(value)  # type: ignore[call-overload]
+    return text_of(tables)
+
+
+def text_of(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """The job file of these tables."""
     lines = ["# a job of a test"]
     for name, table in tables.items():
-        lines.append(f"[{name}]")
-        lines += [f"{key} = {toml_value(value)}" for key, value in table.items() if value is not None]
+        lines += [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in table.items() if value is not None)]
     return "\n".join(lines) + "\n"
 
 
@@ -74,6 +80,11 @@ def toml_value(value: object) -> str:
 def job(**changes: object) -> Job:
     with tempfile.TemporaryDirectory() as folder:
         return load_job(write_job(Path(folder), **changes))
+
+
+def stored(made: Compiled) -> StoredPlan:
+    """The plan of a job without a ramp, as ranks read it."""
+    return StoredPlan(made.assemble()[0], made.program)
 
 
 def per_layer(layers, blocks=(1.0,) * 3, embed=(0.0,) * 3, head=(0.0,) * 3):

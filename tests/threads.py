@@ -7,7 +7,6 @@ seeded and holds a lock while it runs; a layer that also checkpoints its activat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +69,23 @@ def run_threads(
         if setup is not None:
             setup(worker)
         workers.append(worker)
-    failures: list[BaseException] = []
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    trainings = [
-        _Training(worker, Board(store, worker.rank, manifest.topology.world), steps, folder, resume, tell)
-        for worker in workers
-    ]
-    threads = [
-        threading.Thread(
-            target=_run, args=(one, hub, failures, around, step(one.worker)), name=f"rank {one.worker.rank}"
-        )
-        for one in trainings
-    ]
+    failures, store = list[BaseException](), dist.HashStore()  # type: ignore[attr-defined]
+
+    def run(worker: Worker, step: Step) -> None:
+        # A new thread has OpenMP's own idea of its number of threads until torch first uses it; oneDNN asks earlier,
+        # and convolutions then sum in another order.
+        torch.set_num_threads(torch.get_num_threads())
+        try:
+            with around():
+                board = Board(store, worker.rank, manifest.topology.world)
+                _train(worker, steps, _checkpoints(worker, board, folder, resume, tell), step)
+        except BaseException as error:
+            failures.append(error)
+            hub.poison(worker.rank, f"{type(error).__name__}: {error}")
+        finally:
+            worker.close()
+
+    threads = [threading.Thread(target=run, args=(one, step(one)), name=f"rank {one.rank}") for one in workers]
     for thread in threads:
         thread.start()
     try:
@@ -122,6 +126,11 @@ def losses_of(workers: Sequence[Worker]) -> list[float]:
 
 def norms_of(workers: Sequence[Worker]) -> list[float]:
     return [result.grad_norm for result in workers[0].results]
+
+
+def numbers(workers: Sequence[Worker]) -> list[tuple[float, float]]:
+    """The loss and the gradient norm of each step."""
+    return [(result.loss, result.grad_norm) for result in workers[0].results]
 
 
 def each_parameter(workers: Iterable[Worker]) -> Iterator[tuple[Worker, str, torch.nn.Parameter]]:
@@ -178,45 +187,14 @@ def last_of(worker: Worker, *kinds: Kind, stage: int | None = None) -> int:
     return max(i for i, op in enumerate(ops) if op.kind in kinds and stage in (None, op.stage))
 
 
-@dataclass(frozen=True)
-class _Training:
-    """The training of one rank."""
-
-    worker: Worker
-    board: Board
-    steps: int
-    folder: Path | None
-    resume: Path | None
-    tell: Callable[[str], None]
-
-    def checkpoints(self) -> Checkpoints:
-        worker, options = self.worker, Settings.of(self.worker.plan.manifest).checkpoint
-        first = 0 if self.resume is None else load(worker, self.board, self.resume, tell=self.tell)
-        folder = self.folder
-        if folder is None:
-            options, folder = options.model_copy(update={"every": 0}), Path()
-        return Checkpoints(worker, self.board, options, folder, tell=self.tell, last=first)
-
-
-def _run(
-    training: _Training,
-    hub: Hub,
-    failures: list[BaseException],
-    around: Callable[[], AbstractContextManager[object]],
-    step: Step,
-) -> None:
-    # A new thread has OpenMP's own idea of its number of threads until torch first uses it; oneDNN asks earlier, and
-    # convolutions then sum in another order.
-    torch.set_num_threads(torch.get_num_threads())
-    worker = training.worker
-    try:
-        with around():
-            _train(worker, training.steps, training.checkpoints(), step)
-    except BaseException as error:
-        failures.append(error)
-        hub.poison(worker.rank, f"{type(error).__name__}: {error}")
-    finally:
-        worker.close()
+def _checkpoints(
+    worker: Worker, board: Board, folder: Path | None, resume: Path | None, tell: Callable[[str], None]
+) -> Checkpoints:
+    options = Settings.of(worker.plan.manifest).checkpoint
+    first = 0 if resume is None else load(worker, board, resume, tell=tell)
+    if folder is None:
+        options, folder = options.model_copy(update={"every": 0}), Path()
+    return Checkpoints(worker, board, options, folder, tell=tell, last=first)
 
 
 class _Keeps(Guest):

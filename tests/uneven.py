@@ -14,20 +14,11 @@ THREE = ((0, 1), (1, 0), (0, 1))
 URGENT = {Kind.B: 0, Kind.BW: 0, Kind.F: 1, Kind.W: 2}
 
 
-def fork(request: Request) -> Program:
-    return eager(Placement(FORK), request.m)
+def order_of(pipes: tuple[tuple[int, ...], ...], *, split: bool = False) -> Callable[[Request], Program]:
+    return lambda request: eager(Placement(pipes), request.m, split=split)
 
 
-def fold(request: Request) -> Program:
-    return eager(Placement(FOLD), request.m, split=True)
-
-
-def three(request: Request) -> Program:
-    return eager(Placement(THREE), request.m)
-
-
-def idle(request: Request) -> Program:
-    return eager(Placement(((0, 2),)), request.m)
+fork, fold, three, idle = order_of(FORK), order_of(FOLD, split=True), order_of(THREE), order_of(((0, 2),))
 
 
 def unequal(request: Request) -> Program:

@@ -7,17 +7,15 @@ import pytest
 import torch
 
 from tests.check import operational
-from tests.jobs import job
+from tests.jobs import job, stored
 from tests.refusals import refused
+from tests.runtime.small_plans import make_worker
 from tests.runtime.test_tensor_parallel import plan_of
-from tests.threads import CPU, each_parameter, losses_of, run_threads, scaled
+from tests.threads import each_parameter, losses_of, run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
-from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.transports.hub import Hub
-from zbc.training.worker import build_worker
 
 M, STEPS, READS = 4, 9, ("inputs", "targets", "weight")
 ADAM = {"kind": "adamw", "lr": 1e-2}
@@ -33,8 +31,7 @@ def alone(folder, dp, average, **options):
     """One process per replica, in turn; `average` changes the weights of all of them before each step."""
 
     def worker(m, name):
-        found = plan_of(folder / name, pp=1, m=m, optimizer=ADAM, train={"steps": STEPS}, **options)
-        return build_worker(RankPlan(0, found.program.ranks[0], found.manifest), Hub(1).end(0), CPU)
+        return make_worker(plan_of(folder / name, pp=1, m=m, optimizer=ADAM, train={"steps": STEPS}, **options))
 
     def shifted(inner, first):
         """The microbatches of one replica, out of a step's microbatches of all."""
@@ -149,11 +146,10 @@ def test_averages_in_wrong_places_are_refused(name, tmp_path):
 
 
 @pytest.mark.repeats
-def test_a_plan_knows_what_averages_hold_once_all_parts_have_come(tmp_path):
+def test_a_plan_knows_what_averages_hold_once_all_parts_have_come():
     """Parts are equal: four where shares are of 30%."""
     made = compile_job(job(kind="1f1b", pp=2, m=2, layers=2, parallel={"dp": 2, "average": {"share": 0.3}}))
-    made.write(tmp_path / "plan")
-    held = [scale.held for scale in scaled(StoredPlan.read(tmp_path / "plan"), 6)[1]]
+    held = [scale.held for scale in scaled(stored(made), 6)[1]]
     for predicted, found in zip(made.memory, held[:2], strict=True):
         sent = found.activations - predicted.activations
         assert predicted.optimizer == pytest.approx(found.optimizer + sent, rel=0.01)

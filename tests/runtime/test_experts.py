@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests.composed import TOLERANCE, apart, planned, settings, trained
 from tests.jobs import job
-from tests.threads import run_threads
+from tests.threads import each_layer, run_threads
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
 from zbc.job.profile import LayerBytes
@@ -119,8 +119,7 @@ def tables(way):
 
 
 def biases(workers):
-    layers = (layer for worker in workers for stage in worker.stages.values() for layer in stage.layers)
-    return {layer.name: layer.module.mlp.bias for layer in layers if layer.name.startswith("layers.")}
+    return {one.name: one.module.mlp.bias for one in each_layer(workers) if one.name.startswith("layers.")}
 
 
 BIASED = {"model": {"balance_loss": 0.0, "balance_rate": 0.05}}

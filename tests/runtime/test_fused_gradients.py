@@ -2,10 +2,8 @@
 
 import pytest
 
-from tests.composed import TOLERANCE, apart, beside, toml, trained
+from tests.composed import TOLERANCE, apart, beside, compiled, trained
 from tests.tiers import few
-from zbc.compiler.compile import compile_job
-from zbc.compiler.shapes import load_job
 from zbc.runtime.core import split
 
 FUSED = {"train__fused_gradients": True}
@@ -33,15 +31,12 @@ def test_gradients_added_inside_products_train_as_those_added_after(trait, kind,
 WIDE = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 8, "vocab": 64}.items()}
 
 
-def test_products_on_a_gpu_are_priced_with_the_sum_they_write(tmp_path):
+def test_products_on_a_gpu_are_priced_with_the_sum_they_write():
     """At 4096 wide a sum of its own takes a third of the time of W; inside the product it hides."""
     spent = []
     for how in ({}, FUSED):
         job, _ = beside(schedule__kind="zb-h1", **{**WIDE, "model__hidden": 4096, "model__seq_len": 4096}, **how)
         job["hardware"] = {"device": "cuda", "gpu": "h100"}
         job["model"]["dtype"] = "bfloat16"
-        path = tmp_path / "zbc.toml"
-        path.write_text(toml(job))
-        made = compile_job(load_job(path), budget=0.0, suggest=False)
-        spent.append(made.costs.of("w", 1))
+        spent.append(compiled(job).costs.of("w", 1))
     assert 0.6 < spent[1] / spent[0] < 0.85

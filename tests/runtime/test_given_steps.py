@@ -5,20 +5,17 @@ import pytest
 
 from tests.composed import apart, settings, trained, written
 from tests.refusals import refused
-from tests.runtime.small_plans import CPU, GPT, Reference, make_plan, make_program
+from tests.runtime.small_plans import GPT, Reference, make_plan, make_program, make_worker
 from tests.runtime.test_checkpoints import at, same
 from tests.runtime.test_checkpoints import train as run_of
 from tests.runtime.test_gradients import check_gradients, user, without_step
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
-from zbc.plan.directory import RankPlan
 from zbc.runtime.core.bundle import call
 from zbc.runtime.seeding import seed_of
-from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings, split_batches, steps_of
 from zbc.training.data.data import Permutation, build_dataset
 from zbc.training.models import model
-from zbc.training.worker import build_worker
 
 HERE = "tests.runtime.given_steps"
 VECTORS = user("residual")
@@ -136,7 +133,7 @@ EACH = {"sync": "asynchronous", "every": 2}
 )
 def test_a_mean_is_over_the_microbatches_that_a_step_of_a_stage_or_replica_has(how, group, tmp_path):
     _, plan = written(job_of(1, 4, **how), tmp_path)
-    source = build_worker(RankPlan(0, plan.program.ranks[0], plan.manifest), Hub(2).end(int(4 in group)), CPU).batches
+    source = make_worker(plan, int(4 in group)).batches
     given = source._steps.step(*source._order.taken(0, 1))
     weights = [given[number].weight for number in group]
     expected = [weight * len(group) / sum(weights) for weight in weights]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zbc
-from tests.jobs import job
+from tests.jobs import job, stored
 from tests.refusals import refused
 from tests.runtime.graph_models import GRAPHS
 from tests.runtime.small_plans import parameters
@@ -34,8 +34,7 @@ def plan_of(name, kind="1f1b", *, family="layers", named=True, dropout=0.0, limi
     model |= {"graph": graph, "groups": counts, "args": {"counts": counts, "dropout": dropout}}
     schedule = {"kind": kind, "microbatches": 4, "microbatch_size": 2, **({"memory_limit": limit} if limit else {})}
     sections |= {"data": {"kind": "tests.runtime.graph_models:Vectors", "args": args, **(data or {})}}
-    compiled = compile_job(job(model=model, parallel={"pp": ranks}, schedule=schedule, **sections))
-    return StoredPlan(compiled.assemble()[0], compiled.program)
+    return stored(compile_job(job(model=model, parallel={"pp": ranks}, schedule=schedule, **sections)))
 
 
 def without_step(plan):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.drawn import in_turn
-from tests.jobs import job
+from tests.jobs import job, stored
 from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import scaled
@@ -17,7 +17,6 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.shapes import load_job
 from zbc.ir import Kind, Op, Placement
 from zbc.plan import dealing
-from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.training.models.experts import Experts
 from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
@@ -25,17 +24,15 @@ from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
 ROOT = Path(__file__).parents[2]
 
 
-def weighed(tmp_path, steps=2, **changes):
+def weighed(steps=2, **changes):
     """A compiled job, its plan, and the measured memory of each rank in `steps` steps."""
     compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
-    compiled.write(tmp_path / "plan")
-    plan = StoredPlan.read(tmp_path / "plan")
-    return compiled, plan, scaled(plan, steps)[1]
+    return compiled, (plan := stored(compiled)), scaled(plan, steps)[1]
 
 
-def both(tmp_path, **changes):
+def both(**changes):
     """Per rank of a run the predicted and the measured memory of a job's second step."""
-    compiled, plan, scales = weighed(tmp_path, **changes)
+    compiled, plan, scales = weighed(**changes)
     predicted, of = peaks(compiled.program, compiled.costs), plan.manifest.topology.of
     return [(predicted[of(rank).pp], scale.held) for rank, scale in enumerate(scales)]
 
@@ -65,10 +62,10 @@ SOME += dealt([case for case in CASES if case != "fp32"], [("zb-v", "keep"), ("1
 
 
 @pytest.mark.parametrize(("case", "kind", "activations"), few(SOME, lambda case: case[:2] == ("fp32", "zb-h1")))
-def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case, kind, activations):
-    found = both(tmp_path, kind=kind, m=5, memory={"activations": activations}, **CASES[case])
+def test_every_category_but_buffers_is_predicted_within_a_percent(case, kind, activations):
+    found = both(kind=kind, m=5, memory={"activations": activations}, **CASES[case])
     if "window" in CASES[case].get("model", {}):  # a mask is made once in a process, and kept: it belongs to no step
-        found = both(tmp_path, kind=kind, m=5, memory={"activations": activations}, **CASES[case])
+        found = both(kind=kind, m=5, memory={"activations": activations}, **CASES[case])
     for predicted, measured in found:
         for name in ("weights", "gradients", "masters", "optimizer", "activations"):
             assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name
@@ -119,19 +116,18 @@ EARLY = [PEAKS[n] for n in (0, 3, -12, -10, -9, -6, -5, -2, -1)]
 
 
 @pytest.mark.parametrize(("how", "parallel", "rel"), few(PEAKS, EARLY), ids=str)
-def test_what_ranks_hold_at_most_is_predicted(tmp_path, monkeypatch, how, parallel, rel):
+def test_what_ranks_hold_at_most_is_predicted(monkeypatch, how, parallel, rel):
     monkeypatch.setattr(Experts, "_chosen", in_turn)
     how = {"pp": 2, "layers": 4, **how}
-    for predicted, measured in both(tmp_path, parallel=parallel, **how):
+    for predicted, measured in both(parallel=parallel, **how):
         assert predicted.bytes == pytest.approx(measured.peak, rel=rel)  # half of it as messages come
 
 
-def test_what_is_made_between_steps_counts_from_the_next_one_on(tmp_path):
+def test_what_is_made_between_steps_counts_from_the_next_one_on():
     """An evaluation completes an update that waits for its verdict otherwise, and so makes the optimizer's state."""
     how = {"optimizer": {"sync": "post-validate"}, "train": {"steps": 3, "eval_every": 1, "eval_batches": 1}}
     compiled = compile_job(job(kind="1f1b", pp=2, m=2, layers=2, data={"kind": "synthetic", "validation": 0.5}, **how))
-    compiled.write(tmp_path / "plan")
-    for predicted, scale in zip(compiled.memory, scaled(StoredPlan.read(tmp_path / "plan"), 3)[1], strict=True):
+    for predicted, scale in zip(compiled.memory, scaled(stored(compiled), 3)[1], strict=True):
         assert scale.held.optimizer == pytest.approx(predicted.optimizer, rel=0.001)
 
 
@@ -160,12 +156,12 @@ SOME_STEPS = [f"tentative, {name}" for name in ("adamw", "tied", "no masters")] 
 
 
 @pytest.mark.parametrize(("case", "batch"), few(dealt(STEPS, [2**22, 20000]), tuple(SOME_STEPS)))
-def test_what_a_step_copies_is_predicted(tmp_path, monkeypatch, case, batch):
+def test_what_a_step_copies_is_predicted(monkeypatch, case, batch):
     """Copies of masters and state, or those in float32 of what is stored in bfloat16, a batch at a time."""
     monkeypatch.setattr(dealing, "BATCH", batch)
     changes, ahead = {"m": 4, "layers": 4, "pp": 2, **STEPS[case]}, case.startswith("tentative")
     changes["optimizer"] = {**({"sync": "post-validate"} if ahead else {}), **changes.get("optimizer", {})}
-    compiled, plan, scales = weighed(tmp_path, 3, **changes)
+    compiled, plan, scales = weighed(3, **changes)
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
         held = [scales[one] for one in plan.manifest.topology.ranks([rank])]
         for stage in compiled.program.placement.stages_of(rank):
@@ -190,10 +186,10 @@ SHARED = {
 
 
 @pytest.mark.parametrize("case", few(SHARED, ("tied", "two pipes")))
-def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
+def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(case):
     """Whole matrices are dealt: if there are few, copies do not keep equal amounts."""
     changes = {"m": 4, "layers": 4, "parallel": {"dp": 2}, **SHARED[case]}
-    compiled, plan, scales = weighed(tmp_path, optimizer={"zero1": True}, **changes)
+    compiled, plan, scales = weighed(optimizer={"zero1": True}, **changes)
     pipes = len(compiled.program.placement.pipes)
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
         alike = range(plan.manifest.ranks) if pipes > 1 else [rank]  # ranks that hold the same stages
@@ -207,10 +203,10 @@ SUMMED = [(False, "before-step"), (True, "before-step"), (True, "post-validate")
 
 @pytest.mark.parametrize(("zero1", "sync"), few(SUMMED, [(False, "before-step"), (True, "post-validate")]))
 @pytest.mark.parametrize("case", few(["a large embedding", "masters"], ("a large embedding",)))
-def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_the_shares(tmp_path, case, zero1, sync):
+def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_the_shares(case, zero1, sync):
     """Messages of ZeRO-1 have the size of the largest share for each copy."""
     changes = {"m": 2, "layers": 2, **SHARED[case], "pp": 1, "parallel": {"dp": 3}}
-    compiled, _, scales = weighed(tmp_path, optimizer={"zero1": zero1, "sync": sync}, **changes)
+    compiled, _, scales = weighed(optimizer={"zero1": zero1, "sync": sync}, **changes)
 
     def most(kind):
         """The peak without weights and optimizer state; of the copy with the least, since the last thread sums."""
@@ -242,16 +238,14 @@ FOUND = [(c, "zb-h1") for c in INNER] + [
 
 
 @pytest.mark.parametrize(("case", "kind"), few(FOUND, [("gpt", "zb-h1"), ("llama", "1f1b"), ("kept", "zb-h1")]))
-def test_a_backward_that_runs_attention_again_has_used_the_gradient_from_the_next_layer(
-    tmp_path, monkeypatch, case, kind
-):
+def test_a_backward_that_runs_attention_again_has_used_the_gradient_from_the_next_layer(monkeypatch, case, kind):
     """Which comes from a neighbour, and stays, for the last layer of a stage only; W may keep it in its own type."""
     monkeypatch.setattr(Experts, "_chosen", in_turn)
     model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 64, "seq_len": 48, **INNER[case]}
     how = {"kind": kind, "pp": 2, "m": 3, "layers": 4, "model": model, "memory": {"activations": "selective"}}
     if case.startswith("kept"):
         how["memory"]["attention"] = "keep"
-    compiled, _, scales = weighed(tmp_path, partition={"layers_per_stage": [2, 2]}, **how)
+    compiled, _, scales = weighed(partition={"layers_per_stage": [2, 2]}, **how)
     back = Kind.B if kind == "zb-h1" else Kind.BW
     for size, scale in zip(compiled.costs.bytes, scales, strict=True):
         found = [one.rise for one in scale.readings if one.op.kind is back]
@@ -265,9 +259,9 @@ LATER = ("qwen3", "llama masters", "qwen3 masters")
 
 @pytest.mark.parametrize("case", few([case for case in CASES if case not in LATER], ("fp32", "masters")))
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
-def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_in_it(tmp_path, case, kind):
+def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_in_it(case, kind):
     """They are not accumulated, and come one after the other while activations are freed."""
-    compiled, _, scales = weighed(tmp_path, kind=kind, m=3, **{**CASES[case], "layers": 3, "pp": 2})
+    compiled, _, scales = weighed(kind=kind, m=3, **{**CASES[case], "layers": 3, "pp": 2})
     found = {one.op: one for scale in scales for one in scale.readings if one.op.kind.computes}
     kinds = {op.kind for op in found}
     assert kinds == {Kind.F, Kind.BW} if kind == "1f1b" else kinds == {Kind.F, Kind.B, Kind.W, Kind.BW}
@@ -278,32 +272,27 @@ def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_
         assert op.kind is Kind.F or (one.came > 0) == first, op
 
 
-def test_gradients_that_come_from_several_stages_are_summed_in_a_tensor_of_its_own(tmp_path):
+def test_gradients_that_come_from_several_stages_are_summed_in_a_tensor_of_its_own():
     compiled = compile_job(load_job(ROOT / "plans" / "skip.toml"), budget=0.0, suggest=False)
-    compiled.write(tmp_path / "plan")
-    first = scaled(StoredPlan.read(tmp_path / "plan"), 2)[1][0]  # two stages read its output
+    first = scaled(stored(compiled), 2)[1][0]  # two stages read its output
     found = {one.op: one.rise for one in first.readings if one.op.kind.is_backward}
     assert {op.kind for op in found} == {Kind.B, Kind.BW}
     for op, rise in found.items():
         assert compiled.costs.need_bytes(op, first=op.mb == 0) == rise, op
 
 
-def test_the_peak_of_an_op_counts_its_result_once(tmp_path):
+def test_the_peak_of_an_op_counts_its_result_once():
     """The result exists before the op ends, and is in flight after."""
-    _, _, scales = weighed(tmp_path, kind="zb-h1", pp=2, m=3, layers=2)
+    _, _, scales = weighed(kind="zb-h1", pp=2, m=3, layers=2)
     for one in (one for scale in scales for one in scale.readings if one.op.kind is Kind.F):
         held = one.held
         after = held.weights + held.gradients + held.masters + held.optimizer + held.activations
         assert held.peak <= after + one.transit + one.extra, one.op
 
 
-def one_stage():
-    ops = "F s0 m0, B s0 m0, W s0 m0, VALIDATE, STEP s0"
-    return make_worker(plan_of([ops], Placement.linear(1), 1, model=user("residual"), **VECTORS))
-
-
 def test_a_tensor_that_leaves_while_an_op_runs_counts_for_its_share_of_the_op(monkeypatch):
-    worker = one_stage()
+    ops = "F s0 m0, B s0 m0, W s0 m0, VALIDATE, STEP s0"
+    worker = make_worker(plan_of([ops], Placement.linear(1), 1, model=user("residual"), **VECTORS))
     handler, *rest = worker.script[0]
     sent, now = [torch.ones(1000)], [0]
     monkeypatch.setattr("zbc.training.recording.measure.time.perf_counter_ns", lambda: now[0])

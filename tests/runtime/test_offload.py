@@ -6,11 +6,10 @@ import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from tests.jobs import job
+from tests.jobs import job, stored
 from tests.threads import run_threads
 from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
-from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.offload.parcels import Parcel
 
 LOW = {"float32": {}, "cast": {"dtype": "bfloat16"}, "bfloat16": {"dtype": "bfloat16", "parameters": "bfloat16"}}
@@ -42,7 +41,7 @@ def compared(model, activations, size, limit="0.9x", **more):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Parcel, "offload", offload)
-        run_threads(StoredPlan(made.assemble()[0], made.program), 1)
+        run_threads(stored(made), 1)
     planned, kept = made.costs.bytes_of("host"), made.costs.bytes_of("kept")
     return [(planned[s], most, kept[s]) for s, most in found.items()]
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.jobs import job
+from tests.jobs import job, stored
 from tests.runtime import ticking
 from tests.threads import scaled
 from tests.tiers import few
@@ -23,7 +23,6 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.shapes import load_job
 from zbc.ir import Kind
 from zbc.job.profile import Profile, spread
-from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.training import devices
@@ -137,12 +136,10 @@ def profiled(described, samples=None, rig=None, rounds=3, on=""):
     return assemble(described, Sampling("cpu", 1, 1, rounds), found)
 
 
-def planned(folder, described, **changes):
+def planned(described, **changes):
     """The job compiled with the profile of its layers; `changes` are keys of its sections."""
     sections = {name: getattr(described, name).model_copy(update=change) for name, change in changes.items()}
-    compiled = compile_job(replace(described, profile=profiled(described), **sections))
-    compiled.write(folder / "plan")
-    return compiled
+    return compile_job(replace(described, profile=profiled(described), **sections))
 
 
 def profile_by(described, rounds=3):
@@ -248,12 +245,12 @@ CUTS = {"1f1b": ([3, 4], [2, 5]), "zb-h1": ([3, 4], [4, 3]), "gpipe": ([3, 4],),
     ("kind", "cut"), few([(kind, cut) for kind, cuts in CUTS.items() for cut in cuts], [("zb-h1", [4, 3])])
 )
 @pytest.mark.parametrize("activations", few(["keep", "recompute"], ("keep",)))
-def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_path, kind, activations, cut):
+def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(kind, activations, cut):
     """Some of these stages end in a layer that keeps its output, and some pass that on to a stage of their rank."""
     described = factory("nets", 7, {"width": 24, "classes": 3}, width=24, count=6)
     schedule, memory = {"kind": kind}, {"activations": activations}
-    compiled = planned(tmp_path, described, schedule=schedule, memory=memory, partition={"layers_per_stage": cut})
-    weighed = [[scale.held for scale in scales_of(tmp_path / "plan")] for _ in range(4)]
+    compiled = planned(described, schedule=schedule, memory=memory, partition={"layers_per_stage": cut})
+    weighed = [[scale.held for scale in scaled(stored(compiled))[1]] for _ in range(4)]
     placement = compiled.program.placement
     losses = {placement.rank_of(s) for s in range(placement.stages) if not placement.sinks(s)}
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
@@ -265,19 +262,15 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
             assert getattr(predicted, name) == pytest.approx(held - read, rel=0.05, abs=64), name
 
 
-def scales_of(folder):
-    return scaled(StoredPlan.read(folder))[1]
-
-
 @pytest.mark.parametrize("kind", few(["gpipe", "zb-h1"], ("zb-h1",)))
 @pytest.mark.parametrize("activations", few(["keep", "recompute"], ("recompute",)))
-def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(tmp_path, activations, kind):
+def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(activations, kind):
     """With recompute its blocks peak in their second forward, which makes two tensors that it does not keep."""
     described = load_job(ROOT / "plans" / "convnet.toml")
     costs, schedule = {"f": None, "b": None, "w": None, "per": "rank"}, {"kind": kind, "microbatches": 5}
-    compiled = planned(tmp_path, described, schedule=schedule, memory={"activations": activations}, costs=costs)
+    compiled = planned(described, schedule=schedule, memory={"activations": activations}, costs=costs)
     found = peaks(compiled.program, compiled.costs)
-    for scale, told in zip(scales_of(tmp_path / "plan"), found, strict=True):
+    for scale, told in zip(scaled(stored(compiled))[1], found, strict=True):
         assert told.gradients == scale.held.gradients
         for one in scale.readings:
             if one.op.kind in BACK:

@@ -2,18 +2,15 @@
 
 import pytest
 
-from tests.composed import beside, toml, trained
-from tests.jobs import FREE
+from tests.composed import beside, compiled, trained
+from tests.jobs import FREE, stored
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker
 from tests.runtime.test_gradients import MODELS as KINDS
 from tests.runtime.test_gradients import PLANNED, VECTORS, check_gradients, model_of, slack, user, without_step
 from tests.threads import scaled
 from tests.tiers import few
-from zbc.compiler.compile import compile_job
 from zbc.compiler.schedules import SCHEDULES
-from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
-from zbc.plan.directory import StoredPlan
 from zbc.runtime.core import again
 from zbc.runtime.core.execute import run_step
 
@@ -78,35 +75,29 @@ def layers(mark=True):
 
 
 def of_users(name, text, folder, monkeypatch, kind="zb-h1", ways=(("keep", True), ("selective", True))):
-    """Yields the jobs that keep all activations of these layers, and that recompute selectively those marked."""
+    """Yields jobs that keep all activations of these layers, and that recompute selectively those marked."""
     (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(folder))
     for activations, mark in ways:
         job, _ = beside(schedule__kind=kind)
         sizes = {"layers": 8, "vocab": 256, "seq_len": 32}
         job["model"] = {"family": f"{name}:layers", "args": {"mark": mark}, **sizes}
-        yield activations, job | {"memory": {"activations": activations}}
+        yield job | {"memory": {"activations": activations}}
 
 
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], 1))
 def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_path, monkeypatch, kind):
     ways = [("keep", False), ("keep", True), ("selective", True)]
-    one, *others = (trained(job) for _, job in of_users("users", USERS, tmp_path, monkeypatch, kind, ways))
+    one, *others = (trained(job) for job in of_users("users", USERS, tmp_path, monkeypatch, kind, ways))
     assert others == [one, one]
-
-
-def compiled(job, folder):
-    (folder / "zbc.toml").write_text(toml(job))
-    return compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False)
 
 
 def test_what_marked_modules_save_is_planned_before_anything_ran(tmp_path, monkeypatch):
     most = []
-    for activations, job in of_users("planned_users", USERS, tmp_path, monkeypatch):
-        made = compiled(job, tmp_path)
-        made.write(tmp_path / activations)
+    for job in of_users("planned_users", USERS, tmp_path, monkeypatch):
+        made = compiled(job)
         most.append([rank.bytes for rank in made.memory])
-        held = [scale.held.peak for scale in scaled(StoredPlan.read(tmp_path / activations))[1]]
+        held = [scale.held.peak for scale in scaled(stored(made))[1]]
         assert max(most[-1]) == pytest.approx(max(held), rel=0.01)  # on others a late message is held longer
     assert sum(most[1]) < 0.9 * sum(most[0])
 
@@ -116,21 +107,21 @@ def test_where_no_gradient_goes_what_is_cheap_is_kept(tmp_path, monkeypatch):
     text = USERS.replace("*(Layer(mark) for _ in range(6))", "frozen(Layer(mark)), *(Layer(mark) for _ in range(5))")
     text = text.replace("[nn.Embedding(256, 32)", "[nn.Embedding(256, 32).requires_grad_(False)")
     text += "\ndef frozen(layer):\n    layer.norm.requires_grad_(False)\n    return layer\n"
-    found = [trained(job) for _, job in of_users("partly", text, tmp_path, monkeypatch)]
+    found = [trained(job) for job in of_users("partly", text, tmp_path, monkeypatch)]
     assert found[0] == found[1]
 
 
-def test_auto_takes_nothing_that_the_job_excludes(tmp_path):
+def test_auto_takes_nothing_that_the_job_excludes():
     """Compiled layers exclude selective recompute, but not offload."""
     job, _ = beside("compile", schedule__kind="1f1b", parallel__pp=2, **WIDE)
     job["memory"] = {"activations": "auto"}
-    most = max(rank.bytes for rank in compiled(job, tmp_path).memory)
+    most = max(rank.bytes for rank in compiled(job).memory)
     job["hardware"] = {"memory_gib": 0.8 * most / 2**30, "host_gbps": 1000.0}
-    made = compiled(job, tmp_path)
+    made = compiled(job)
     assert made.found.activations is not None and made.found.activations.chosen() == {"offload"}
 
 
-def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name(tmp_path):
+def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name():
     job, _ = beside(schedule__kind="1f1b", parallel__pp=2, **LLAMA, **WIDE)
     kept, steps = {"activations": "selective", "attention": "keep"}, {}
     for activations in ("auto", "keep", "selective", "recompute", "attention kept"):
@@ -138,7 +129,7 @@ def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name(tmp_
             job["memory"] = kept if activations == "attention kept" else {"activations": activations}
             job["hardware"] = {"memory_gib": limit}
             try:
-                made = compiled(job, tmp_path)
+                made = compiled(job)
             except ZbcError:  # it does not fit
                 continue
             steps[activations, limit] = made.step_ms

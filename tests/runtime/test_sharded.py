@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.jobs import job
+from tests.jobs import job, stored
 from tests.refusals import refused
 from tests.runtime.small_plans import make_program
 from tests.threads import losses_of, norms_of, run_threads, side_by_side
@@ -16,7 +16,6 @@ from zbc.compiler.memory import ledger
 from zbc.ir import Kind
 from zbc.job import spec
 from zbc.plan import dealing
-from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.optimizer import build_optimizer
 from zbc.runtime.core.validate import CHUNK
 from zbc.runtime.features.shards.pieces import Piece, cut, deal
@@ -145,21 +144,20 @@ def test_a_sum_stands_behind_each_run_of_backwards_but_the_last():
     assert not any(op.kind is Kind.SCATTER for _, _, op in whole), "one run of backwards for each stage"
 
 
-def of_two_pipes(folder, kind, shard):
+def of_two_pipes(kind, shard):
     """A job whose stages are on two ranks each, in two replicas, with costs that let the two close runs in turns."""
     how = {"model": {"hidden": 64, "heads": 4, "vocab": 256, "seq_len": 64}, "data": {"kind": "synthetic"}}
     how |= {"schedule": {"kind": kind, "microbatch_size": 2}, "memory": {"activations": "selective"}}
     compiled = compile_job(job(layers=4, pp=2, m=4, parallel={"dp": 2, "shard": shard}, **how))
-    compiled.write(folder)
-    return compiled, StoredPlan.read(folder)
+    return compiled, stored(compiled)
 
 
 @pytest.mark.parametrize("kind", few(["chimera-zb", "bitpipe-zb"], 1))
-def test_ranks_of_two_pipes_meet_in_one_order(kind, tmp_path):
-    compiled, plan = of_two_pipes(tmp_path / "some", kind, "gradients")
+def test_ranks_of_two_pipes_meet_in_one_order(kind):
+    compiled, plan = of_two_pipes(kind, "gradients")
     first, second = ([op for op in ops if op.kind in (Kind.SCATTER, Kind.REDUCE)] for ops in compiled.program.ranks)
     assert first == second and any(op.kind is Kind.SCATTER for op in first)
-    _, plain = of_two_pipes(tmp_path / "none", kind, "none")
+    _, plain = of_two_pipes(kind, "none")
     found, wanted = run_threads(plan, STEPS), run_threads(plain, STEPS)
     assert losses_of(found) == pytest.approx(losses_of(wanted), rel=1e-5)
     assert norms_of(found) == pytest.approx(norms_of(wanted), rel=1e-4)

@@ -10,7 +10,7 @@ from tests.jobs import toml_text
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
 from tests.runtime.test_gradients import VECTORS
-from tests.threads import each_parameter, run_threads
+from tests.threads import each_parameter, numbers, run_threads
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.context_parallel import rows_of
@@ -47,10 +47,6 @@ def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sectio
     (folder / "zbc.toml").write_text(text)
     zbc.plan(zbc.load(folder / "zbc.toml")).write(folder / "plan")
     return StoredPlan.read(folder / "plan")
-
-
-def numbers(workers):
-    return [(result.loss, result.grad_norm) for result in workers[-1].results]
 
 
 def near(workers, rel=1e-5):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import job
+from tests.jobs import job, stored
 from tests.runtime.test_freed_weights import CASES, SAMPLE, STEPS, plan_of, plan_of_case, same, weights, whole
 from tests.runtime.test_nonfinite import poisoned
 from tests.threads import last_of, losses_of, run_threads, side_by_side, watch
@@ -62,25 +62,19 @@ def three_replicas(shard="weights", m=4, exchange="one-sided"):
     return compile_job(job(kind="interleaved-1f1b", pp=2, m=m, layers=6, data={"kind": "synthetic"}, **how))
 
 
-def bits(compiled, folder, steps=4):
-    compiled.write(folder)
-    return run_threads(StoredPlan.read(folder), steps)
-
-
 @pytest.mark.parametrize("shard", ["weights", "all"])
-def test_slots_are_added_in_the_order_of_the_ranks(shard, tmp_path, monkeypatch):
+def test_slots_are_added_in_the_order_of_the_ranks(shard, monkeypatch):
     """Three numbers: another order would give another sum."""
     compiled = three_replicas(shard)
     assert (Kind.SCATTER in {op.kind for _, _, op in compiled.program}) == (shard == "all")
-    plain = bits(compiled, tmp_path / "plain")
-    met = bits(three_replicas(shard, exchange="collective"), tmp_path / "met")
+    plain, met = (run_threads(stored(one), 4) for one in (compiled, three_replicas(shard, exchange="collective")))
     if shard == "weights":  # a hub sums in that order, too
         same(plain, met)
     assert losses_of(plain) == pytest.approx(losses_of(met), abs=1e-5)  # runs of backwards are summed before ranks
     for seed in range(2):
         with monkeypatch.context() as patch:
             late(patch, seed)
-            same(bits(compiled, tmp_path / f"late-{seed}"), plain)
+            same(run_threads(stored(compiled), 4), plain)
 
 
 def test_a_step_that_is_skipped_leaves_rows_as_they_were():
