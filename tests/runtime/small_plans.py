@@ -18,7 +18,7 @@ from zbc.compiler.check import check_all
 from zbc.compiler.memory.host import slabs
 from zbc.compiler.passes.gather_weights import GatherWeights
 from zbc.compiler.schedules import Request, find
-from zbc.ir import Op, Placement, Program
+from zbc.ir import Kind, Op, Placement, Program
 from zbc.job import spec
 from zbc.ops import WORDS
 from zbc.plan.directory import Boundary, RampPlan, RankPlan, StoredPlan, assemble
@@ -85,14 +85,17 @@ def make_plan(
     words: Sequence[int] | None = None,
     tokens: Sequence[int] = (),
 ) -> StoredPlan:
-    """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut at `cuts`.
+    """The plan of a program, whose updates and shared words are those of the optimizer and the model unless these say
+    otherwise; `keep` drops ops from it. Layers are dealt evenly, or cut at `cuts`.
 
     `rows`: starts of the slices of microbatches, and the end of the sequence; `words`: the first words of ranks in a
     shared vocabulary, by default even; `tokens`: of the rows of each microbatch.
     """
+    kinds = {op.kind for ops in program.ranks for op in ops}
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
     program = replace(program.with_ranks(ranks, by="test"), node=tuple(node) if node else None, order=tuple(order))
-    checked = spec.Model.model_validate(model)
+    words_too = program.tied and ":" not in model["family"]
+    checked = spec.Model.model_validate({"ties": True, **model} if words_too else model)
     names = [f"layers.{i}" for i in range(checked.layers)]
     names = ["embed", *names, "head"] if checked.builtin else names
     stages = program.placement.stages
@@ -102,8 +105,9 @@ def make_plan(
         words = [(checked.vocab or 0) * rank // count for rank in range(count + 1)]
     plain = partial(BaseModel.model_dump, mode="json")
     told = {"data": plain(spec.Data.model_validate(data))}
+    updates = "two-versions" if program.cyclic else "post-validate" if Kind.COMMIT in kinds else "before-step"
     chosen = {key: value for key, value in (optimizer or {}).items() if key != "zero1"}  # the program says that
-    told |= {"optimizer": plain(spec.Optimizer.model_validate(chosen))}
+    told |= {"optimizer": plain(spec.Optimizer.model_validate({"sync": updates, **chosen}))}
     told |= {} if checkpoint is None else {"checkpoint": checkpoint}
     manifest, _ = assemble(
         program,
@@ -193,12 +197,14 @@ def reference(
     frozen: Callable[[int, int], set[str]] = lambda step, mb: set(),
     *,
     delayed: bool = False,
+    feedback: float = 0.0,
     read: Callable[[Batches], Any] = lambda batches: batches,
 ) -> Reference:
     """Trains the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch.
 
-    `delayed`: the gradients of a step are those of the weights before the last step. `read`: makes the microbatches
-    that are trained from those of the plan's data.
+    `delayed`: the gradients of a step are those of the weights before the last step; `feedback`: the share of what the
+    update before was off by that the next one makes good. `read`: makes the microbatches that are trained from those of
+    the plan's data.
 
     `frozen` names the layers, or modules inside, that a microbatch does not train; gradients are means over the other
     microbatches.
@@ -231,7 +237,7 @@ def reference(
     scale, growth = said if isinstance(said, tuple) else (said, 2000)
     scaler = torch.amp.GradScaler("cpu", scale, growth_interval=growth, enabled=low == torch.float16)
     result = Reference([])
-    before = [p.data.clone() for p in weights.values()]
+    before, last = [p.data.clone() for p in weights.values()], list[torch.Tensor]()
     for step in range(steps):
         newest = [p.data for p in weights.values()]
         for p, older in zip(weights.values(), before if delayed else newest, strict=True):
@@ -276,6 +282,11 @@ def reference(
             )
         step_it = None if optimizer is None else partial(scaler.step, optimizer)
         _step(step_it, clip, norm, [*zip(weights.values(), masters.values(), strict=True)])
+        if feedback:
+            moved = [p.data - older for p, older in zip(weights.values(), before, strict=True)]
+            for p, now, then in zip(weights.values(), moved, last or moved, strict=True):
+                p.data += feedback * (now - then)
+            last = moved
         scaler.update()
     result.weights = {name: p.detach().clone() for name, p in weights.items()}
     return result
@@ -298,22 +309,18 @@ def descend(
     loss: Callable[[], Any],
     *,
     delayed: bool = False,
-    feedback: float = 0.0,
 ) -> list[Any]:
     """Plain gradient descent at a rate of 0.3 in one process: the results of `loss` for each step, whose last number it
-    minimizes; `delayed`: by the gradients of the weights before the last step; `feedback`: the share of what the update
-    before was off by that the next one makes good."""
-    found, before, last = [], [p.data.clone() for p in weights.values()], None
+    minimizes; `delayed`: by the gradients of the weights before the last step."""
+    found, before = [], [p.data.clone() for p in weights.values()]
     for _ in range(steps):
         newest = [p.data.clone() for p in weights.values()]
         for p, older in zip(weights.values(), before if delayed else newest, strict=True):
             p.data = older.clone()
         before, told = newest, loss()
         grads = torch.autograd.grad(told[-1], list(weights.values()), allow_unused=True)
-        moved = [0.0 * new if grad is None else -0.3 * grad for new, grad in zip(newest, grads, strict=True)]
-        for p, new, step, old in zip(weights.values(), newest, moved, last or moved, strict=True):
-            p.data = new + step + feedback * (step - old)
-        last = moved
+        for p, new, grad in zip(weights.values(), newest, grads, strict=True):
+            p.data = new if grad is None else new - 0.3 * grad
         found.append(tuple(number.item() for number in told))
     return found
 

@@ -83,17 +83,20 @@ WAYS = [("1f1b", 4, 1, "before-step"), ("zb-v", 2, 2, "before-step"), ("dualpipe
         ("interleaved-1f1b", 2, 1, "before-step")]  # fmt: skip
 
 
-def plan_of(way, how="add", places=(0, 2, 3), *, m=4, slices=1, clip=None, model=None, kept=0.0, **options):
+def planned(way, model, data, samples, *, m=4, slices=1, clip=None, kept=0.0, **options):
+    """A plan whose steps have all samples that are not kept for evaluation."""
     schedule, p, copies, sync = way
     program = make_program(schedule, p, m, copies=copies, slices=slices, sync=sync)
+    optimizer = {"kind": "sgd", "lr": 0.3, "weight_decay": 0.0, "clip_grad_norm": clip}
+    options |= {"rows": (0, 2, 4)} if slices == 2 else {}
+    size, data = int(samples * (1 - kept)) // (m * copies), data | ({"validation": kept} if kept else {})
+    return make_plan(program, model=model, data=data, size=size, optimizer=optimizer, **options)
+
+
+def plan_of(way, how="add", places=(0, 2, 3), *, model=None, **options):
     args = {"how": how, "places": list(places)}
-    model = {"family": f"{__name__}:layers", "layers": 4, "loss": "mse", "args": args, **(model or {})}
-    optimizer = {"kind": "sgd", "lr": 0.3, "sync": sync, "weight_decay": 0.0, "clip_grad_norm": clip}
-    data = {"kind": f"{__name__}:Rows", **({"validation": kept} if kept else {})}
-    rows = {"rows": (0, 2, 4), "model": {**model, "seq_len": 4}} if slices == 2 else {"model": model}
-    return make_plan(
-        program, data=data, size=int(SAMPLES * (1 - kept)) // (m * copies), optimizer=optimizer, **rows, **options
-    )
+    chosen = {"family": f"{__name__}:layers", "layers": 4, "loss": "mse", "seq_len": 4, "args": args, **(model or {})}
+    return planned(way, chosen, {"kind": f"{__name__}:Rows"}, SAMPLES, **options)
 
 
 def one_process(places, steps, *, delayed=False):
@@ -199,15 +202,10 @@ LOSSES = {"cross_entropy": (model.cross_entropy, -100), f"{HERE}:own": (own, -10
 OUT = torch.randn((4, LENGTH, WORDS), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def padded(counts, way=WAYS[0], loss="cross_entropy", *, slices=1, m=4, kept=0.0, **options):
-    schedule, p, copies, sync = way
-    chosen = {"family": f"{HERE}:layers", "layers": 4, "loss": loss}
-    program = make_program(schedule, p, m, copies=copies, slices=slices, sync=sync)
-    optimizer = {"kind": "sgd", "lr": 0.3, "sync": sync, "weight_decay": 0.0}
+def padded(counts, way=WAYS[0], loss="cross_entropy", **options):
     args = {"counts": counts, "ignored": LOSSES.get(loss, (None, -100))[1]}
-    data = {"kind": f"{HERE}:Padded", "args": args, **({"validation": kept} if kept else {})}
-    size = int(len(counts) * (1 - kept)) // (m * copies)
-    return make_plan(program, model=chosen, data=data, size=size, optimizer=optimizer, **options)
+    chosen = {"family": f"{HERE}:layers", "layers": 4, "loss": loss}
+    return planned(way, chosen, {"kind": f"{HERE}:Padded", "args": args}, len(counts), **options)
 
 
 def whole_batch(plan, loss, steps):
@@ -245,15 +243,14 @@ def test_drawn_padding_trains_as_one_batch_in_one_process(examples):
 
 @pytest.mark.parametrize("loss", ["cross_entropy", f"{HERE}:own"])
 def test_targets_that_do_not_count_weigh_nothing_in_slices(loss):
-    hold_padded(padded([1, 0, 4, 2, 0, 0, 3, 0], ("1f1b", 2, 1, "before-step"), loss, slices=2, rows=(0, 2, 4)), loss)
+    hold_padded(padded([1, 0, 4, 2, 0, 0, 3, 0], ("1f1b", 2, 1, "before-step"), loss, slices=2), loss)
 
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("loss", ["cross_entropy", f"{HERE}:own"])
 def test_evaluation_is_one_mean_over_all_that_count(loss, slices):
     counts = [1, 0, 4, 2, 0, 0, 3, 0] * 2
-    rows = (0, 2, 4) if slices == 2 else ()
-    how = {"slices": slices, "rows": rows, "kept": 0.5, "train": {"eval_every": 1}}
+    how = {"slices": slices, "kept": 0.5, "train": {"eval_every": 1}}
     workers = run_threads(padded(counts, ("1f1b", 2, 1, "before-step"), loss, **how), 1)
     found = workers[0].evaluation.results[0]
     x = Padded(counts).x[8:]

@@ -37,11 +37,9 @@ TWO = {"every": 2}
 
 def plan(schedule="1f1b", p=2, m=4, *, dp=1, checkpoint=TWO, model=SMALL, optimizer=ADAMW, seed=7, size=1, **how):
     """`m` microbatches over all copies; `zero1`, `ahead` and `tied` as their keys in a job say."""
-    optimizer = {**optimizer, **({"zero1": True} if how.get("zero1") else {})}
     sync = "post-validate" if how.get("ahead") else "before-step"
     tied = bool(model.get("ties")) and (p > 1)
     program = make_program(schedule, p, m // dp, sync=sync, copies=dp, tied=tied, sharded=bool(how.get("zero1")))
-    optimizer = {**optimizer, "sync": sync}
     data = how.get("data", {"kind": "synthetic"})
     return make_plan(program, model=model, data=data, optimizer=optimizer, size=size, checkpoint=checkpoint, seed=seed)
 

@@ -75,20 +75,6 @@ class Event:
         return other.at - self.at
 
 
-def fake_torch(streams):
-    """A fake of torch for a module that uses events of `streams`, by the number of the device.
-
-    A wait for a whole device fails.
-    """
-
-    def synchronize(*_):
-        raise AssertionError("waits for the whole device")
-
-    current = {"current_stream": lambda device: streams[device.index], "set_device": lambda device: None}
-    cuda = SimpleNamespace(Event=lambda enable_timing=False: Event(), synchronize=synchronize, **current)
-    return SimpleNamespace(cuda=cuda)
-
-
 class Rank:
     """The host of a rank and its device; ops are compute ops of 10 ms."""
 
@@ -108,9 +94,11 @@ class Rank:
 
 @pytest.fixture
 def streams(monkeypatch):
-    """The streams of the devices, by their number."""
-    found = {}
-    monkeypatch.setattr(cuda, "torch", fake_torch(found))
+    """The streams of the devices, by their number, for a fake of torch; a wait for a whole device fails."""
+    found, whole = {}, Mock(side_effect=AssertionError("waits for the whole device"))
+    current = {"current_stream": lambda device: found[device.index], "set_device": lambda device: None}
+    fake = SimpleNamespace(Event=lambda enable_timing=False: Event(), synchronize=whole, **current)
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=fake))
     return found
 
 
@@ -244,7 +232,7 @@ def test_steps_take_their_busy_times_from_events(streams, sync):
         stop = made.stop
         made.stop = lambda began: stream.launch(10) or stop(began)
 
-    plan = make_plan(make_program("zb-h1", 2, 4, sync=sync), optimizer={"sync": sync})
+    plan = make_plan(make_program("zb-h1", 2, 4, sync=sync))
     workers, expected = run_threads(plan, 3, setup=setup), run_threads(plan, 3)[0].results
     ops = [sum(op.kind.computes for op in rank) / 100 for rank in plan.program.ranks]
     for worker in workers:

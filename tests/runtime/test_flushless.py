@@ -7,12 +7,9 @@ import torch
 
 from tests.composed import planned, settings
 from tests.refusals import refused
-from tests.runtime import one_by_one
 from tests.runtime.small_plans import (
     GPT,
     LLAMA,
-    Reference,
-    descend,
     hold,
     make_plan,
     make_program,
@@ -29,9 +26,6 @@ from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import InPlace
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.unflushed.versions import TwoVersions
-from zbc.training.building.context import Settings
-from zbc.training.data.data import Batches, build_samples
-from zbc.training.models.model import cross_entropy
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 OPTIMIZERS = {"adamw": ADAMW, "sgd": {"kind": "sgd", "lr": 0.1}}
@@ -45,7 +39,7 @@ SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 
 def plan_of(schedule="1f1b", p=2, m=3, v=1, *, dp=1, optimizer=ADAMW, **options):
     program = make_program(schedule, p, m, v, sync="two-versions", copies=dp)
-    return make_plan(program, optimizer={**optimizer, "sync": "two-versions"}, **options)
+    return make_plan(program, optimizer=optimizer, **options)
 
 
 def check(plan, steps, *, tolerance=0.0, **options):
@@ -176,7 +170,7 @@ def test_weights_that_are_not_here_and_what_a_step_leaves_behind_are_e703():
         TwoVersions(InPlace({}, None)).before(None, 2)
     # The last backward of a step is missing: the activations of its forward do not belong to the next step.
     program = make_program("1f1b", 2, 3, sync="two-versions")
-    plan = make_plan(program, optimizer={**ADAMW, "sync": "two-versions"}, keep=lambda op: str(op) != "BW s1 m2")
+    plan = make_plan(program, optimizer=ADAMW, keep=lambda op: str(op) != "BW s1 m2")
     with refused("E703"):
         run_threads(plan, 3)
 
@@ -195,24 +189,4 @@ def test_an_update_makes_good_what_the_last_one_was_off_by():
     """In plain gradient descent, step by step: u(t) is -0.3 times the gradient at W(t)."""
     plan = planned(fed(kind="sgd", lr=0.3, weight_decay=0.0))
     workers = run_threads(plan, 5)
-    hold(workers, by_hand(plan, 5), tolerance=5e-6, near=1e-6)
-
-
-def by_hand(plan, steps):
-    batch, chosen, at = plan.manifest.topology.batch, Settings.of(plan.manifest), iter(range(steps))
-    samples = build_samples(chosen.data, chosen.model, 3)
-    batches = Batches(samples, seed=3, microbatches=batch, size=plan.manifest.microbatch_size)
-    layers = one_by_one.built(plan)
-    weights = {f"{name}.{local}": p for name, module in layers.items() for local, p in module.named_parameters()}
-
-    def told():
-        step, total = next(at), 0.0
-        for mb in range(batch):
-            x = batches.inputs(step, mb)
-            for module in layers.values():
-                x = module(x)
-            total = total + cross_entropy(x, batches.targets(step, mb)) / batch
-        return (total,)
-
-    found = descend(weights, steps, told, delayed=True, feedback=1.0)
-    return Reference([loss for (loss,) in found], weights=weights)
+    hold(workers, reference(plan, 5, delayed=True, feedback=1.0), tolerance=5e-6, near=1e-6)

@@ -23,18 +23,17 @@ from zbc.training.guest import Skips, origin
 
 PARAMETER = "up.weight"
 WAYS = {
-    "barrier": ("zb-h1", {}, {}),
-    "post-validate": ("zb-v", {"sync": "post-validate"}, {}),
-    "two copies": ("1f1b", {"copies": 2}, {}),
-    "two copies, zero1": ("1f1b", {"copies": 2, "sharded": True}, {"zero1": True}),
-    "weights come and go": ("breadth-first", {"copies": 2, "sharded": True, "resident": 1}, {}),
+    "barrier": ("zb-h1", {}),
+    "post-validate": ("zb-v", {"sync": "post-validate"}),
+    "two copies": ("1f1b", {"copies": 2}),
+    "two copies, zero1": ("1f1b", {"copies": 2, "sharded": True}),
+    "weights come and go": ("breadth-first", {"copies": 2, "sharded": True, "resident": 1}),
 }
 
 
 def plan_for(way="barrier", **train):
-    schedule, how, options = WAYS[way]
-    optimizer = {"clip_grad_norm": 1e6, **options, **({"sync": how["sync"]} if "sync" in how else {})}
-    return make_plan(make_program(schedule, 2, 4, **how), optimizer=optimizer, train=train)
+    schedule, how = WAYS[way]
+    return make_plan(make_program(schedule, 2, 4, **how), optimizer={"clip_grad_norm": 1e6}, train=train)
 
 
 def poisoned(steps, layer="layers.3"):

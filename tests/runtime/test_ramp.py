@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.small_plans import GPT, hold, make_plan, make_program, parameters, ramped, reference
+from tests.runtime.small_plans import hold, make_plan, make_program, parameters, ramped, reference
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.job.learning_rate import RateSchedule
@@ -19,14 +19,12 @@ FULL = 4
 STEPS = 5
 
 
-def growing(schedule, p=2, *, optimizer=FAST, copies=1, tied=False, **how):
+def growing(schedule, p=2, *, sync="before-step", copies=1, **how):
     """A plan with 1, 3, then 4 microbatches per step."""
-    sync, sharded = optimizer.get("sync", "before-step"), optimizer.get("zero1", False)
 
     def plan(m):
-        program = make_program(schedule, p, m, sync=sync, copies=copies, sharded=sharded, tied=tied)
-        model = {**GPT, "ties": tied}
-        return make_plan(program, **{"model": model, "optimizer": optimizer, "steps": STEPS, **how})
+        program = make_program(schedule, p, m, sync=sync, copies=copies)
+        return make_plan(program, **{"optimizer": FAST, "steps": STEPS, **how})
 
     return ramped(plan(FULL), *((plan(m), steps) for m, steps in PHASES))
 
@@ -96,7 +94,7 @@ BROKEN_OFF = [(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, 
 @pytest.mark.parametrize(("after", "sync"), few(BROKEN_OFF, [(2, "post-validate")]))
 def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, sync):
     """With another schedule and other ranks: step, position in the data and rate equal the uninterrupted run's."""
-    how = {"optimizer": {**FAST, "sync": sync}, "checkpoint": {"every": 1, "keep": 9}}
+    how = {"sync": sync, "checkpoint": {"every": 1, "keep": 9}}
     whole = run_threads(growing("1f1b", **how), STEPS, folder=tmp_path)
     rest = run_threads(growing("zb-v", p=3, **how), STEPS, folder=tmp_path / "rest", resume=folder_of(tmp_path, after))
     assert losses_of(rest) == losses_of(whole)[after:]

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
 from zbc.ir import COPY, Message, Op, Placement, Program
 from zbc.ops import TIED, VALUES, At, Kind, Ref, Scope
@@ -171,11 +171,9 @@ def sizes(tensors):
 def watched(name):
     """Every op of a run with its accesses, by rank."""
     how = PLANS[name]
-    model = {**GPT, "ties": True} if how.get("tied") else RESIDUAL
-    data = {} if how.get("tied") else {"data": VECTORS}
-    optimizer = {"sync": how.get("sync", "before-step"), "clip_grad_norm": 1e6}
+    model = {} if how.get("tied") else {"model": RESIDUAL, "data": VECTORS}
     program = Program(**GROUPED) if name == "groups" else make_program(**how)
-    plan = make_plan(program, model=model, optimizer=optimizer, **data)
+    plan = make_plan(program, optimizer={"clip_grad_norm": 1e6}, **model)
     watches = []
     run_threads(plan, STEPS, setup=lambda worker: watches.append(Watch(worker)))
     return [(watch.worker, *entry) for watch in watches for entry in watch.seen]

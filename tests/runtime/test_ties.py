@@ -65,9 +65,7 @@ COPIED += [("zb-h1", 4, {"sync": "post-validate"})]
 
 @pytest.mark.parametrize(("schedule", "p", "how"), few(COPIED, lambda way: way[0] != "zb-v"))
 def test_all_copies_of_a_weight_stay_one(schedule, p, how):
-    plan = plan_of(
-        schedule, p, **how, optimizer={"lr": 1e-2, "clip_grad_norm": 0.5, "sync": how.get("sync", "before-step")}
-    )
+    plan = plan_of(schedule, p, **how, optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
     workers, expected = run_threads(plan, 3), reference(plan, 3)
     for owner in set(TIES.values()):
         held = copies(workers, owner)

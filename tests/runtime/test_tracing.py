@@ -53,8 +53,7 @@ CASES |= {"sharded": ("1f1b", {"copies": 2, "sharded": True}), "no barrier": ("z
 
 def plan_of_case(case):
     schedule, how = CASES[case]
-    program = make_program(schedule, 2, 4, **how)
-    return make_plan(program, optimizer={"sync": how.get("sync", "before-step"), "zero1": how.get("sharded", False)})
+    return make_plan(make_program(schedule, 2, 4, **how))
 
 
 @pytest.mark.parametrize("case", few(CASES, ("zb-v", "sharded")))

@@ -51,9 +51,7 @@ def unequal(
     def one(m):
         program = make_program(schedule, p, m, copies=copies, sharded=zero1, sync=sync)
         program = replace(freeing(schedule, p, m, resident, 2), one_sided=one_sided) if resident else program
-        return make_plan(
-            program, model=model, data=data, optimizer={**SGD, "zero1": zero1, "sync": sync}, size=rows, **how
-        )
+        return make_plan(program, model=model, data=data, optimizer=SGD, size=rows, **how)
 
     plans = {m: one(m) for m in range(1, most + 1)}
     assert not [*order_problems([plan.program for plan in plans.values()])]

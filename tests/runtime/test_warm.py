@@ -47,14 +47,10 @@ CASES = {
 
 def plan_for(case):
     how = dict(case)
-    model, sync = how.pop("model", GPT), how.pop("sync", "before-step")
-    made = {name: how.pop(name) for name in ("activations", "data", "train", "tokens") if name in how}
-    optimizer = {"sync": sync, "zero1": how.get("sharded", False), **how.pop("optimizer", {})}
-    if how.get("tied"):
-        model = {**model, "ties": True}
-    moves = how.pop("moves", False)
-    program = make_program(how.pop("schedule"), how.pop("p", 2), 4, sync=sync, **how)
-    return make_plan(moved(program) if moves else program, model=model, optimizer=optimizer, **made)
+    parts = ("model", "optimizer", "activations", "data", "train", "tokens")
+    made, moves = {name: how.pop(name) for name in parts if name in how}, how.pop("moves", False)
+    program = make_program(how.pop("schedule"), how.pop("p", 2), 4, **how)
+    return make_plan(moved(program) if moves else program, **made)
 
 
 def warm_up(worker):
