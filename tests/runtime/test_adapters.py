@@ -16,7 +16,7 @@ from tests.refusals import refused
 from tests.runtime.small_plans import LLAMA, hold, make_plan, make_program, make_worker, parameters, reference
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_gradients import VECTORS
-from tests.runtime.test_pretrained import MODELS, of_folder
+from tests.runtime.test_pretrained import MODELS, in_files, of_folder
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.job import adapterfolder
@@ -25,7 +25,6 @@ from zbc.job.spec import Adapter
 from zbc.runtime.core.slot import Slot, using
 from zbc.training.building.context import Settings
 from zbc.training.models import adapters, pretrained
-from zbc.training.models.experts import stacks_of, unstacked
 
 # torch hides this warning while it compiles, which fails if several threads do.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -70,17 +69,11 @@ class Lora(nn.Module):
         return weights + self.scale * ((ups @ downs).mT if self.turned else ups @ downs).view_as(weights)
 
 
-def in_files(worker):
-    """The weights of a rank by their names in files."""
-    named = (pair for stage in worker.stages.values() for pair in stage.parameters.items())
-    return dict(unstacked(named, stacks_of(worker)))
-
-
 def tensors_of(workers):
     """The adapters of a run as peft calls them."""
     settings = Settings.of(workers[0].plan.manifest)
-    found = {name: p for worker in workers for name, p in in_files(worker).items()}
-    tensors = {k: t.clone() for k, t in adapters.tensors_of(settings.adapter, settings.model, found).items()}
+    found = adapters.tensors_of(settings.adapter, settings.model, in_files(*workers))
+    tensors = {name: tensor.clone() for name, tensor in found.items()}
     adapterfolder._stacked(tensors)
     return tensors
 
@@ -313,7 +306,7 @@ def test_files_have_the_names_that_peft_publishes(folders, tmp_path, kind, targe
 def test_merged_weights_compute_what_adapters_beside_them_do(folders, tmp_path, kind, targets):
     plan = plan_of(folders(kind), targets)
     workers, settings = run_threads(plan, 3), Settings.of(plan.manifest)
-    found = {name: p for worker in workers for name, p in in_files(worker).items()}
+    found = in_files(*workers)
     merged = adapters.merged(settings.adapter, settings.model, found)
     assert merged.keys() == {name for name in found if ".lora." not in name}
     files = {name: t.detach().contiguous() for name, t in pretrained.tensors_of(settings.model, merged).items()}

@@ -126,11 +126,6 @@ def of_experts(ops):
     return {(op.kind, home_of(op.stage)) for op in ops if op.stage <= EXPERTS}
 
 
-def routed(names):
-    """The stages with a block, which has experts, by the names of their layers."""
-    return {s for s, own in enumerate(names) if any(name.startswith("layers.") for name in own)}
-
-
 WITH = [
     *({"parallel": {"shard": shard}} for shard in ("none", "optimizer", "weights", "gradients", "all")),
     {"parallel": {"shard": "weights", "exchange": "one-sided"}},
@@ -159,7 +154,8 @@ def test_a_stage_without_experts_has_no_ops_of_any(way):
         except ZbcError as error:
             assert error.code.startswith("E1"), error  # what does not go together
             continue
-        ops, those = [op for _, _, op in found.program], routed(found.layers)
+        ops = [op for _, _, op in found.program]
+        those = {s for s, names in enumerate(found.layers) if any(name.startswith("layers.") for name in names)}
         steps = {stage for kind, stage in of_experts(ops) if kind in (Kind.STEP, Kind.TENTATIVE)}
         assert steps == {stage for _, stage in of_experts(ops)} == those
         assert {*found.program.dense} == {*range(stages)} - those

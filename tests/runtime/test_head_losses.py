@@ -1,12 +1,13 @@
 """Losses of built-in heads: by chunks, with a z loss, with label smoothing; all equal to plain torch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tests.jobs import job
-from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, plain_loss
 from tests.runtime.test_gradients import without_step
 from tests.runtime.test_slices import check_gradients
 from tests.tiers import few
@@ -21,12 +22,6 @@ WITHOUT = {key: value for key, value in ALL.items() if key != "loss_chunk"}
 V, H, N = 37, 12, 23
 
 
-def plainly(x, weight, targets, z, smoothing):
-    logits = x @ weight.t()
-    counted = logits[targets != -100].logsumexp(-1).square().mean()
-    return functional.cross_entropy(logits, targets, label_smoothing=smoothing) + z * counted
-
-
 @pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (0.03, 0.0), (0.0, 0.2), (0.03, 0.2)])
 @pytest.mark.parametrize("size", [1, 4, 23, 100])
 def test_loss_and_both_gradients_by_chunks_are_those_of_plain_torch(size, z, smoothing):
@@ -34,7 +29,8 @@ def test_loss_and_both_gradients_by_chunks_are_those_of_plain_torch(size, z, smo
     x, targets = torch.randn(N, H, dtype=torch.float64, requires_grad=True), torch.randint(0, V, (N,))
     targets[::4] = -100
     layer = nn.Linear(H, V, bias=False, dtype=torch.float64)
-    expected = plainly(x, layer.weight, targets, z, smoothing)
+    terms = SimpleNamespace(loss="cross_entropy", z_loss=z, label_smoothing=smoothing)
+    expected = plain_loss(terms)(layer(x), targets)
     wanted = torch.autograd.grad(expected * 3, (x, layer.weight))
     loss = cross_entropy(V, Terms(z, smoothing, smoothing / V), chunks=Chunks(layer, size))
     slot = Slot()

@@ -126,10 +126,6 @@ def test_on_a_gpu_a_norm_is_one_kernel():
     }
 
 
-def collectives(**changes):
-    return dry.profile(job(**changes)).layers["block"].collectives
-
-
 ROWS = 2 * 16 * 32 * 4  # bytes of the tokens of a microbatch
 
 
@@ -156,7 +152,7 @@ ROWS = 2 * 16 * 32 * 4  # bytes of the tokens of a microbatch
     ],
 )
 def test_collectives_inside_of_ops_are_told_in_order(changes, forward, backward):
-    found = collectives(**changes)
+    found = dry.profile(job(**changes)).layers["block"].collectives
     assert (found["f"], found["b"]) == (forward, backward) and "w" not in found
 
 

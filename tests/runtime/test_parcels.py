@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -52,12 +53,7 @@ def same(one, other):
     return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
 
 
-def late():
-    return Poisoning(late=True)
-
-
-def early():
-    return Poisoning(late=False)
+late, early = partial(Poisoning, late=True), partial(Poisoning, late=False)
 
 
 def hold(program, copier=late, **options):

@@ -21,7 +21,7 @@ from zbc.errors import ZbcError
 from zbc.job import hfconfig, hffolder
 from zbc.job.hffolder import INDEX, SINGLE
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.optimizer import counted
+from zbc.runtime.core.optimizer import primary
 from zbc.training.building.context import Settings
 from zbc.training.models import pretrained
 from zbc.training.models.experts import stacks_of, unstacked
@@ -88,9 +88,9 @@ def model_in(folder):
     return hfconfig.model_of(hfconfig.read_config(folder), "config.json")
 
 
-def tensors_of(model, worker, *begun):
-    named = [item for one in counted(worker) for item in one.parameters.items()]
-    return pretrained.tensors_of(model, dict(unstacked(named, stacks_of(worker))), *begun)
+def in_files(*workers):
+    """The weights of ranks by their names in files."""
+    return {name: p for worker in workers for name, p in unstacked(primary(worker).items(), stacks_of(worker))}
 
 
 def close(logits, peer, tokens):
@@ -139,13 +139,6 @@ def test_logits_are_those_of_transformers(folders, name, p):
         close(logits, peer, tokens)
 
 
-def test_shorter_sequences_take_the_first_positions(folders):
-    folder, peer = folders("gpt2")
-    ((tokens, logits), *_), _ = logits_of(plan_of(folder, 2, seq_len=9))
-    assert tokens.shape[1] == 9
-    close(logits, peer, tokens)
-
-
 def test_a_folder_in_several_files_old_names_and_half_precision(folders, tmp_path):
     """The first GPT-2 on the hub has no prefix and its masks as buffers; weights may be 16 bits wide."""
     folder, peer = folders("gpt2")
@@ -188,7 +181,7 @@ def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, 
     model = model_in(source).model_copy(update={"ties": False})
     target = tmp_path / "out"
     hffolder.check_target(target, model)
-    parts = enumerate(tensors_of(model, worker) for worker in workers)
+    parts = enumerate(pretrained.tensors_of(model, in_files(worker)) for worker in workers)
     hffolder.write_index(target, model, [hffolder.write_shard(target, number, p, part) for number, part in parts])
     assert sorted(f.name for f in target.iterdir()) == sorted(
         ["config.json", INDEX, *(f"model-{i + 1:05d}-of-{p:05d}.safetensors" for i in range(p))]
@@ -228,7 +221,7 @@ def test_what_training_leaves_alone_stays_as_it_was_in_the_folder_it_began_with(
         (source / file).write_text(text)
     plan = plan_of(source, 1, seq_len=SEQ // 2, ties=hfconfig.model_of(config, "").tie_embeddings)
     model = Settings.of(plan.manifest).model
-    tensors = tensors_of(model, make_worker(plan, rank=0), source)
+    tensors = pretrained.tensors_of(model, in_files(make_worker(plan)), source)
     hffolder.check_target(target, model)
     said = hffolder.write_index(target, model, [hffolder.write_shard(target, 0, 1, tensors)], source)
     found = hfconfig.read_config(target)

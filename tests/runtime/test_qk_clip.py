@@ -9,7 +9,7 @@ import torch
 
 from tests.jobs import job
 from tests.runtime.test_tensor_parallel import evaluated_alike, hold_parts, near, numbers, plan_of
-from tests.threads import each_layer, run_threads
+from tests.threads import each_layer, each_parameter, run_threads
 from tests.tiers import few
 from zbc.compiler.cost.estimate import layers
 from zbc.plan import dealing
@@ -156,12 +156,7 @@ def test_below_the_bound_a_training_keeps_its_bits(more, tmp_path):
 
 
 def weights(workers):
-    return {
-        (worker.rank, name): parameter.detach().clone()
-        for worker in workers
-        for stage in worker.stages.values()
-        for name, parameter in stage.parameters.items()
-    }
+    return {(worker.rank, name): p.detach().clone() for worker, name, p in each_parameter(workers)}
 
 
 def test_replicas_that_average_weights_scale_their_own(tmp_path):

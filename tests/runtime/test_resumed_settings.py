@@ -7,7 +7,6 @@ from zbc.job.trained import PRECISION, differences
 
 LLAMA = {"family": "llama", "layers": 4, "hidden": 16, "heads": 4, "vocab": 31, "seq_len": 16}
 MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 8, "balance_loss": 0.01}
-GPT = {"family": "gpt", "layers": 2, "hidden": 16, "heads": 4, "vocab": 31, "seq_len": 16}
 OWN = {"family": "mine:make", "layers": 3}
 CHANGES = {  # key -> a model, and what it is changed to
     "family": (OWN, {"family": "mine:others"}),

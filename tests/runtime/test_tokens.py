@@ -330,13 +330,9 @@ def test_samples_with_odd_ids_are_refused_by_sample_and_id_and_others_never(exam
 
 
 def plans(way, odd, **more):
-    data, model = data_of(odd, **more.pop("data", {})), WORDS
-    if way == "shared":
-        return make_plan(shared_program("1f1b", 2, 2, 1), model=model, data=data, **more)
-    if way == "tp":
-        return make_plan(make_program("1f1b", 2, 2, tp=2), model=model, data=data, **more)
-    model = {**WORDS, "loss_chunk": 8} if way == "chunked" else WORDS
-    return make_plan(make_program("1f1b", 2, 2), model=model, data=data, **more)
+    data, model = data_of(odd, **more.pop("data", {})), {**WORDS, "loss_chunk": 8} if way == "chunked" else WORDS
+    program = shared_program("1f1b", 2, 2, 1) if way == "shared" else make_program("1f1b", 2, 2, tp=1 + (way == "tp"))
+    return make_plan(program, model=model, data=data, **more)
 
 
 @pytest.mark.parametrize("which", [0, 1])
