@@ -177,11 +177,6 @@ def test_sharing_out_the_optimizer_and_no_barrier_change_no_bit(schedule, p, cop
     same(plain, other)
 
 
-def test_every_weight_is_written_down_from_one_rank():
-    workers = run_threads(copies_of("zb-h1", 2, 4, 2, tied=True, optimizer={"zero1": True}), 1)
-    assert sorted(name for worker in workers for name in primary(worker)) == sorted(parameters(workers))
-
-
 @pytest.mark.parametrize("pipes", [FORK, FOLD, THREE])
 @pytest.mark.parametrize("split", few([False, True], (True,)))
 def test_ranks_may_hold_different_numbers_of_stages_and_pipes_leave_some_out(pipes, split):

@@ -10,12 +10,8 @@ from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads, side_by_side
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
-from zbc.runtime import handlers
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.transports.hub import Hub
-
-HERE = "tests.runtime.user_models"
 
 ONE, TWO = Placement.linear(1), Placement.linear(2)
 FIRST = "F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, VALIDATE, STEP s0"
@@ -30,16 +26,7 @@ def fails(plan, steps=1, setup=None):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_ops_run_exactly_as_written(schedule, monkeypatch):
-    ran = {}
-    for kind, handler in HANDLERS.items():
-
-        def record(worker, op, handler=handler):
-            ran.setdefault(worker.plan.rank, []).append(op)
-            handler(worker, op)
-
-        monkeypatch.setitem(handlers.HANDLERS, kind, record)
-    assert HANDLERS.keys() == set(Kind)
+def test_ops_run_exactly_as_written(schedule, ran):
     plan = make_plan(make_program(schedule, 2, 3))
     run_threads(plan, 2)
     assert [tuple(ran[rank]) for rank in (0, 1)] == [ops * 2 for ops in plan.program.ranks]
@@ -149,7 +136,7 @@ def test_a_layer_that_changes_its_shape_in_training_and_a_loss_that_is_not_one_n
     error = fails(make_plan(make_program("1f1b", 4, 4), model=user("shrinks"), **VECTORS))
     assert error.code == "E505" and "output of stage 1 is float32 [1, 8], it must be float32 [2, 8]" in error.message
     assert "rank 1 ran op" in error.__notes__[0]
-    model = {**user("residual"), "loss": f"{HERE}:no_reduction"}
+    model = user("residual", loss="tests.runtime.user_models:no_reduction")
     error = fails(make_plan(make_program("1f1b", 1, 1), model=model, **VECTORS))
     assert error.code == "E505" and "shape [2, 8]" in error.message
 

@@ -57,8 +57,8 @@ def same(one, other):
 
 
 @cache
-def whole(schedule, p, m, dtype, tied=False, **how):
-    return run_threads(plan_of(schedule, p, m, 0, model={**GPT, "dtype": dtype}, tied=tied, **how), STEPS)
+def whole(schedule, p, m, dtype):
+    return run_threads(plan_of(schedule, p, m, 0, model={**GPT, "dtype": dtype}), STEPS)
 
 
 MODELS = {
@@ -94,6 +94,7 @@ def test_weights_that_come_and_go_change_no_bit(schedule, resident, dtype):
 
 
 HOW = {
+    **{f"shared: {schedule}": (schedule, {"tied": True}) for schedule in ("zb-v", "breadth-first", "1f1b")},
     "masters of pieces": ("zb-v", {"model": {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}}),
     "layers run again": ("breadth-first", {"activations": "recompute"}),
     **{
@@ -104,15 +105,10 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("name", few(HOW, lambda name: name not in ("shared: breadth-first", "shared: 1f1b")))
 def test_weights_that_come_and_go_change_no_bit_of_what_else_a_stage_may_have(name):
     schedule, how = HOW[name]
     same(*(run_threads(plan_of(schedule, 2, 4, room, **how), STEPS) for room in (1, 0)))
-
-
-@pytest.mark.parametrize("schedule", few(["breadth-first", "zb-v", "1f1b"], ["zb-v"]))
-def test_weights_that_stages_share_stay(schedule):
-    same(run_threads(plan_of(schedule, 2, 4, 1, tied=True), STEPS), whole(schedule, 2, 4, "float32", tied=True))
 
 
 def test_no_more_weights_are_there_than_there_is_room_for():

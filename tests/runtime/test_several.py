@@ -6,7 +6,7 @@ import torch
 from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program, parameters
-from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, user, without_step
+from tests.runtime.test_gradients import VECTORS, check_gradients, slack, user, without_step
 from tests.runtime.user_models import both_errors, llama_config
 from tests.threads import run_threads
 from tests.tiers import few
@@ -28,19 +28,8 @@ def plan_of(schedule="zb-v", p=2, m=4, *, model=SEVERAL, **how):
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")))
 def test_gradients_are_those_of_one_process_bit_by_bit(schedule, activations):
-    pipes = len(SCHEDULES[schedule].placement(4, SCHEDULES[schedule].default_chunks).pipes)
     plan = plan_of(schedule, 4, 4, keep=without_step, activations=activations)
-    check_gradients(plan, tolerance=0.0 if pipes == 1 else 1e-6)
-
-
-@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"args": {"width": 8, "count": 8, "dropout": 0.5}}])
-def test_under_autocast_and_with_dropout_too(changes):
-    check_gradients(plan_of(model={**SEVERAL, **changes}, keep=without_step))
-
-
-@pytest.mark.parametrize("p", [2, 4])
-def test_where_nothing_flows_back_nothing_does(p):
-    check_gradients(plan_of("1f1b", p, model=user("masks"), keep=without_step))
+    check_gradients(plan, tolerance=slack(schedule))
 
 
 TWO = 2 * (2 * 8 * 4)  # bytes of two tensors of 8 numbers per sample
@@ -103,13 +92,6 @@ def test_what_the_next_layer_cannot_be_given_is_refused_by_name(args, said):
         run_threads(plan_of("1f1b", 2, model=model), 1)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_dicts_lists_and_constants_between_layers_have_the_gradients_of_one_process(schedule, activations):
-    model = user("structured", layers=8, count=8)
-    check_gradients(plan_of(schedule, 4, 4, model=model, keep=without_step, activations=activations))
-
-
 def test_a_number_beside_tensors_that_changes_is_refused_with_its_place():
     with refused("E505", match=r"layers.1 returned 1 at \['count'\], where 0 was before", hint="torch.tensor"):
         run_threads(plan_of("1f1b", 2, model=user("wavers")), 1)
@@ -141,8 +123,8 @@ def test_decoder_layers_of_transformers_train_as_their_model_does_without_a_wrap
     whole = transformers.LlamaForCausalLM(llama_config())
     names = {"layers.0.tokens": "model.embed_tokens", "layers.1": "model.layers.0", "layers.2": "model.layers.1"}
     names |= {"layers.3": "model.norm", "layers.4": "lm_head"}
-    theirs = {name: whole.get_parameter(_theirs(name, names)) for name in mine}
-    assert len(theirs) == len([*whole.parameters()])
+    theirs = {n: whole.get_parameter(names[at] + n[len(at) :]) for at in names for n in mine if n.startswith(f"{at}.")}
+    assert theirs.keys() == mine.keys() and len(theirs) == len([*whole.parameters()])
     with torch.no_grad():
         for name, parameter in theirs.items():
             parameter.copy_(mine[name])
@@ -156,19 +138,6 @@ def test_decoder_layers_of_transformers_train_as_their_model_does_without_a_wrap
     assert workers[0].results[0].loss == pytest.approx(total, rel=1e-6)
     for name, parameter in theirs.items():
         torch.testing.assert_close(mine[name].grad, parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
-
-
-def _theirs(name, names):
-    mine = next(one for one in names if name.startswith(f"{one}."))
-    return name.replace(mine, names[mine], 1)
-
-
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_a_loss_gets_all_that_the_last_layer_returns(named, activations):
-    model = user("two_heads", named=named, loss="tests.runtime.user_models:both_errors")
-    check_gradients(plan_of("zb-v", 2, model=model, keep=without_step, activations=activations))
-    check_training(plan_of("1f1b", 2, model=model, optimizer={"lr": 1e-2}))
 
 
 def test_microbatches_without_a_target_that_counts_add_nothing_to_a_loss_of_several_outputs():

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from tests.jobs import write_job
+from tests.jobs import stored, write_job
 from tests.refusals import refused
 from tests.runtime.test_adapters import SMALL, tensors_of, with_lora
 from tests.runtime.test_checkpoints import at
+from tests.runtime.test_pretrained import in_files
 from tests.runtime.test_tensor_parallel import numbers
 from tests.runtime.test_unequal import as_one_process, unequal
 from tests.threads import run_threads, scaled
@@ -22,11 +23,8 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.shapes import load_job
 from zbc.job import hffolder, hfmodel, userobject
-from zbc.job.hffolder import INDEX, SINGLE
-from zbc.plan.directory import StoredPlan
-from zbc.runtime.core.optimizer import primary
+from zbc.job.hffolder import SINGLE
 from zbc.training.building.context import Settings
-from zbc.training.models.experts import stacks_of, unstacked
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
@@ -90,8 +88,7 @@ def compiled(folder, kind, *, pp=2, schedule="zb-h1", weights=None, **changes):
 
 
 def plan_of(folder, kind, **how):
-    compiled(folder, kind, **how).write(folder / "plan")
-    return StoredPlan.read(folder / "plan")
+    return stored(compiled(folder, kind, **how))
 
 
 def trained(folder, kind, steps=1, **how):
@@ -100,11 +97,8 @@ def trained(folder, kind, steps=1, **how):
 
 def written(workers, model, source=None):
     """The weights of all ranks as the tensors of a folder."""
-    found = {}
-    for worker in workers:
-        parameters = dict(unstacked(primary(worker).items(), stacks_of(worker)))
-        found |= hfweights.tensors_of(model, parameters, source)
-    return found
+    parts = (hfweights.tensors_of(model, in_files(worker), source) for worker in workers)
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def peer(kind, folder=None):
@@ -180,9 +174,12 @@ def test_a_folder_that_four_ranks_trained_by_zb_v_is_loaded_by_transformers(kind
     assert (source / "config.json").read_text().split() == (out / "config.json").read_text().split()
 
 
-@pytest.mark.parametrize("kind", few(("opt", "deepseek_v3", "mamba"), 1))
+HEADS = [("opt", {}), ("deepseek_v3", {}), ("mamba", {}), ("deepseek_v3", {"tp": 2})]
+
+
+@pytest.mark.parametrize(("kind", "parallel"), few(HEADS, lambda head: head in (HEADS[0], HEADS[3])))
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_the_loss_of_a_head(kind, chunk, tmp_path, parallel=None):
+def test_the_loss_of_a_head(kind, parallel, chunk, tmp_path):
     def criterion(logits, targets):
         return (
             functional.cross_entropy(logits, targets, label_smoothing=0.2) + 0.1 * logits.logsumexp(-1).square().mean()
@@ -191,15 +188,10 @@ def test_the_loss_of_a_head(kind, chunk, tmp_path, parallel=None):
     theirs = peer(kind)
     theirs.save_pretrained(tmp_path / "weights")
     keys = {"z_loss": 0.1, "label_smoothing": 0.2, **({} if chunk is None else {"loss_chunk": chunk})}
-    workers = trained(tmp_path, kind, weights=tmp_path / "weights", model=keys, parallel=parallel or {})
+    workers = trained(tmp_path, kind, weights=tmp_path / "weights", model=keys, parallel=parallel)
     loss = one_step(theirs, next(worker for worker in workers if 0 in worker.stages), criterion)
     norm = sum(p.grad.square().sum() for p in theirs.parameters() if p.grad is not None).sqrt().item()
     assert numbers(workers)[0] == pytest.approx((loss, norm), rel=1e-6)
-
-
-@pytest.mark.parametrize("chunk", [7, None])
-def test_the_loss_of_a_head_that_ranks_share(chunk, tmp_path):
-    test_the_loss_of_a_head("deepseek_v3", chunk, tmp_path, parallel={"tp": 2})
 
 
 @pytest.mark.parametrize(("kind", "norms"), [("qwen3", 4), ("gemma2", 4), ("bamba", 2), ("opt", 0)])
@@ -224,8 +216,7 @@ MEASURED += [(kind, 1, {"vocabulary": "shared"}) for kind in ("qwen3", "gemma2",
 @pytest.mark.parametrize(("kind", "slices", "parallel"), MEASURED)
 def test_memory(kind, slices, parallel, tmp_path):
     made = compiled(tmp_path, kind, slices=slices, parallel=parallel)
-    made.write(tmp_path / "plan")
-    _, scales = scaled(StoredPlan.read(tmp_path / "plan"))
+    _, scales = scaled(stored(made))
     got = [scale.held.peak for scale in scales]
     predicted = [rank.bytes for rank in peaks(made.program, made.costs) for _ in range(parallel.get("tp", 1))]
     assert got == pytest.approx(predicted, rel=0.01)
@@ -263,17 +254,6 @@ def test_a_folder_without_all_its_weights_is_refused_before_a_run(tmp_path):
     tensors.pop("model.decoder.layers.2.fc1.weight")
     save_file(tensors, weights / SINGLE)
     with refused("E520", "lacks model.decoder.layers.2.fc1.weight"):
-        compiled(tmp_path, "opt", weights=weights)
-    index = {"weight_map": {name: "model-00001-of-00002.safetensors" for name in tensors}}
-    (weights / INDEX).write_text(json.dumps(index))
-    with refused("E520", "names model-00001-of-00002.safetensors, which is missing"):
-        compiled(tmp_path, "opt", weights=weights)
-    (weights / INDEX).unlink()
-    (weights / SINGLE).rename(weights / "pytorch_model.bin")
-    with refused("E520", hint="is a pickle, which zbc never loads"):
-        compiled(tmp_path, "opt", weights=weights)
-    (weights / "config.json").unlink()
-    with refused("E520", "cannot read"):
         compiled(tmp_path, "opt", weights=weights)
 
 
