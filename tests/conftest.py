@@ -2,14 +2,12 @@
 
 Golden files are texts that a person has reviewed. `pytest --update-golden` rewrites them; read the diff.
 
-Tests marked `repeats` (tests/tiers.py) and those of tests/rest.txt run with `--all`, an eighth of them with `--eighth
-N`, or if the command line names one (`pytest tests/x.py::test_y`). rest.txt lists tests that took more than `QUICK` CPU
-seconds, with the cards that no other test reads, when `pytest --all --measure` last wrote it (and are listed until they
-take half of that); of its second part, tests of more than `MOST`, only every fourth runs with its eighth. Its third
-part, kept by hand, lists tests that always run: they catch planted bugs that no other test catches as fast
-(bench/planted.py), or judge many features at once. A test that takes more than `MOST` fails, unless a line of
-tests/slow.txt gives the reason; its lines begin with prefixes of files, folders or tests. A slow machine may take
-longer by what it needs for additions; tests that `make test` leaves out have this limit with `--all` only.
+Tests marked `repeats` (tests/tiers.py) or `long` run with `--all`, with `--eighth N` an eighth of the former and a
+sixteenth of the latter, or if the command line names one (`pytest tests/x.py::test_y`). `long` take more than `QUICK`
+CPU seconds, with the cards that no other test reads; `pytest --all --measure` says which should be marked, or need not.
+Tests marked `always` run all the same: they catch planted bugs that no other test catches as fast (bench/planted.py),
+or judge many features at once. Both marks name cases by their parameters, or mean all of them. Tests without a mark
+fail if they take more than `MOST`; a slow machine may take longer by what it needs for additions.
 
 Schedules are searched for `BUDGET` seconds by default, except in tests of searches and of their results.
 """
@@ -31,10 +29,7 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.engine import compiles_first
 
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache")  # of cards: all workers share it
-GOLDEN, REST, SLOW = (Path(__file__).parent / name for name in ("golden", "rest.txt", "slow.txt"))
-_SOME, _LONG, ALWAYS = (part.splitlines() for part in REST.read_text(encoding="utf-8").split("\n\n"))
-LEFT = dict.fromkeys(_SOME, 8) | dict.fromkeys(_LONG, 32)  # test -> it runs once in this many commits
-MAY = tuple(line.split()[0] for line in SLOW.read_text(encoding="utf-8").splitlines())
+GOLDEN = Path(__file__).parent / "golden"
 QUICK, MOST = 0.5, 3.0  # CPU seconds, of all processes of a test
 COLD = 25.0 if compiles_first() else 0.0  # additional seconds for a fresh clone, whose first searches compile
 WHOLE = ("tests/search/", "tests/docs/")  # with the default budgets of users
@@ -83,14 +78,19 @@ def no_launches(monkeypatch):
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the code prints now")
     parser.addoption("--all", action="store_true", help="run the tests that `make test` leaves out, too")
-    parser.addoption("--measure", action="store_true", help="write tests/rest.txt from what these tests take")
+    parser.addoption("--measure", action="store_true", help="say whose marks do not agree with what they take")
     parser.addoption("--eighth", type=int, metavar="N", help="run an eighth of those, another for N + 1")
 
 
 def pytest_collection_modifyitems(config, items):
+    named = Counter()
+    for item in items:
+        named.update({f"{item.nodeid.partition('[')[0]} {word}": there for word, there in _named(item)})
+    if (stale := [one for one, count in named.items() if not count]) and not any("::" in name for name in config.args):
+        raise pytest.UsageError(f"marks name cases that are not there: {stale}")
     if not config.getoption("--all") and not any("::" in name for name in config.args):
         eighth = config.getoption("--eighth")
-        left = [item for item in items if _left(item) and not _in(eighth, item.nodeid)]
+        left = [item for item in items if _left(item) and not _in(eighth, item)]
         config.hook.pytest_deselected(items=left)
         left = set(left)
         items[:] = [item for item in items if item not in left]
@@ -99,11 +99,23 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _left(item):
-    return item.nodeid not in ALWAYS and (item.nodeid in LEFT or item.get_closest_marker("repeats"))
+    return not _is(item, "always") and (_is(item, "long") or _is(item, "repeats"))
 
 
-def _in(eighth, nodeid):
-    return eighth is not None and (zlib.crc32(nodeid.encode()) + eighth) % LEFT.get(nodeid, 8) == 0
+def _is(item, name):
+    """Whether a test has a mark, which may name cases by some of their parameters."""
+    return any(there for _, there in _named(item, name)) or any(not mark.args for mark in item.iter_markers(name))
+
+
+def _named(item, *marks):
+    """The cases that marks of a test name, and whether it is one of them."""
+    case = f"-{item.callspec.id}-" if hasattr(item, "callspec") else ""
+    words = (word for name in marks or ("long", "always") for mark in item.iter_markers(name) for word in mark.args)
+    return [(word, f"-{word}-" in case) for word in words]
+
+
+def _in(eighth, item):
+    return eighth is not None and (zlib.crc32(item.nodeid.encode()) + eighth) % (16 if _is(item, "long") else 8) == 0
 
 
 def pytest_runtest_setup(item):
@@ -122,12 +134,11 @@ def pytest_runtest_call(item):
     slow = slowness() if measures else 1.0
     took = (_cpu() - sum(MADE.values()) - before) / slow
     made = {name: MADE.get(name, 0.0) / slow for name in READ}
-    item.user_properties += [("cpu", took), ("cards", made if measures else {})]
-    held = item.config.getoption("--all") or not _left(item)
-    if took > MOST + COLD and held and not item.nodeid.startswith(MAY) and not item.config.getoption("--measure"):
+    item.user_properties += [("cpu", took), ("cards", made if measures else {}), ("long", _is(item, "long"))]
+    if took > MOST + COLD and not measures and not any(_is(item, name) for name in ("long", "repeats", "always")):
         most = MOST * slowness()
         if took > most + COLD:
-            pytest.fail(f"took {took:.1f} CPU seconds of {most:.1f}: make it smaller, or say why not in {SLOW.name}")
+            pytest.fail(f"took {took:.1f} CPU seconds of {most:.1f}: make it smaller, or mark it `long`")
     return found
 
 
@@ -136,13 +147,14 @@ def _cpu():
     return sum(os.times()[:4])
 
 
-TOOK, CARDS = {}, {}  # CPU seconds of each test that ran; the cards of each, with those for what it made
+TOOK, CARDS, LONG = {}, {}, set()  # CPU seconds of each test; its cards, with those for what it made; those marked
 
 
 def pytest_runtest_logreport(report):
     if report.when == "call":
         told = dict(report.user_properties)
         TOOK[report.nodeid], CARDS[report.nodeid] = told.get("cpu", 0.0), told.get("cards", {})
+        LONG.update([report.nodeid] * told.get("long", False))
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -150,12 +162,9 @@ def pytest_terminal_summary(terminalreporter, config):
         readers = Counter(card for some in CARDS.values() for card in some)
         for name, some in CARDS.items():
             TOOK[name] += sum(cpu for card, cpu in some.items() if readers[card] == 1)
-        long = {name for name, share in LEFT.items() if share > 8} - TOOK.keys()
-        long |= {name for name, took in TOOK.items() if took > MOST}
-        some = {name for name, took in TOOK.items() if took > QUICK / (2 if name in LEFT else 1)}
-        some |= LEFT.keys() - TOOK.keys()
-        parts = ("".join(f"{name}\n" for name in sorted(names)) for names in (some - long, long, ALWAYS))
-        REST.write_text("\n".join(parts), encoding="utf-8")
+        for name, took in sorted(TOOK.items()):
+            if (took > QUICK) if name not in LONG else (took < QUICK / 2):
+                terminalreporter.write_line(f"{took:7.1f} {'long' if name in LONG else 'not long'}: {name}")
     terminalreporter.write_line(f"{sum(TOOK.values()):.0f} CPU seconds in tests, most in")
     for name in sorted(TOOK, key=TOOK.get)[:-6:-1]:
         terminalreporter.write_line(f"{TOOK[name]:7.1f} {name}")

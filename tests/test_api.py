@@ -28,6 +28,7 @@ def test_importing_zbc_imports_nothing_else_of_it():
     assert done.stdout.strip() == "['zbc.plan']"  # a package with nothing in it, see zbc/__init__.py
 
 
+@pytest.mark.long
 def test_a_path_is_loaded_as_what_it_is(path, tmp_path):
     assert isinstance(zbc.load(path), Job)
     zbc.plan(path).write(tmp_path / "plan")
@@ -54,6 +55,7 @@ def test_check_raises_what_the_command_says(tmp_path):
         assert "row 1, column 2" in caught.value.where
 
 
+@pytest.mark.long
 def test_a_notebook_shows_the_timeline():
     plan = zbc.plan(job(kind="zb-v"))
     picture = plan._repr_html_()
@@ -111,6 +113,7 @@ def test_commands_in_hints_stay_as_they_are_typed():
     assert error.in_python().hint == "`zbc plan JOB.toml --set a.b=1 --budget 5` or budget=5, profile='f.json'"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "said"),
     [

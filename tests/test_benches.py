@@ -21,6 +21,7 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*.py")):
 NAMED = re.compile(r"`(?:python )?(bench/\w+\.py)(?: ([a-z]+))?[^`]*`(\s+at\s+[0-9a-f]{7,8}\b)?")
 
 
+@pytest.mark.long
 def test_every_bench_can_be_imported_and_those_that_pages_name_are_there() -> None:
     done = ended(sys.executable, "-c", IMPORT_ALL, str(BENCH), seconds=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr

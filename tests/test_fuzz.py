@@ -17,6 +17,7 @@ def inputs(tmp_path_factory):
     return Inputs(tmp_path_factory.mktemp("fuzz"))
 
 
+@pytest.mark.long("job", "plan")
 @pytest.mark.parametrize("kind", COUNTS)
 def test_damaged_inputs_are_read_or_refused_in_words(inputs, kind):
     found = [survives(inputs, kind, seed) for seed in range(COUNTS[kind])]

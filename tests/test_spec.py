@@ -162,6 +162,7 @@ def test_whole_numbers_beyond_64_bits_are_refused_in_words(number, tmp_path):
     assert toml.loads("a = [9223372036854775807, -9223372036854775808]", "t").values["a"][0] == 2**63 - 1
 
 
+@pytest.mark.long
 def test_the_places_of_forty_thousand_keys_are_found_in_seconds():
     text = "\n".join(f"key{i} = {i}" for i in range(40_000))
     with at_most(20):

@@ -145,6 +145,7 @@ def test_the_command_says_what_it_made_and_what_to_write_next(texts, tmp_path, c
     assert ended.value.code == 0 and "of 18 documents, uint16" in out and "model.vocab = 256" in out
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(documents=st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=40), max_size=6))
 def test_every_text_comes_back_whole(documents, tmp_path_factory):

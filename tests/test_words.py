@@ -32,6 +32,7 @@ def commented(path):
     return len(comments), len(path.read_bytes().splitlines())
 
 
+@pytest.mark.long("runtime")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_docstrings_name_things(package):
     texts = docstrings(package)

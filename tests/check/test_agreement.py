@@ -60,6 +60,7 @@ def describe(seed: int, result: Broken, *said: object) -> str:
     return "\n".join(map(str, [f"seed {seed} ({result.how})", show(result.program), *said]))
 
 
+@pytest.mark.long
 @batches
 def test_a_program_passes_exactly_if_it_runs(seeds):
     for seed in seeds:
@@ -77,6 +78,7 @@ def test_a_program_survives_blocking_sends_exactly_if_it_runs_with_them(seeds):
         assert (sound and survives_blocking_sends(result.program)) is outcome.ok, describe(seed, result, outcome)
 
 
+@pytest.mark.long
 @batches
 def test_what_a_device_does_to_a_program_is_what_is_said(seeds):
     for seed in seeds:
@@ -89,6 +91,7 @@ def test_what_a_device_does_to_a_program_is_what_is_said(seeds):
             )
 
 
+@pytest.mark.long
 @batches
 def test_whatever_gets_stuck_is_a_deadlock_and_whatever_runs_is_none(seeds):
     """check_deadlock alone, on programs that the checks before it would reject."""
@@ -100,6 +103,7 @@ def test_whatever_gets_stuck_is_a_deadlock_and_whatever_runs_is_none(seeds):
                 assert (error is None) is (state == "success"), describe(seed, result, error, state)
 
 
+@pytest.mark.long
 @batches
 def test_every_rejected_program_names_an_op_that_was_touched(seeds):
     """After one break of a program that ran, the error names an op that was moved, dropped or changed, or its partner
@@ -119,6 +123,7 @@ def test_every_rejected_program_names_an_op_that_was_touched(seeds):
             assert named & result.touched, describe(seed, result, error)
 
 
+@pytest.mark.long
 @batches
 def test_every_deadlock_that_is_reported_is_a_proof(seeds):
     for seed in seeds:
@@ -133,6 +138,7 @@ def test_every_deadlock_that_is_reported_is_a_proof(seeds):
                     check_circle(lines, result.program, blocking=blocking)
 
 
+@pytest.mark.long
 def test_no_circle_is_shorter_than_the_one_reported():
     lengths, none = Counter(), 0
     for seed in range(PROGRAMS):

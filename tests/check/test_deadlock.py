@@ -137,6 +137,7 @@ def test_a_long_circle_is_shown_by_its_beginning_and_its_end():
     assert len(error.details) == 14 and error.details[10] == "... 4 more waits, each for the next ..."
 
 
+@pytest.mark.long("gis", "hanayo", "braid-v", "chimera-zb", "breadth-first", "interleaved-1f1b")
 @pytest.mark.parametrize(
     "name",
     few(SCHEDULES, lambda n: n not in ("v-half", "v-min", "v-auto", "1f1b-v", "bitpipe", "bitpipe-zb", "looped-zb")),

@@ -106,6 +106,7 @@ DRAWN = {
 CASES = [(name, seed) for name, drawn in DRAWN.items() for seed in range(drawn.seeds)]
 
 
+@pytest.mark.long("slices-4", "words-27", "slices-21")
 @pytest.mark.parametrize(("name", "seed"), few(CASES, lambda case: case[1] < DRAWN[case[0]].always))
 def test_drawn_programs_are_judged_as_the_machine_runs_them(name, seed):
     one = DRAWN[name].draw(seed)

@@ -50,6 +50,7 @@ def test_weights_and_state_are_those_of_the_model(model):
     assert state.share == state.bytes / 8
 
 
+@pytest.mark.long
 def test_what_cannot_fit_is_said_with_gpus_that_would_do(model):
     found = document_of(model(LARGE), gpu="rtx4090")
     with refused("E301", "of 8 GPUs", hint="b200 or mi300x") as caught:
@@ -60,6 +61,7 @@ def test_what_cannot_fit_is_said_with_gpus_that_would_do(model):
         core.state_of(document_of(model(LARGE, "less"), gpu="rtx4090", gpus=count - 1))
 
 
+@pytest.mark.long
 def test_where_activations_leave_no_room_the_least_too_large_shape_is_named(model):
     """State fits on all GPUs together, but not together with long sequences."""
     found = document_of(model(LARGE), gpu="h100", gpus=18, batch="18", seq_len=32768)
@@ -141,6 +143,7 @@ def test_the_job_of_a_row_leaves_layers_and_recompute_to_each_schedule(advice):
         assert {plan.program.placement.stages // plan.program.placement.ranks for plan in planned} == {1, 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "gpu", "gpus", "batch"),
     [
@@ -159,6 +162,7 @@ def test_no_schedule_is_faster_for_the_job_of_the_first_row(model, config, gpu, 
     assert planned[found.rows[0].compiled.schedule] <= min(planned.values()) * (1 + core.AHEAD)
 
 
+@pytest.mark.long("13-1-13", "13-20-26")
 @pytest.mark.parametrize(("gpus", "batch", "fix"), [(7, "64", 56), (13, "20", 26), (13, "1", 13)])
 def test_where_no_shape_is_possible_each_is_told_why_with_a_batch_that_does(model, gpus, batch, fix):
     """Fewer layers than ranks, and a batch of which replicas get no equal shares."""
@@ -177,6 +181,7 @@ def test_every_shape_is_looked_at_once_with_each_way_to_share_out(model):
     assert len(set(shards)) == len(shards)
 
 
+@pytest.mark.long
 def test_exchanges_of_layers_that_are_alike_are_timed_once(model, monkeypatch):
     timed, plain = [], Machine.rings_ms
     monkeypatch.setattr(Machine, "rings_ms", lambda self, *how, **more: timed.append(how) or plain(self, *how, **more))
@@ -195,6 +200,7 @@ def test_batches_are_sequences_or_tokens():
     assert short.values["schedule"] == {"batch": 6, "microbatch_size": 3}
 
 
+@pytest.mark.long
 def test_a_job_is_advised_with_its_own_ranks_batch_and_gpus(zbc, folder):
     write_job(folder, hardware={"gpu": "l40s"}, optimizer={"lr": 0.5})
     said = zbc("advise", "zbc.toml", "-o", "best.toml", "--json").json()
@@ -204,6 +210,7 @@ def test_a_job_is_advised_with_its_own_ranks_batch_and_gpus(zbc, folder):
     assert made.parallel.dp * made.schedule.microbatches * made.schedule.microbatch_size == 16
 
 
+@pytest.mark.long
 def test_what_is_said_fits_a_terminal_and_names_the_next_command(zbc, folder, monkeypatch):
     """Of a large step the first row is told before it is compared."""
     monkeypatch.setattr(core, "LARGE", 0)
@@ -222,6 +229,7 @@ def test_gpus_are_asked_for(zbc, folder):
     assert "--gpus and --gpu missing" in zbc("advise", "config.json").err
 
 
+@pytest.mark.long
 def test_init_of_a_large_model_is_for_gpus_and_of_a_small_one_for_this_machine(zbc, folder, model):
     said = zbc("init", "a", "--from-hf", str(model(LARGE)))
     assert said.code == 3 and "E105" in said.err and "--gpus 64 --gpu h100-sxm" in said.err
@@ -230,6 +238,7 @@ def test_init_of_a_large_model_is_for_gpus_and_of_a_small_one_for_this_machine(z
     assert 'device = "cpu"' in (folder / "b" / "zbc.toml").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("vocab", "kind"), [(255, "synthetic"), (256, "text")])
 def test_a_first_job_has_data_for_however_few_words(zbc, folder, model, vocab, kind):
     few = model({**LLAMA, "num_hidden_layers": 4, "vocab_size": vocab}, "few")
@@ -248,6 +257,7 @@ GPT_OSS |= {"num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "
 GPT_OSS |= {"intermediate_size": 2880, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("config", "published"), few([(GPT_OSS, 20.9e9), (DEEPSEEK, 671e9)], 1))
 def test_a_model_of_transformers_has_the_published_parameters(model, config, published):
     """671B and 20.9B by their model cards."""
@@ -257,6 +267,7 @@ def test_a_model_of_transformers_has_the_published_parameters(model, config, pub
     assert values["config"] == str(folder / "config.json") and values["seq_len"] == advising.LONGEST
 
 
+@pytest.mark.long
 def test_a_model_of_transformers_is_planned_as_itself(zbc, folder, model):
     small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512, "head_dim": 32}
     path = str(model(GPT_OSS | small | {"num_local_experts": 4, "intermediate_size": 64, "num_key_value_heads": 2}))

@@ -25,6 +25,7 @@ def balanced(job, zbc):
     return zbc("plan", "zbc.toml")
 
 
+@pytest.mark.long
 def test_the_plan_says_what_it_gains_and_has_every_number_of_microbatches(balanced, zbc, folder):
     assert balanced.code == 0
     assert "as fast as equal counts, by the samples of 3 steps" in balanced.out and "ramp" not in balanced.out
@@ -37,6 +38,7 @@ def test_the_plan_says_what_it_gains_and_has_every_number_of_microbatches(balanc
     assert [one["microbatches"] for one in report["counts"]] == [1, 2, 4, 5, 6] and report["balance"]["gain"] >= 1
 
 
+@pytest.mark.long
 def test_plans_that_meet_in_other_orders_are_refused(job, zbc, folder):
     job(**BASE, pp=2, m=3, kind="interleaved-1f1b")
     ran = zbc("plan", "zbc.toml", "--set", 'parallel.shard="weights"', "--set", "memory.resident=1")
@@ -57,6 +59,7 @@ DEALT = {"data": {"kind": "synthetic", "balance": "tokens"}, "model": {"seq_len"
 DEALT |= {"train": {"steps": 9}}
 
 
+@pytest.mark.long
 def test_lengths_that_a_run_recorded_make_the_next_plan(job, zbc, folder):
     """The first plan knows nothing of them: all rows are whole."""
     job(**DEALT, pp=2, m=6, kind="zb-h1", schedule={"microbatch_size": 1, "tokens": [64] * 6})
@@ -93,6 +96,7 @@ def test_lengths_that_nothing_recorded_are_refused_at_their_key(named, job, zbc,
     assert ("the profile has no lengths" if named else "there is no --profile") in ran.err
 
 
+@pytest.mark.long("tokens")
 @pytest.mark.parametrize("balance", ["tokens", "length"])
 def test_samples_of_a_user_of_unequal_length_are_looked_at_in_whole_rows(balance, job, zbc, folder):
     """By the doctor and by a profile, which deal none."""

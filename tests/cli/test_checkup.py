@@ -42,6 +42,7 @@ JOBS = {
 }
 
 
+@pytest.mark.long("no barrier")
 @pytest.mark.parametrize(
     "name", few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers", "shared weights", "dicts"))
 )
@@ -53,6 +54,7 @@ def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
     assert "all right" in ran.out and "loss" in ran.out
 
 
+@pytest.mark.long
 def test_what_ran_is_said_in_words_and_as_json(zbc, job):
     out = zbc("check", "--gradients", job(**{**JOBS["recompute"], "memory": {"activations": {"1": "recompute"}}})).out
     assert "zb-h1, 4 stages" in out

@@ -57,6 +57,7 @@ def is_report(document):
 # ---- plan ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_plan_writes_a_directory_and_says_what_it_is(zbc, job):
     ran = zbc("plan", job(kind="zb-v", costs={"f": 1.0, "b": 1.0, "w": 1.0}))
     assert (ran.code, ran.err) == (0, "")
@@ -75,6 +76,7 @@ def test_plan_writes_a_directory_and_says_what_it_is(zbc, job):
         assert f"{predicted[rate]:.1%} of it" in full
 
 
+@pytest.mark.long
 def test_memory_by_category_is_that_of_the_report(zbc, job):
     out = zbc("plan", job(kind="zb-v", hardware={"device": "cuda"}), "-v").out
     (entry,) = zbc("compare", "zbc.toml", "--schedule", "zb-v", "--json").json()["schedules"]
@@ -91,6 +93,7 @@ def test_memory_by_category_is_that_of_the_report(zbc, job):
         assert cells["logits"] == pytest.approx(rank["logit_bytes"] / 2**20, abs=0.01)
 
 
+@pytest.mark.long
 def test_a_long_plan_shows_the_ends_of_its_tables_unless_all_is_asked_for(zbc, job):
     short = zbc("plan", job(pp=20, layers=20, m=20)).out
     full = zbc("plan", "zbc.toml", "-v").out
@@ -108,6 +111,7 @@ def test_ranges_join_runs_of_numbers_and_of_layers():
     assert layer_ranges(["layers.9", "head"]) == "layers.9, head"
 
 
+@pytest.mark.long
 def test_commands_to_go_on_with_fit_the_device_and_quote_names_of_folders(zbc, job, folder):
     assert zbc("check", job()).code == 0 and [path.name for path in folder.iterdir()] == ["zbc.toml"]
     out = zbc("plan", "zbc.toml", "-o", "a b").out
@@ -129,6 +133,7 @@ PASSES = {  # what a pass returns: what is said of it
 }
 
 
+@pytest.mark.long
 def test_a_pass_that_breaks_an_order_is_named(zbc, job, folder):
     lines = [
         f"def f{n}(program, context):\n    ranks = program.ranks\n    return {made}" for n, made in enumerate(PASSES)
@@ -149,6 +154,7 @@ def test_a_plugin_is_told_what_the_job_asks_of_an_order(zbc, folder):
     assert "returned bool" in zbc("plan", "zbc.toml", "-q", "--set", "schedule.early=2").err
 
 
+@pytest.mark.long
 def test_orders_of_ones_own_are_compared_with_schedules(zbc, job, folder):
     (folder / "my_order.py").write_text(PLUGIN)
     zbc("export", job(kind="zb-h1"), "--format", "torch-csv", "-o", "order.csv")
@@ -206,6 +212,7 @@ def test_a_plugin_that_does_not_work_is_refused_by_every_command_and_is_no_bug_o
         assert not (folder / "plan").exists() and ("slices = 1" in ran.err) == (code is SLICED)
 
 
+@pytest.mark.long
 def test_dump_ir_writes_the_program_after_the_schedule_and_after_each_pass(zbc, job):
     zbc("plan", job(kind="zb-v"), "--dump-ir", "ir", "-q")
     names = sorted(path.name for path in Path("ir").iterdir())
@@ -222,6 +229,7 @@ def test_dump_ir_writes_the_program_after_the_schedule_and_after_each_pass(zbc, 
 # ---- check ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", few(["plan", "plan/plan.json", "zbc.toml"], ("plan", "zbc.toml")))
 def test_check_says_what_it_proved(target, zbc, job):
     zbc("plan", job(kind="zb-h1"), "-q")
@@ -234,6 +242,7 @@ def test_check_says_what_it_proved(target, zbc, job):
     assert len(zbc("check", target, "-v").out) > len(ran.out)
 
 
+@pytest.mark.long
 def test_both_limits_are_told(zbc, job):
     path = job(kind="zb-v", hardware={"memory_gib": 1.0}, schedule={"memory_limit": "3x"})
     assert "limits of a rank: 4 units, 1 GiB of everything" in zbc("plan", path).out
@@ -241,6 +250,7 @@ def test_both_limits_are_told(zbc, job):
     assert zbc("check", "plan", "--json").json()["limits"] == limits
 
 
+@pytest.mark.long
 def test_check_reports_the_same_of_a_job_and_of_its_plan(zbc, job):
     assert zbc("plan", job(kind="zb-v"), "-q").out == ""
     written = zbc("plan", "zbc.toml", "--json").json()
@@ -258,6 +268,7 @@ def test_check_reports_the_same_of_a_job_and_of_its_plan(zbc, job):
 # ---- compare -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_comparison_in_every_form_has_all_schedules_ranked_and_why_others_do_not_fit(zbc, job):
     job(schedule={"memory_limit": "1.2x"})
     document = zbc("compare", "zbc.toml", *HAND, "--json").json()
@@ -297,6 +308,7 @@ def test_compare_finds_what_planning_one_by_one_finds(zbc, job):
         assert entry["gap_to_bound"] == pytest.approx(gap, abs=1e-8)
 
 
+@pytest.mark.long
 def test_a_comparison_by_span_ranks_by_it_and_measures_its_gap(zbc, job):
     changes = {"objective": "span"}
     costs = {"f": 1.0, "b": 1.0, "w": 1.0}
@@ -308,6 +320,7 @@ def test_a_comparison_by_span_ranks_by_it_and_measures_its_gap(zbc, job):
         assert entry["gap_to_bound"] == pytest.approx(gap, abs=1e-8)
 
 
+@pytest.mark.long
 def test_compare_counts_the_messages_a_rank_sends(zbc, job):
     """1F1B on p ranks sends 2(p-1)m messages, zb-v (2(2p-1) - 2)m: at the turn of its V there is no transfer."""
     entries = zbc("compare", job(), "--schedule", "zb-v,1f1b", "--json").json()["schedules"]
@@ -348,6 +361,7 @@ def test_a_swept_list_keeps_its_commas(zbc, job):
     assert not any("error" in entry for entry in entries)
 
 
+@pytest.mark.long
 def test_chunks_of_the_file_are_for_schedules_that_leave_them_open(zbc, job):
     """Swept chunks apply to all: a schedule that cannot have them stays in the table with the reason."""
     entries = zbc("compare", job(schedule={"chunks": 1}, kind="gpipe"), *HAND, "--json").json()["schedules"]
@@ -360,6 +374,7 @@ def test_chunks_of_the_file_are_for_schedules_that_leave_them_open(zbc, job):
     assert failed == [("zb-v", {"schedule.chunks": "1"}, "E110")]
 
 
+@pytest.mark.long
 def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
     """The layers of a factory are unknown before it is called."""
     job(model={"family": "somewhere:layers"}, data={"kind": "somewhere:data"})
@@ -376,6 +391,7 @@ def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
     assert "whether they fit hardware.memory_gib" in zbc("plan", "zbc.toml", "--set", "hardware.memory_gib=1").out
 
 
+@pytest.mark.long
 def test_compare_fails_if_nothing_can_be_planned(zbc, job):
     """By default it tries all schedules; with such a limit none needs a search."""
     ran = zbc("compare", job(schedule={"memory_limit": "0.01x"}))
@@ -386,6 +402,7 @@ def test_compare_fails_if_nothing_can_be_planned(zbc, job):
 # ---- visualize -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(FIXED, ("1f1b", "interleaved-1f1b")))
 def test_a_plan_is_drawn_from_its_directory_as_from_its_job(name, zbc, job):
     zbc("plan", job(kind=name), "-q")
@@ -394,6 +411,7 @@ def test_a_plan_is_drawn_from_its_directory_as_from_its_job(name, zbc, job):
     assert drawn.out == zbc("visualize", "zbc.toml").out
 
 
+@pytest.mark.long("{'schedule': {'slices': 4}}", "{'schedule': {'tokens': [16, 8, 4, 16, 8, 4, 16, 2]}}")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -427,6 +445,7 @@ def test_a_plan_of_a_plugin_is_drawn_without_the_plugin(zbc, folder):
     assert "gone:make: 4 ranks" in zbc("visualize", "plan").out
 
 
+@pytest.mark.long("a.txt-1f1b: ", 'a.json-{"display')
 @pytest.mark.parametrize(
     ("name", "begins"),
     [("a.svg", "<svg "), ("a.HTML", "<!doctype html>"), ("a.json", '{"display'), ("a.txt", "1f1b: ")],
@@ -448,6 +467,7 @@ def test_a_picture_can_be_written_to_a_file(zbc, job):
 # ---- the others ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_each_schedule_has_a_card_with_a_picture(zbc):
     for name, card in SCHEDULES.items():
         shown = zbc("explain", "schedules", card.aliases[0] if card.aliases else name.upper()).out
@@ -526,6 +546,7 @@ def test_the_list_of_schedules_fits_eighty_columns_and_has_more_where_there_is_r
     assert "best of all schedules" in zbc("explain", "auto").out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "limit", "expected"), [("zb-auto", "1.0x", "met"), ("v-auto", "0.5x", "loose"), ("gpipe", None, "close")]
 )
@@ -539,6 +560,7 @@ def test_a_plan_says_whose_the_gap_to_its_bound_is(zbc, job, kind, limit, expect
     assert ("proven optimal" in said) == (expected == "met")
 
 
+@pytest.mark.long("zb-h1-True")
 @pytest.mark.parametrize(("kind", "says"), [("zb-h1", True), ("1f1b", False)])
 def test_a_plan_says_where_recompute_costs_time_and_saves_nothing(zbc, job, kind, says):
     """If B and W are apart, B leaves W the same activations that F would have kept."""

@@ -32,6 +32,7 @@ def test_bytes_of_messages_and_of_the_vocabulary_are_those_of_each_rank(zbc, job
     assert not any(rank["logit_bytes"] for rank in entry["per_rank"])
 
 
+@pytest.mark.long("sweep1", "sweep2")
 @pytest.mark.parametrize(
     "sweep",
     [
@@ -51,6 +52,7 @@ def test_tables_fit_eighty_columns(zbc, job, monkeypatch, sweep):
     assert sweep or max(map(len, lines)) <= 80
 
 
+@pytest.mark.long
 def test_the_default_is_eight_rows_of_six_columns_and_all_else_under_v(zbc, job):
     """With 1F1B among them as the baseline, and the command for the first."""
     ran = zbc("compare", job(m=8), "--set", "schedule.memory_limit='1.2x'")
@@ -84,6 +86,7 @@ def test_1f1b_is_what_others_are_held_against_where_nobody_asked_for_it(zbc, job
     assert entry["speedup_over_1f1b"] == pytest.approx(33 / 27)
 
 
+@pytest.mark.long
 def test_a_row_whose_partition_memory_has_shifted_says_so(zbc, job):
     """The even partition of 1F1B needs most memory on rank 0, which holds four microbatches."""
     few = ("--schedule", "1f1b,zb-h1")
@@ -97,6 +100,7 @@ def test_a_row_whose_partition_memory_has_shifted_says_so(zbc, job):
     assert "and memory rules out the partition" in zbc("plan", "zbc.toml", "--set", tight).out
 
 
+@pytest.mark.long
 def test_crossings_are_named_in_the_table_and_in_json(zbc, job):
     sweep = ("--sweep", "costs.comm=0,2")
     few = ("--schedule", "1f1b,interleaved-1f1b,gpipe")
@@ -230,6 +234,7 @@ def test_a_latex_table_has_as_many_cells_in_every_line(zbc, job, more):
     assert all(line.endswith(" \\\\") for line in rows) and "%" not in ran.out.replace("\\%", "")
 
 
+@pytest.mark.long
 def test_a_latex_table_has_a_dash_for_what_is_not_known_and_a_comment_for_what_cannot_be_planned(zbc, job):
     limit = ("--set", "schedule.memory_limit=0.3x", "--schedule", "1f1b,v-min")
     lines = zbc("compare", job(pp=8, layers=16, m=8), *limit, "--format", "tex").out.splitlines()
@@ -241,6 +246,7 @@ def test_a_latex_table_has_a_dash_for_what_is_not_known_and_a_comment_for_what_c
     assert line.startswith("% chimera: [E1")
 
 
+@pytest.mark.long
 def test_steps_are_drawn_against_the_numbers_of_any_key_that_is_swept(zbc, job):
     sweep = ("--sweep", "hardware.link_gbps=1,10,100", "--sweep", "schedule.microbatches=8,16")
     zbc("compare", job(), "--schedule", "1f1b,zb-v", *sweep, "-o", "a.svg")

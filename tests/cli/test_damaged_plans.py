@@ -49,6 +49,7 @@ def test_a_plan_as_it_was_made_passes(name):
     assert refused(name, 0, list(MADE[name].program.ranks[0])) == []
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(rank=st.integers(0, 3), late=st.sets(st.integers(0, 7)))
 def test_weight_gradients_that_are_put_off_take_memory(rank, late):
@@ -66,6 +67,7 @@ def test_weight_gradients_that_are_put_off_take_memory(rank, late):
     assert refused("limited", rank, listed + ops[end:]) == (["E302"] if most > 4 else [])
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(name=st.sampled_from(["plain", "frozen"]), rank=st.integers(1, 2), seed=st.integers(0, 999))
 def test_layers_are_frozen_only_as_the_job_says(name, rank, seed):

@@ -94,6 +94,7 @@ JOBS = {
 }
 
 
+@pytest.mark.long("more layers than anybody has")
 @pytest.mark.parametrize("name", few(JOBS, lambda name: name not in ("over the limit", "too little memory")))
 def test_a_bad_job_is_refused_and_nothing_is_written(name, zbc, folder):
     text, code, where, expected = JOBS[name]
@@ -194,6 +195,7 @@ BESIDE = {"file": "in the way", "order.csv": "", "mine.csv": "0F0,1F0\n", "confi
 BESIDE |= {"bert.json": '{"model_type": "bert"}'}
 
 
+@pytest.mark.long("advise --set model.layers=4 --gpu h100 zbc.toml --row 5 --gpus 1 -o x.toml => 3 E109 => there are")
 @pytest.mark.parametrize("line", [*BEFORE, *few(AFTER, lambda line: "E301" not in line)], ids=str)
 def test_a_wrong_command_is_refused_before_long_work_and_nothing_is_written(line, zbc, job, folder, monkeypatch):
     """No folder is left behind either."""
@@ -234,6 +236,7 @@ ANYWHERE = (
 )
 
 
+@pytest.mark.long
 def test_a_path_that_cannot_even_be_looked_at_is_refused_by_every_command(zbc, job):
     """With too long a name, since tests may run as a user with access to every folder."""
     job(pp=2, m=3)
@@ -251,6 +254,7 @@ def test_a_path_that_cannot_even_be_looked_at_is_refused_by_every_command(zbc, j
 # ---- options -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_would_fit_is_listed_with_its_need_and_its_time_the_fastest_first(zbc, job):
     limit = 1.3
     ran = zbc("plan", job(kind="gpipe", hardware={"memory_gib": limit / 1024}, costs={"f": 1, "b": 1, "w": 1}))
@@ -271,6 +275,7 @@ def test_what_would_fit_is_listed_with_its_need_and_its_time_the_fastest_first(z
         assert zbc("plan", "zbc.toml", "--schedule", name).code == 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "limit", "code"), [("zb-h1", "1 KiB", "E302"), ("zb-v", "0.01x", "E303")])
 def test_a_limit_named_in_a_hint_is_enough(kind, limit, code, zbc, job):
     """Of zb-v only partitions that do not fit have an order."""
@@ -443,6 +448,7 @@ def test_a_plan_that_was_changed_and_signed_again_is_still_looked_at(changes, sa
         assert f"error[{code}]" in ran.err and said in ran.err and ("zbc plan" in ran.err or code != "E404"), ran.err
 
 
+@pytest.mark.long
 def test_names_that_would_steer_a_terminal_are_shown_as_text(zbc, plan):
     edited(plan, {"schedule": "\x1b[31m1f1b\x9b2J", "passes": ["\x1b]0;title\x07"]})
     for ran in (zbc("check", "plan"), zbc("check", "plan", "--json"), zbc("visualize", "plan")):
@@ -453,6 +459,7 @@ def test_names_that_would_steer_a_terminal_are_shown_as_text(zbc, plan):
     assert ran.code == 3 and "\x1b" not in ran.err and r"\u001b[2J" in ran.err
 
 
+@pytest.mark.long
 def test_strict_fails_where_sends_that_block_would_hang(zbc, job):
     assert zbc("plan", job(kind="zb-v", costs={"f": 1.0, "b": 1.0, "w": 1.0}), "-q").code == 0
     assert zbc("check", "plan").code == 0

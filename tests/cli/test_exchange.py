@@ -51,6 +51,7 @@ def test_cells_that_are_no_actions_stop_a_suggestion(zbc, csv):
     assert not Path("fixed.csv").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-v", "interleaved-1f1b"], ("zb-v",)))
 def test_an_exported_order_is_planned_the_same(zbc, job, kind):
     """With a given partition: a CSV has none, and an automatic one is searched for a schedule only."""
@@ -80,6 +81,7 @@ def test_init_writes_nothing_for_an_order_that_does_not_work(zbc, csv, text):
     assert not Path("zbc.toml").exists()
 
 
+@pytest.mark.long
 def test_a_job_names_its_order_beside_itself(zbc, csv):
     Path("jobs").mkdir()
     csv(GOOD, "jobs/order.csv")
@@ -107,6 +109,7 @@ def test_an_order_that_is_not_the_jobs_or_missing_or_broken_is_refused(zbc, csv,
     assert ran.code in (3, 4) and said in ran.err and place in ran.err, ran.err
 
 
+@pytest.mark.long
 def test_torchtitan_gets_settings_or_since_0_3_a_module_beside_the_csv(zbc, job):
     job()
     ran = zbc("export", "zbc.toml", "--format", "torchtitan", "-o", "titan.toml")

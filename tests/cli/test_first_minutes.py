@@ -12,6 +12,7 @@ from zbc.compiler.search import engine
 from zbc.host import until
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
 def test_the_ways_out_of_a_plan_that_does_not_fit_are_ways_out(kind, zbc, job):
     """Recompute is offered if and only if it saves enough memory."""
@@ -32,6 +33,7 @@ def test_the_ways_out_of_a_plan_that_does_not_fit_are_ways_out(kind, zbc, job):
     assert False in offered
 
 
+@pytest.mark.long
 def test_plan_names_the_schedule_that_compare_ranks_first_of_those_it_tries(zbc, folder, monkeypatch):
     """With uneven stages another schedule may be faster only with its own partition."""
     zbc("init", ".", "--template", "llama-8b")
@@ -42,6 +44,7 @@ def test_plan_names_the_schedule_that_compare_ranks_first_of_those_it_tries(zbc,
     assert faster == {"schedule": "v-auto", "barrier_ms": pytest.approx(rows[0]["barrier_ms"], rel=0.003)}
 
 
+@pytest.mark.long
 def test_very_many_problems_and_very_long_or_large_values_are_told_briefly(zbc, job, folder):
     text = toml_text().replace("[train]", "[train]\n" + "\n".join(f"k{n} = 1" for n in range(4000)))
     (folder / "zbc.toml").write_text(text)
@@ -62,6 +65,7 @@ def test_weights_that_are_nowhere_are_missed_before_the_run(zbc, job):
     assert not Path("plan").exists()
 
 
+@pytest.mark.long
 def test_a_plan_for_more_cpu_ranks_than_cores_says_what_to_expect(zbc, job, monkeypatch):
     """On one core: the sum of the computation of all ranks."""
     monkeypatch.setattr(summary, "cores", lambda: 1)
@@ -75,6 +79,7 @@ def test_a_plan_for_more_cpu_ranks_than_cores_says_what_to_expect(zbc, job, monk
     assert "ranks share" not in zbc("plan", job(costs={"f": 1.0, "b": 1.0, "w": 1.0})).out, "given times are given"
 
 
+@pytest.mark.long
 def test_a_first_search_says_that_it_compiles(zbc, job, tmp_path, monkeypatch):
     said = "compiling the search, once"
     monkeypatch.setattr(engine, "compiles_first", lambda: True)

@@ -5,6 +5,7 @@ import pytest
 COSTS = {"f": 1.0, "b": 1.0, "w": 1.0}
 
 
+@pytest.mark.long("asynchronous")
 @pytest.mark.parametrize("sync", ["two-versions", "asynchronous"])
 def test_a_plan_says_its_period_and_what_each_rank_leaves_of_it_idle(sync, job, zbc):
     job(kind="1f1b", pp=4, m=8, optimizer={"sync": sync}, costs=COSTS)

@@ -44,6 +44,7 @@ def test_a_measured_link_counts_before_a_data_sheet(zbc, folder):
     assert gpu.measured(written).link_gbps == 7.0
 
 
+@pytest.mark.long
 def test_a_forgotten_device_is_said(zbc, folder):
     write_job(folder, hardware={"tflops": 400.0})
     words = "hardware.tflops = 400 is no CPU's: estimated with a CPU's memory bandwidth"

@@ -56,6 +56,7 @@ def test_the_lane_of_copies_is_drawn(tmp_path, zbc):
     assert "OFFLOAD s0 m0" in Path("plan.svg").read_text()
 
 
+@pytest.mark.long
 def test_plan_and_compare_say_how_often_weights_are_gathered_and_what_of_it_shows(job, zbc):
     job(kind="breadth-first", pp=2, m=4, parallel={"dp": 2})
     sweep = ["--sweep", "parallel.shard=none,weights", "--schedule", "breadth-first", "--format", "csv"]
@@ -87,6 +88,7 @@ def test_what_was_measured_fits_eighty_columns(measured, monkeypatch, capsys):
     assert "118 MiB" in "\n".join(lines) and any("spread too wide to trust" in line for line in lines)
 
 
+@pytest.mark.long
 def test_a_plan_says_which_times_not_to_trust_in_eighty_columns(measured, zbc, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "measured.json").write_text(measured.dumps())
@@ -114,6 +116,7 @@ def test_the_cut_is_printed_with_its_loss(zbc, job):
     assert all(stage["state_bytes"] > 0 and stage["activation_bytes"] >= 0 for stage in cut["stages"])
 
 
+@pytest.mark.long
 def test_what_recomputes_is_said(zbc, job):
     path = job(kind="1f1b", memory={"activations": "auto"}, partition={"layers_per_stage": "equal"})
     most = zbc("plan", path, "--json").json()["per_rank"][0]["peak_bytes"]
@@ -124,6 +127,7 @@ def test_what_recomputes_is_said(zbc, job):
     assert again == [True, False, False, False]
 
 
+@pytest.mark.long
 def test_many_stages_and_recompute_fit_eighty_columns(zbc, job):
     made = job(kind="interleaved-1f1b", layers=40, pp=8, m=8, memory={"activations": "recompute"})
     ran = zbc("plan", made, "--budget", "0")

@@ -22,6 +22,7 @@ JOBS = {
 }
 
 
+@pytest.mark.long
 def test_help_is_grouped_and_every_help_fits_a_screen(zbc, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out = zbc("--help").out
@@ -36,6 +37,7 @@ def test_help_is_grouped_and_every_help_fits_a_screen(zbc, monkeypatch):
         assert all(re.search(rf"(^|[ ,]){option}[ ,]", shown, re.MULTILINE) for option in GLOBAL), command
 
 
+@pytest.mark.long("plan", "check", "export", "compare")
 @pytest.mark.parametrize("command", JOBS)
 def test_a_job_is_changed_alike_by_every_command_that_takes_one(command, zbc, job, tmp_path):
     """A schedule, a value and a profile each change the output; a budget is accepted."""
@@ -71,6 +73,7 @@ def test_explain_of_a_job_takes_a_profile_and_says_where_values_come_from_in_jso
     assert found["schedule"]["chunks"] == {"value": None, "origin": "default"}
 
 
+@pytest.mark.long
 def test_lists_are_there_for_programs_too(zbc):
     cards = zbc("explain", "schedules", "--json").json()["schedules"]
     assert {"1f1b", "zb-v"} <= {card["name"] for card in cards} and all(card["source"] for card in cards)
@@ -82,6 +85,7 @@ def test_lists_are_there_for_programs_too(zbc):
     assert zbc("explain", "schedules", "-q").out == zbc("explain", "E201", "-q").out == ""
 
 
+@pytest.mark.long
 def test_a_picture_is_told_of_in_json(zbc, job):
     found = zbc("visualize", job(), "--json").json()
     assert found["form"] == "term" and "1f1b: 4 ranks" in found["picture"]
@@ -90,6 +94,7 @@ def test_a_picture_is_told_of_in_json(zbc, job):
     assert ran.err == "" and Path("a.svg").is_file()
 
 
+@pytest.mark.long
 def test_a_png_is_made_by_cairosvg_or_refused_with_the_way_out(zbc, job, monkeypatch):
     monkeypatch.setitem(sys.modules, "cairosvg", None)
     ran = zbc("visualize", job(), "-o", "a.png")
@@ -105,6 +110,7 @@ def test_a_png_is_made_by_cairosvg_or_refused_with_the_way_out(zbc, job, monkeyp
     assert "needs a file" in zbc("visualize", "zbc.toml", "--format", "png").err
 
 
+@pytest.mark.long
 def test_export_as_json_has_the_texts_or_names_the_files(zbc, job):
     texts = zbc("export", job(), "--format", "torch-csv", "--json").json()["texts"]
     assert list(texts) == [".csv"] and texts[".csv"].startswith("0F0,")
@@ -113,6 +119,7 @@ def test_export_as_json_has_the_texts_or_names_the_files(zbc, job):
     assert json.loads(zbc("init", "again.toml", "--schedule", "t.csv", "--json").out)["job"] == "again.toml"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", [("plan",), pytest.param(("compare",), marks=pytest.mark.repeats)], ids=" ".join)
 def test_a_job_for_eight_gpus_is_told_of_on_one_screen(command, zbc, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -50,6 +50,7 @@ def test_every_plan_in_it_is_a_plan_and_is_checked(ramped, zbc, folder):
     load(folder / "plan").check()
 
 
+@pytest.mark.long
 def test_a_plan_in_it_that_is_missing_edited_or_another_is_refused(ramped, zbc, folder):
     rank = folder / "plan" / "m3" / "rank-0001.json"
     before = rank.read_text()
@@ -66,6 +67,7 @@ def test_a_plan_in_it_that_is_missing_edited_or_another_is_refused(ramped, zbc, 
     assert found.code == 4 and "error[E402] plan: plan/m1 is not the plan that plan was made with" in found.err
 
 
+@pytest.mark.long
 def test_a_plan_with_a_ramp_replaces_one_and_nothing_else_and_names_no_folders_elsewhere(ramped, zbc, folder):
     assert zbc("plan", "zbc.toml").code == 0 and (folder / "plan" / "m1").is_dir()
     assert zbc("plan", "zbc.toml", "--set", "schedule.ramp=[]").code == 0 and not (folder / "plan" / "m1").exists()
@@ -87,6 +89,7 @@ def test_what_goes_to_other_tools_would_not_grow():
     assert plan.export("torch-csv")[".csv"].count("F7") == 2
 
 
+@pytest.mark.long("zb-v")
 @pytest.mark.parametrize(
     "kind", few(["auto", "zb-auto", "zb-v", "interleaved-1f1b", "chimera", "dualpipe"], lambda kind: kind != "auto")
 )

@@ -41,6 +41,7 @@ def test_the_report_names_what_is_slow_and_how_to_plan_anew(run, zbc):
     assert all(len(line) <= 80 for line in ran.out.splitlines() if "zbc profile" not in line)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cores", "said"), [(1, "4 ranks share the one core of host"), (3, "4 ranks share the 3 cores of host")]
 )
@@ -84,6 +85,7 @@ def test_the_report_as_json_has_stable_keys(run, zbc):
     assert found["replan"]["gain"] > 0.05 and found["replan_command"].startswith("zbc profile ")
 
 
+@pytest.mark.long
 def test_a_phase_of_a_ramp_is_reported_beside_its_own_plan(zbc, folder):
     ramp = [{"microbatches": 2, "steps": 3}, {"microbatches": 4, "steps": 3}]
     plan = compiled("1f1b", costs={**GIVEN, "per": "layer"}, layers=12, schedule={"ramp": ramp}, train={"steps": 9})
@@ -178,6 +180,7 @@ def test_a_damaged_run_directory_is_named(unrecorded, zbc, name, text, code, say
     assert ran.code == 4 and code in ran.err and says in ran.err
 
 
+@pytest.mark.long
 def test_a_recorded_run_is_drawn_in_every_form(run, zbc, folder):
     text = zbc("visualize", run).out
     assert text.startswith("predicted: zb-h1") and "measured, step 5: zb-h1" in text
@@ -190,6 +193,7 @@ def test_a_recorded_run_is_drawn_in_every_form(run, zbc, folder):
     assert missing.code == 4 and "E430" in missing.err and "recorded are 4, 5, 6" in missing.err
 
 
+@pytest.mark.long("changes0")
 @pytest.mark.parametrize("changes", few([{}, {"costs": GIVEN}, {"kind": "zb-v"}, {"parallel": {"dp": 2}}, {"m": 5}], 2))
 def test_the_job_of_a_plan_makes_the_same_plan_again(job, zbc, folder, changes):
     job(**changes)

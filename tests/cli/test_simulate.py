@@ -10,6 +10,7 @@ from zbc.compiler.whatif.noise import Noise
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1}}
 
 
+@pytest.mark.long
 def test_a_plan_a_job_and_a_csv_are_simulated_alike(zbc, job):
     zbc("plan", job(**UNIT, kind="zb-h1"), "-q")
     zbc("export", "plan", "--format", "torch-csv", "-o", "order.csv")

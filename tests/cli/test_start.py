@@ -49,6 +49,7 @@ def loaded(workplace, *commands):
     return {command: set(modules) for command, _, modules in said}
 
 
+@pytest.mark.long
 def test_only_run_and_doctor_load_torch_and_nothing_heavy_is_loaded_in_vain(workplace):
     heavy = {command: modules & HEAVY for command, modules in loaded(workplace, *COMMANDS).items()}
     assert heavy == {command: set() for command in COMMANDS}
@@ -81,6 +82,7 @@ def on_a_terminal(workplace, *arguments, **environment):
     return said.decode()
 
 
+@pytest.mark.long
 def test_a_terminal_gets_colours_its_width_and_progress(workplace):
     assert "\x1b[" in on_a_terminal(workplace, "visualize", "plan")
     assert "\x1b[" in on_a_terminal(workplace, "plan", "nowhere.toml")
@@ -110,6 +112,7 @@ def start(folder, command, out):
     return subprocess.Popen([*ZBC, *command.split()], cwd=folder, stdout=out, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long("plan zbc.toml")
 @pytest.mark.parametrize("command", few(TALKING, ("--help", "plan zbc.toml")))
 def test_nobody_reads_what_a_command_says(tmp_path, command):
     write_job(tmp_path)
@@ -131,6 +134,7 @@ def test_a_line_of_a_run_that_nobody_reads_ends_it():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
 @pytest.mark.parametrize("command", few([*ANSWERS, "plan zbc.toml --json"], ("explain E110", "plan zbc.toml")))
 def test_an_answer_that_a_full_disk_does_not_take_is_an_error_in_words(tmp_path, command):
@@ -141,6 +145,7 @@ def test_an_answer_that_a_full_disk_does_not_take_is_an_error_in_words(tmp_path,
     assert said.startswith("error[E608] cannot write to standard output: No space left on device")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
 def test_the_exit_code_tells_what_cannot_be_said(tmp_path):
     with open("/dev/full", "w") as full:
@@ -149,6 +154,7 @@ def test_the_exit_code_tells_what_cannot_be_said(tmp_path):
     assert done.returncode == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closed", few([">&-", "2>&-", "<&-", ">&- 2>&- <&-"], (">&- 2>&- <&-",)))
 def test_streams_that_are_closed_from_the_beginning_are_nothing_to_complain_of(tmp_path, closed):
     write_job(tmp_path)

@@ -23,6 +23,7 @@ def planned(zbc, folder):
     return plan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(RANKS, ("fork",)))
 def test_such_a_placement_is_planned_proven_and_drawn(name, zbc, folder, planned):
     ran = planned(name)
@@ -42,6 +43,7 @@ def test_such_a_placement_is_planned_proven_and_drawn(name, zbc, folder, planned
     assert zbc("compare", "plan", "again").code == 0
 
 
+@pytest.mark.long("fold")
 @pytest.mark.parametrize("name", ["fork", "fold"])
 def test_an_uneven_schedule_is_planned_with_limits_costs_and_post_validate(name, planned):
     ran = planned(
@@ -55,6 +57,7 @@ def test_an_uneven_schedule_is_planned_with_limits_costs_and_post_validate(name,
     assert ran.code == 0, ran.err
 
 
+@pytest.mark.long
 def test_costs_per_rank_are_shared_by_the_stages_of_the_rank(zbc, planned, folder):
     planned("fold", costs={"per": "rank", "f": [1.0, 3.0, 2.0], "b": 1.0, "w": 1.0})
     ran = zbc("plan", "zbc.toml", "-v")
@@ -62,6 +65,7 @@ def test_costs_per_rank_are_shared_by_the_stages_of_the_rank(zbc, planned, folde
     assert [row[-5] for row in stages] == ["1.00", "1.50", "1.50", "2.00"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(["fork", "fold"], ("fork",)))
 def test_an_uneven_schedule_trains_and_a_report_reads_its_trace(name, zbc, planned):
     assert planned(name).code == 0

@@ -19,6 +19,7 @@ def written(folder, world, batch, kind="1f1b", parallel=(), **tables):
     return write_job(folder, parallel={"pp": None, "world": world, **dict(parallel)}, schedule=schedule, **tables)
 
 
+@pytest.mark.always
 def test_the_best_of_all_divisors_is_taken(tmp_path):
     path = written(tmp_path, 8, 64, "zb-v", hardware=HARDWARE)
     chosen = load_job(path)
@@ -33,6 +34,7 @@ def test_the_best_of_all_divisors_is_taken(tmp_path):
     assert [row.shape.pp for row in chosen.weighed] == [1, 2, 4, 8]
 
 
+@pytest.mark.long
 def test_ranks_that_share_layers_are_chosen_too(tmp_path):
     """Divisors of the heads that fit on a node; 4 ranks may share the 4 heads, 8 may not."""
     path = written(tmp_path, 8, 16, parallel={"tp": "auto"}, hardware=HARDWARE)
@@ -45,6 +47,7 @@ def test_ranks_that_share_layers_are_chosen_too(tmp_path):
     assert {row.shape.tp for row in fixed.weighed} == {2} and fixed.parallel.tp == 2
 
 
+@pytest.mark.long
 def test_ranks_that_share_tokens_are_chosen_where_that_is_asked_for(tmp_path):
     """Numbers whose chunks divide a sequence of 16 tokens and that fit on a node."""
     path = written(tmp_path, 8, 16, hardware=HARDWARE)
@@ -55,6 +58,7 @@ def test_ranks_that_share_tokens_are_chosen_where_that_is_asked_for(tmp_path):
     assert {row.shape.cp for row in load_job(path, ["parallel.cp=4"]).weighed} == {4}
 
 
+@pytest.mark.long
 def test_replicas_that_share_out_experts_are_chosen_too(tmp_path):
     """Divisors of dp and the experts that fit on a node."""
     model = {"family": "llama", "experts": 12, "ffn_hidden": 16}
@@ -78,6 +82,7 @@ def test_ranks_of_a_pipeline_that_are_given_have_to_divide_the_others(tmp_path, 
         load_job(path, [f"parallel.pp={pp}"])
 
 
+@pytest.mark.long
 def test_what_is_only_weighed_is_a_bound(tmp_path):
     """Long steps are planned with fewer microbatches: their estimate must not exceed the time of the whole step."""
     path = written(tmp_path, 4, 256, hardware=HARDWARE)
@@ -191,6 +196,7 @@ def test_compare_chooses_once_and_sweeps_what_it_is_told(zbc, folder):
     assert len(rows["schedules"]) == 2 and "world" not in rows
 
 
+@pytest.mark.long
 def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
     """Shards of one replica, tokens of one rank, experts of one: such a shape is a candidate like any other."""
     experts = {"family": "llama", "experts": 4, "ffn_hidden": 16}

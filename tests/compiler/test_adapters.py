@@ -26,6 +26,7 @@ def llama_8b(**changes):
     return job(**{**EIGHT, "kind": "1f1b", **changes})
 
 
+@pytest.mark.long
 def test_llama_8b_at_rank_16_fits_where_all_weights_do_not():
     with refused("E301"):
         compile_job(llama_8b(), budget=0.0, suggest=False)
@@ -44,6 +45,7 @@ def test_llama_8b_at_rank_16_fits_where_all_weights_do_not():
     assert sum(rank.gradient_bytes for rank in found.per_rank) == 4 * adapter.trained
 
 
+@pytest.mark.long("one1-False")
 @pytest.mark.parametrize(("one", "slower"), [(job(adapter={"rank": 4}), True), (llama_8b(adapter={"rank": 8}), False)])
 def test_a_plan_says_where_adapters_make_a_step_slower(one, slower):
     report = compile_job(one, budget=0.0, suggest=False).report
@@ -51,6 +53,7 @@ def test_a_plan_says_where_adapters_make_a_step_slower(one, slower):
     assert (report.makespan_ms > report.adapter.whole_ms) == slower == ("slower than that" in said)
 
 
+@pytest.mark.long
 def test_layers_before_the_first_adapter_have_no_backward():
     table = estimate.layers(llama_8b(adapter={"rank": 16, "targets": ["layers.20.self_attn.q_proj"]}))
     assert all(layer.b == layer.w == layer.size.act_w == layer.params == 0 for layer in table[:21])
@@ -79,32 +82,34 @@ SOME = dealt(
 
 
 @pytest.mark.parametrize(("case", "beside", "kind", "activations"), few(SOME, [("bf16", "down", "zb-v", "keep")]))
-def test_what_ranks_hold_is_predicted_within_a_percent(tmp_path, case, beside, kind, activations):
+def test_what_ranks_hold_is_predicted_within_a_percent(case, beside, kind, activations):
     adapter = {"rank": 4, "alpha": 8.0, "targets": BESIDE[beside]}
     how = {"kind": kind, "m": 4, "layers": 4, "memory": {"activations": activations}, **CASES[case], "pp": 2}
-    for predicted, measured in both(tmp_path, adapter=adapter, **how):
+    for predicted, measured in both(adapter=adapter, **how):
         for name in ("weights", "gradients", "masters", "optimizer", "activations"):
             assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name
         assert measured.peak <= predicted.bytes * 1.1  # of tensors on their way several may be there at once
         assert predicted.bytes <= measured.peak * 1.09
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "kept"), few([("zb-h1", "keep"), ("zb-h1", "selective"), ("1f1b", "keep"), ("1f1b", "recompute")], 1)
 )
-def test_a_backward_holds_both_gradients_that_it_adds(tmp_path, kind, kept):
+def test_a_backward_holds_both_gradients_that_it_adds(kind, kept):
     """Those of the input of the MLP's last product, of the frozen layer and of its adapter; a B that input as well."""
     model = {"hidden": 48, "heads": 3, "seq_len": 40}
     how = {"kind": kind, "pp": 2, "m": 3, "layers": 4, "model": model, "memory": {"activations": kept}}
-    for predicted, measured in both(tmp_path, adapter={"rank": 4, "targets": ["*"]}, **how):
+    for predicted, measured in both(adapter={"rank": 4, "targets": ["*"]}, **how):
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kept", "rank"), [("keep", 4), ("selective", 0)])
-def test_norms_of_a_narrow_stream_copy_their_inputs_unless_they_run_again(tmp_path, kept, rank):
+def test_norms_of_a_narrow_stream_copy_their_inputs_unless_they_run_again(kept, rank):
     """Frozen ones keep that float32 copy alone, those that run again the input itself, once."""
     how = {"kind": "1f1b", "pp": 2, "m": 2, "layers": 2, "memory": {"activations": kept}, **CASES["llama masters"]}
-    for predicted, measured in both(tmp_path, adapter={"rank": rank} if rank else {}, **how):
+    for predicted, measured in both(adapter={"rank": rank} if rank else {}, **how):
         assert predicted.activations == pytest.approx(measured.activations, rel=0.01)
 
 
@@ -117,12 +122,13 @@ ADDED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("targets", "kept", "dtype"), few(ADDED, 3))
-def test_what_a_forward_holds_as_it_adds_outputs_of_adapters_is_predicted(tmp_path, targets, kept, dtype):
+def test_what_a_forward_holds_as_it_adds_outputs_of_adapters_is_predicted(targets, kept, dtype):
     """Those of a frozen layer, of its adapters, these joined, and the sum; a backward that runs it again as well."""
     model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 16, "seq_len": 48, "ffn_hidden": 136, "dtype": dtype}
     how = {"kind": "1f1b", "pp": 2, "m": 2, "layers": 2, "model": model, "memory": {"activations": kept}}
-    compiled, _, (scale, _) = weighed(tmp_path, adapter={"rank": 4, "targets": [targets]}, **how)
+    compiled, _, (scale, _) = weighed(adapter={"rank": 4, "targets": [targets]}, **how)
     (size, _), ops = compiled.costs.bytes, scale.readings
     assert size.needs["f"] == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.02)
     if kept == "recompute":
@@ -139,13 +145,14 @@ PARTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("targets", "kept", "dtype", "kind"), few(PARTS, [PARTS[0], PARTS[3]]))
-def test_what_a_backward_holds_depends_on_the_layers_with_adapters(tmp_path, targets, kept, dtype, kind):
+def test_what_a_backward_holds_depends_on_the_layers_with_adapters(targets, kept, dtype, kind):
     """Without one at the MLP's last product neither its input nor its output's gradient is there, nor run again."""
     model = {"family": "llama", "hidden": 48, "heads": 4, "vocab": 128, "seq_len": 48, "ffn_hidden": 136}
     how = {"kind": kind, "pp": 2, "m": 3, "layers": 4, "model": model | {"dtype": dtype}}
     how |= {"memory": {"activations": kept}, "adapter": {"rank": 4, "targets": [targets]}}
-    compiled, _, (scale, _) = weighed(tmp_path, **how)
+    compiled, _, (scale, _) = weighed(**how)
     (size, _), (held, _) = compiled.costs.bytes, compiled.memory
     assert held.activations == pytest.approx(scale.held.activations, rel=0.01)
     back = Kind.B if kind == "zb-h1" else Kind.BW
@@ -154,12 +161,13 @@ def test_what_a_backward_holds_depends_on_the_layers_with_adapters(tmp_path, tar
     assert size.needs[f"first {back.value.lower()}"] == pytest.approx(found[0], rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("targets", ["layers.3.*", "layers.0.down", "layers.0.up"])
-def test_what_nothing_trained_precedes_is_held_for_a_forward_alone(tmp_path, targets):
+def test_what_nothing_trained_precedes_is_held_for_a_forward_alone(targets):
     """Whole layers, the first part of a block, and the input of its MLP while that runs."""
     model = {"hidden": 48, "heads": 4, "vocab": 128, "seq_len": 48}
     how = {"kind": "1f1b", "pp": 2, "m": 3, "layers": 4, "model": model, "partition": {"layers_per_stage": [1, 3]}}
-    compiled, _, (scale, _) = weighed(tmp_path, adapter={"rank": 4, "targets": [targets]}, **how)
+    compiled, _, (scale, _) = weighed(adapter={"rank": 4, "targets": [targets]}, **how)
     (size, _), ops = compiled.costs.bytes, scale.readings
     assert size.needs["f"] == pytest.approx(max(one.extra for one in ops if one.op.kind is Kind.F), rel=0.01)
 
@@ -167,20 +175,22 @@ def test_what_nothing_trained_precedes_is_held_for_a_forward_alone(tmp_path, tar
 SHARED = [{"tp": 2}, {"tp": 2, "tp_sequence": True}, {"dp": 2, "shard": "optimizer"}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parallel", few(SHARED, 1), ids=str)
-def test_what_ranks_that_share_layers_hold_is_predicted(tmp_path, parallel):
+def test_what_ranks_that_share_layers_hold_is_predicted(parallel):
     how = {"kind": "1f1b", "pp": 2, "m": 3, "layers": 2, "model": CASES["llama"]["model"], "parallel": parallel}
-    for predicted, measured in both(tmp_path, adapter={"rank": 4}, **how):
+    for predicted, measured in both(adapter={"rank": 4}, **how):
         for name in ("weights", "gradients", "optimizer", "activations"):
             assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name
 
 
-def test_tied_embeddings_that_are_frozen_are_held_once_and_summed_by_nobody(tmp_path):
+@pytest.mark.long
+def test_tied_embeddings_that_are_frozen_are_held_once_and_summed_by_nobody():
     model = {**CASES["llama"]["model"], "ties": True}
     how = {"kind": "zb-v", "pp": 2, "m": 4, "layers": 4, "model": model, "adapter": {"rank": 4}}
-    compiled, *_ = weighed(tmp_path, 1, **how)
+    compiled, *_ = weighed(1, **how)
     assert not any(op.kind is Kind.REDUCE for _, _, op in compiled.program)
-    for predicted, measured in both(tmp_path, **how):
+    for predicted, measured in both(**how):
         assert predicted.weights == pytest.approx(measured.weights, rel=0.01)
 
 

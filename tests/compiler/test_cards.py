@@ -109,6 +109,7 @@ SAME = [
 ]
 
 
+@pytest.mark.long
 def test_heads_that_make_some_logits_at_a_time_are_shared_by_cards_with_other_experts_and_policies(place, makes):
     chunked = {**GPT, "experts": 4, "loss_chunk": 3}
     jobs = [job(model=chunked, parallel={"dp": 4, "ep": ep}) for ep in (2, 4)]
@@ -130,11 +131,13 @@ OTHER = [
 ]
 
 
+@pytest.mark.long("<lambda>-<lambda>1")
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_jobs_whose_layers_do_the_same_share_it(place, makes, one, other):
     assert bytes_of(one()) == bytes_of(other()) and len(makes) == 1
 
 
+@pytest.mark.long("changes1", "changes7")
 @pytest.mark.parametrize("changes", OTHER)
 def test_what_layers_depend_on_is_another_card(place, makes, changes):
     bytes_of(job(model=GPT))
@@ -176,6 +179,7 @@ def test_with_costs_given_no_code_of_users_runs(place, tmp_path, monkeypatch):
     assert made.uncounted is None and compile_job(made).report.costs == "given"
 
 
+@pytest.mark.long
 def test_processes_that_make_it_at_once_agree_and_a_later_plan_needs_no_torch(place, tmp_path):
     path = write_job(tmp_path, model=GPT)
     code = "import sys, zbc; print(zbc.plan(zbc.load(sys.argv[1]), budget=0).compiled.report.peak_bytes)"

@@ -59,6 +59,7 @@ MODEL |= {"experts": 8, "top_k": 4, "ffn_hidden": 32}
 NODES = {"ranks_per_node": 2, "link_gbps": 800.0, "link_us": 1.0, "device": "cuda"}
 
 
+@pytest.mark.long("10.0-2-groups1")
 @pytest.mark.parametrize(
     ("far", "near", "groups"), [(10.0, 2, {}), (10.0, 2, {"expert_groups": [2, 1]}), (800.0, 0, {})]
 )

@@ -63,6 +63,7 @@ def test_activation_units_are_shares_of_one_rank_whatever_unit_was_given():
     assert given.units("left") == pytest.approx((0.25,) * 8)
 
 
+@pytest.mark.long
 def test_estimates_follow_from_flops_when_arithmetic_is_the_limit(no_launches):
     """24 h^2 + 4 h c per token forward, 24 h^2 + 10 h c backward, 24 h^2 for the weights; head 2 h V each."""
     big = job(
@@ -85,6 +86,7 @@ def test_estimates_follow_from_flops_when_arithmetic_is_the_limit(no_launches):
 NODES = {"device": "cuda", "link_gbps": 800.0, "link_us": 0.0, "inter_node_gbps": 80.0}
 
 
+@pytest.mark.long
 def test_a_message_is_a_part_of_the_ops_that_send_and_take_it_at_both_of_its_ends():
     times = {"f": 1.0, "b": 2.0, "w": 3.0, "comm": 0.5}
     plain, timed = (costs(job(costs={**times, **more})) for more in ({}, {"message": 0.25}))
@@ -158,6 +160,7 @@ def test_sums_over_copies_take_the_slowest_link_of_their_ring():
     assert outside.of("reduce", 1) == pytest.approx(2 * 3 / 4 * gradients / 1e7)
 
 
+@pytest.mark.long
 def test_kernels_run_one_after_another_and_each_meets_its_own_limit(no_launches):
     """A memory-bound norm is not hidden by a compute-bound product: halving arithmetic leaves its time."""
     sizes = {"model": {"hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000}}
@@ -190,6 +193,7 @@ def test_an_optimizer_step_takes_the_memory_traffic_of_every_built_in_family():
         assert estimated.column("step") == pytest.approx([28 * count / 1e6 for count in params])
 
 
+@pytest.mark.long
 def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations(no_launches):
     """Mixtral 8x7B: 46.7 billion parameters, 12.9 billion active per token (arXiv 2401.04088)."""
     sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 32000}
@@ -204,6 +208,7 @@ def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations
     assert eight.w == pytest.approx(table[1].w + 6 * 3 * 2 * 4096 * 14336 * tokens / 1e9, rel=1e-3)
 
 
+@pytest.mark.long("{'adapter': {'rank': 4}}", "{'schedule': {'slices': 2}}")
 @pytest.mark.parametrize("more", [{}, {"adapter": {"rank": 4}}, {"schedule": {"slices": 2}}], ids=str)
 def test_a_stage_that_runs_again_gathers_no_tokens_a_third_time(more):
     """Its second forward keeps all that a plain one would; so do the stages named, and no others."""
@@ -219,6 +224,7 @@ def test_a_stage_that_runs_again_gathers_no_tokens_a_third_time(more):
     assert kept[1].needs["bw"] == second[1].needs["bw"] and kept[0].share < plain[0].share
 
 
+@pytest.mark.long
 def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says(no_launches):
     slow = {"device": "cuda", "tflops": 1e9, "memory_gbps": 1.0}
     tokens, h, vocab = 2 * 16, 32, 25600
@@ -261,6 +267,7 @@ WITH_SUMS = [  # sums of layers hide behind the W of a BW, gathers do not; both 
 ]
 
 
+@pytest.mark.long("times6-parallel6-keep-wanted6")
 @pytest.mark.parametrize(("times", "parallel", "activations", "wanted"), WITH_SUMS)
 def test_sums_and_gathers_lengthen_ops(times, parallel, activations, wanted):
     times = {"f": 8.0, "b": 6.0, "w": 2.0, **times}
@@ -268,6 +275,7 @@ def test_sums_and_gathers_lengthen_ops(times, parallel, activations, wanted):
     assert [found.of(column) for column in ("f", "b", "w", "bw")] == wanted
 
 
+@pytest.mark.long
 def test_attention_that_runs_again_gathers_once_more_and_sums():
     given, how = (
         {"f": 8.0, "b": 6.0, "w": 2.0, "tp": 0.5},
@@ -277,6 +285,7 @@ def test_attention_that_runs_again_gathers_once_more_and_sums():
     assert spared.of("b") == pytest.approx(free.of("b") + 2.0)
 
 
+@pytest.mark.long
 def test_the_first_all_to_all_of_a_bw_waits_unless_a_w_is_there_by_then():
     """F = 8, B = 6, W = 4, and all-to-alls of 2 in each; the last of four stages has the head."""
     model = {"family": "llama", "layers": 8, "experts": 4, "top_k": 2}
@@ -290,6 +299,7 @@ def test_the_first_all_to_all_of_a_bw_waits_unless_a_w_is_there_by_then():
     assert [plain.of(column, 1) for column in ("f", "b", "w", "bw_waits")] == [10.0, 8.0, 4.0, 0.5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_bw_of_a_slice_hides_its_own_sums(activations):
     """F = 8, B = 6, W = 2 and sums of 1.5 of a microbatch; the slice's share of F and B differs from that of W and of
@@ -317,6 +327,7 @@ def test_a_frozen_bw_waits_for_the_sums_that_its_w_hid(tp, percent, ms):
     assert given.duration(Op(Kind.W, 0, share=percent)) == pytest.approx(2 * percent / 100)
 
 
+@pytest.mark.long
 def test_parts_of_layers_take_their_part_of_time_and_memory(no_launches):
     wide = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 4096, "seq_len": 256}
     fast = {"link_gbps": 1e6, "link_us": 0.0}
@@ -332,6 +343,7 @@ def test_parts_of_layers_take_their_part_of_time_and_memory(no_launches):
     assert more == ([pytest.approx(ms) for ms in (5, 4, 4, 5)], [pytest.approx(ms) for ms in (4, 4, 4, 5)])
 
 
+@pytest.mark.long
 def test_ranks_that_share_tokens_take_their_part_and_gather_keys_and_values(no_launches):
     """Half of linear layers and attention each; weights stay whole, and keys and values of all tokens are kept."""
     wide = {"family": "llama", "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 2, "vocab": 4096, "seq_len": 2048}
@@ -432,6 +444,7 @@ def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():
     assert bytes_of(Placement.linear(1), parallel={"pp": 1}).bytes[0].weights - single.weights == size
 
 
+@pytest.mark.long
 def test_linear_layers_in_fp8_take_half_of_what_arithmetic_takes_and_runs_refuse_it(no_launches):
     """On a GPU with free memory traffic, a block each on four ranks: attention and the head are unchanged."""
     model = {"family": "llama", "hidden": 512, "heads": 8, "seq_len": 512, "dtype": "bfloat16"}

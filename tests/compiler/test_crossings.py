@@ -128,6 +128,7 @@ def test_crossings_lie_where_a_scan_finds_them(path):
         assert times[match.before[0]][0] < times[match.after[0]][0]
 
 
+@pytest.mark.long
 def test_both_take_the_same_time_where_they_cross(path):
     job = path(**UNIT, m=16)
     _, found = swept(job, ["1f1b", "interleaved-1f1b"], "costs.comm=0,2")
@@ -138,6 +139,7 @@ def test_both_take_the_same_time_where_they_cross(path):
     assert one.ms == pytest.approx(pair[0], rel=1e-6)
 
 
+@pytest.mark.long
 def test_link_speeds_latencies_and_other_choices_are_swept_together(path):
     job = path(hardware={"link_us": 0.0}, model={"hidden": 64})
     sweeps = ("hardware.link_gbps=0.01,10", "schedule.microbatches=4,8", "hardware.link_us=0,2000")
@@ -160,6 +162,7 @@ def test_what_is_level_or_cannot_be_planned_does_not_cross(path):
     assert [one.schedule for one in rows if one.error is not None] == ["1f1b", "1f1b"] and found == []
 
 
+@pytest.mark.long
 def test_rows_compete_within_a_world_and_worlds_keep_their_order(path):
     rows, _ = swept(path(**UNIT), ["zb-v", "1f1b", "gpipe"], "costs.comm=2,0", "schedule.microbatches=4,8", every=False)
     assert [dict(one.settings)["costs.comm"] for one in rows] == ["2"] * 6 + ["0"] * 6

@@ -151,6 +151,7 @@ def heavy(seed):
     return {**parts, "hardware": {"memory_gib": (low + (high - low) * rng.uniform(0.02, 0.95)) / 2**30}}, p
 
 
+@pytest.mark.long("0", "2")
 @pytest.mark.parametrize("seed", few(range(5), 3))
 def test_the_least_recompute_that_fits_is_chosen_with_the_cut(seed):
     parts, stages = heavy(seed)
@@ -169,6 +170,7 @@ def test_the_least_recompute_that_fits_is_chosen_with_the_cut(seed):
         assert ms < min(steps)
 
 
+@pytest.mark.long
 def test_nothing_is_recomputed_where_all_fits_and_what_is_set_stays():
     kept = compile_job(job(memory={"activations": "auto"}))
     assert not kept.found.recompute
@@ -183,6 +185,7 @@ def test_nothing_is_recomputed_where_all_fits_and_what_is_set_stays():
     assert [stage.selective for stage in some.report.cut.stages] == [True, False, False, False]
 
 
+@pytest.mark.long("{'layout': 'Et*4|tt|t|tL'}", "{'layers_per_stage': 'equal'}")
 @pytest.mark.parametrize(
     "partition",
     [{"layers_per_stage": "equal"}, {"layers_per_stage": [4, 2, 1, 1]}, {"layout": "Et*4|tt|t|tL"}],
@@ -250,6 +253,7 @@ def test_auto_makes_room_for_a_heavy_head(p, m, layers, head, gain):
         assert other is None or step <= other * (1 + 1e-9), name
 
 
+@pytest.mark.long("zb-v-period", "chimera-span", "zb-v-makespan")
 @pytest.mark.parametrize(
     ("kind", "objective"),
     few(
@@ -269,6 +273,7 @@ def test_plans_are_chosen_by_the_step_that_is_predicted_of_them_with_all_its_sum
 ROOM = {"hardware": {"memory_gib": 1.0}}
 
 
+@pytest.mark.long("chimera-zb")
 @pytest.mark.parametrize("kind", few(["zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb"], ("zb-v", "chimera-zb")))
 def test_recompute_on_a_device_with_room_changes_no_unit_that_a_search_counts_in(kind):
     """With recompute W keeps more than F does; units stay shares of the activations without recompute."""

@@ -32,6 +32,7 @@ MS = st.floats(0.1, 10.0)
 MINE = {"model": {"family": "mine:layers", "loss": "mse"}, "data": {"kind": "mine:Data"}}
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 6))
 def test_kinds_explain_what_stages_took(data, kinds, stages):

@@ -2,6 +2,7 @@
 
 from itertools import combinations, pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ def longest(left, right):
     return 0
 
 
+@pytest.mark.long
 @few
 @given(sides)
 def test_the_lines_of_a_difference_are_both_orders(drawn):

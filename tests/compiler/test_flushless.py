@@ -40,6 +40,7 @@ def body(schedule="1f1b", p=2, m=2, v=1, dp=1, costs=None):
     return lower(replace(SCHEDULES[schedule].make(Request(p, m, v)), dp=dp), "two-versions", costs)
 
 
+@pytest.mark.long("p8 m8")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"p{case['p']} m{case['m']}")
 def test_ten_steps_take_what_the_reference_says(case):
     p, m = case["p"], case["m"]
@@ -200,6 +201,7 @@ def test_the_period_is_the_mean_of_steps_that_come_again(m, comm, steps):
     assert made.settled_ms == pytest.approx(sum(steps) / 4)
 
 
+@pytest.mark.long("4-7", "5-4", "4-8")
 @pytest.mark.parametrize("sync", ["two-versions", "asynchronous"])
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 7), (5, 4), (4, 8)])
 def test_receives_of_a_cycle_are_placed_by_order(p, m, sync):
@@ -218,6 +220,7 @@ UNEVEN = {"per": "layer", "f": [1.0, 1.4, 0.8, 1.2, 0.9, 1.3, 1.0, 0.7], "b": 1.
 CHOSEN = [(kind, sync) for sync in ("two-versions", "asynchronous", "post-validate") for kind in ("1f1b", "gis")]
 
 
+@pytest.mark.long("gis-two-versions", "gis-asynchronous", "auto-two-versions")
 @pytest.mark.parametrize(("kind", "sync"), few([("auto", "two-versions"), *CHOSEN], ("auto", "gis")))
 def test_plans_are_compared_and_bounded_by_the_step_that_is_reported(kind, sync):
     """With more memory a step is not longer, and 1F1B beside it is what it is by name."""
@@ -241,6 +244,7 @@ def test_without_a_flush_an_objective_changes_nothing():
     assert len({(plan.schedule, plan.step_ms, plan.layers) for plan in plans}) == 1
 
 
+@pytest.mark.long("gis-8-asynchronous")
 @pytest.mark.parametrize(("kind", "m", "sync"), [("1f1b", 4, "two-versions"), ("gis", 8, "asynchronous")])
 def test_noise_is_of_steps_without_a_flush(kind, m, sync):
     """Undisturbed they take the period on average; a slow busiest rank makes each as much longer."""

@@ -51,6 +51,8 @@ def test_published_instances(schedule, v, most, ms, share):
     assert sum(shares.of.values()) / parts == pytest.approx(share, abs=1e-6)
 
 
+@pytest.mark.always("32")
+@pytest.mark.long
 @pytest.mark.parametrize("m", [32, 128])
 def test_a_large_program_is_solved_at_its_ends(m):
     """16 ranks: 110 ms with 32 microbatches, solved whole; each further one adds F + B + W / 2."""

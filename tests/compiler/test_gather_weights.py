@@ -56,6 +56,7 @@ def counts(program, kind=Kind.GATHER):
     return [sum(op.kind is kind for op in ops) for ops in program.ranks]
 
 
+@pytest.mark.long("breadth-first-8-8-4-3", "breadth-first-8-24-3-1")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(row[key]) for key in list(row)[:5]))
 def test_gathers_and_times_are_those_of_the_reference(row):
     shape = row["schedule"], row["p"], row["m"], row["v"], row["resident"]
@@ -102,6 +103,7 @@ def test_no_way_to_make_room_has_fewer_gathers(sequence, room):
     assert counts(found) == [fewest(sequence, room)] and counts(found, Kind.FREE) == counts(found)
 
 
+@pytest.mark.long("v-auto", "v-half", "braid-v")
 @pytest.mark.parametrize("name", ONE_PIPE)
 def test_every_schedule_passes_all_checks_with_any_room(name):
     card = SCHEDULES[name]
@@ -169,6 +171,7 @@ def test_all_copies_of_a_stage_take_from_each_other_where_two_pipes_have_it():
         compile_job(replace(asked(pp=2, kind="chimera", schedule={}, hardware={"ranks_per_node": 2}), node=(2, 1)))
 
 
+@pytest.mark.long
 def test_replicas_of_a_rank_are_put_on_one_node():
     """Although that sends more between nodes than the default tile."""
     hardware = {"hardware": {"ranks_per_node": 4}, "schedule": {"chunks": 2, "microbatch_size": 256}}

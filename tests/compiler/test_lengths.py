@@ -62,6 +62,7 @@ def test_tokens_stand_in_the_plan_as_it_numbers_them_and_cost_the_same_when_it_i
     assert compile_job(again, budget=0.0).step_ms <= compiled.step_ms * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_host_memory_is_that_of_the_longest_microbatch_a_stage_offloads():
     memory = {"memory": {"activations": "offload"}, "hardware": {"host_gbps": 20.0}}
     made = planned(m=8, kind="1f1b", **unequal([64, 24] * 4, schedule={"renumber": False}, **memory))
@@ -97,6 +98,7 @@ def test_a_number_for_each_microbatch_up_to_the_length_of_the_model_is_asked_for
 # ---- times ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("2")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_ops_of_a_microbatch_take_what_a_job_of_rows_of_its_length_says(tp):
     several = {"parallel": {"tp": tp}}
@@ -145,6 +147,7 @@ def test_given_times_of_collectives_are_of_whole_rows_and_less_by_tokens(axis, p
             assert given.of(column, 1, mb) - without.of(column, 1, mb) == pytest.approx(0.1 * tokens), (column, mb)
 
 
+@pytest.mark.long
 def test_a_whole_backward_is_shorter_by_that_of_its_b_and_its_w():
     """Attention makes B more than proportionally shorter, and W not."""
     sizes = {"model": {"seq_len": 2048}, "schedule": {"tokens": [2048] * 7 + [1024]}}
@@ -176,6 +179,7 @@ def test_steps_in_a_row_begin_again_with_the_first_microbatch():
     assert max(busy) > 4 * min(busy)
 
 
+@pytest.mark.long
 def test_a_partition_is_even_for_the_mean_of_all_microbatches_and_not_for_whole_rows():
     long = {"model": {"family": "llama", "seq_len": 4096, "hidden": 256, "vocab": 8192}, "layers": 12}
     short, whole = job(**{**long, "schedule": {"tokens": [128] + [64] * 7}}), job(**long)
@@ -198,6 +202,7 @@ def test_ranks_hold_what_the_microbatches_in_flight_are():
         assert found.units == pytest.approx(most)
 
 
+@pytest.mark.long("tokens0", "v-min-2-tokens2", "v-half-3-tokens1")
 @pytest.mark.parametrize("tokens", [SHARES, [16] * 4 + [2] * 4, [2] * 4 + [16] * 4])
 @pytest.mark.parametrize(("kind", "units"), [("zb-v", 4), ("v-half", 3), ("v-min", 2)])
 def test_a_limit_by_name_is_kept_with_any_numbers(kind, units, tokens):
@@ -270,6 +275,7 @@ def test_a_search_is_no_worse_than_orders_made_for_equal_microbatches(kind):
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("3", "5")
 @pytest.mark.parametrize("seed", few(range(24), 6))
 def test_a_planned_step_is_never_longer_than_the_order_for_equal_lengths(seed):
     made = job(**(drawn := drawn_job(seed)))
@@ -310,6 +316,7 @@ def test_costs_with_other_numbers_are_those_of_a_job_with_them():
     assert costs_of(job(**unequal())).renumbered(numbers) == other
 
 
+@pytest.mark.long
 def test_where_no_order_can_be_made_for_unequal_ones_that_for_equal_ones_is_taken(monkeypatch):
     def only_equal(made, *more, seated=numbering.seated):
         if made.tokens:

@@ -87,6 +87,7 @@ def compared(sample):
 ALL = frozenset(range(1000))
 
 
+@pytest.mark.long("interleaved-1f1b")
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe", "gpipe", "interleaved-1f1b"])
 def test_every_limit_down_to_the_floor_is_kept_in_a_complete_program(name):
     card = SCHEDULES[name]
@@ -143,6 +144,7 @@ LEAST = {  # p = 8, m = 24, unit costs, whole chunks: (v, g, k) -> a peak withou
 }  # fmt: skip
 
 
+@pytest.mark.long("4-8-0.5", "4-8-1.0", "4-8-0.25")
 @pytest.mark.parametrize(("v", "g", "k"), LEAST)
 def test_the_least_peak_without_added_time(v, g, k):
     program = SCHEDULES["gis"].make(Request(8, 24, v, group=g))
@@ -160,6 +162,7 @@ def test_no_slower_in_every_row_of_the_reference(part):
     assert sum(moved for _, moved in found) / len(found) <= 0.36
 
 
+@pytest.mark.long("v-half-3", "v-min-2")
 @pytest.mark.parametrize("memory_limit", [None, "1.0x"])
 @pytest.mark.parametrize("activations", ["keep", "offload", "auto"])
 @pytest.mark.parametrize(("kind", "units"), [("zb-v", 4), ("v-half", 3), ("v-min", 2)])
@@ -177,6 +180,7 @@ BY_HAND = {"zb-auto": ["1f1b"], "v-auto": [], "looped-zb": ["interleaved-1f1b", 
 DRAWN = [(p, m, limit, k) for p, m, limit in ((4, 5, "0.35x"), (3, 6, "0.4x"), (2, 7, "0.6x")) for k in (0.3, 1.0)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("p", "m", "limit", "k"), few(DRAWN, 1))
 @pytest.mark.parametrize("kind", BY_HAND)
 def test_no_search_is_behind_orders_by_hand_of_its_placement_or_behind_a_shorter_one(kind, p, m, limit, k):
@@ -223,6 +227,7 @@ def test_walked_by_time_a_program_takes_as_long_as_in_any_order(name, rendezvous
     assert start == pytest.approx(plain.start) and end == pytest.approx(plain.end)
 
 
+@pytest.mark.long("interleaved-1f1b-2")
 @pytest.mark.parametrize("shared", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "gis"])
 def test_no_two_copies_of_a_direction_are_on_a_link_at_once(name, shared):
@@ -302,6 +307,7 @@ def step(activations, **how):
         return float("inf")
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(
     kind=st.sampled_from(["1f1b", "gis", "zb-v", "zb-auto", "looped-zb", "zb-h1", "interleaved-1f1b"]),
@@ -314,6 +320,7 @@ def test_auto_is_never_slower_than_one_of_its_parts(**how):
     assert step("auto", **how) <= min(step(part, **how) for part in PARTS) * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_each_part_is_the_fastest_somewhere():
     def chosen(**how):
         compiled = planned_for("auto", **how)
@@ -331,6 +338,7 @@ def test_without_a_known_speed_auto_weighs_keep_and_recompute_only():
     assert compiled.report.copied is None and compiled.found.weighed == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["v-auto", "auto"])
 def test_what_was_chosen_is_in_the_plan_and_plans_the_same_again(tmp_path, kind):
     compiled = planned_for("auto", kind=kind, limit="0.4x", offload=0.5)
@@ -373,6 +381,7 @@ def test_a_plan_that_needs_too_much_of_the_host_is_not_chosen():
     assert compiled.report.copied is None
 
 
+@pytest.mark.long
 @settings(max_examples=6, deadline=None)
 @given(
     kind=st.sampled_from(["zb-h1", "zb-h2", "zb-v", "zb-auto", "v-half", "looped-zb", "auto"]),

@@ -187,6 +187,7 @@ def test_steps_waits_and_memory_are_those_of_the_formulas(p, a):
     assert max(units(program)) == pytest.approx(2 * p - 0.5)
 
 
+@pytest.mark.long("0", "6")
 @pytest.mark.parametrize("seed", few(range(60), 12))
 def test_any_number_of_microbatches_runs_at_any_costs(seed):
     rng = random.Random(seed)
@@ -222,6 +223,7 @@ def test_sums_are_under_the_other_op_and_add_up():
             assert piece.end <= start + 1e-9 or piece.start >= end - 1e-9, "under the other one"
 
 
+@pytest.mark.long
 def test_a_job_is_told_what_its_groups_hide_and_pays_for_what_they_do_not():
     costs = {"f": 1.0, "b": 1.0, "w": 1.0, "per": "stage", "tp": SUMS}
     model = {"layers": 16, "heads": 4}
@@ -276,6 +278,7 @@ def test_groups_hide_sums_of_ranks_that_share_layers():
     assert hidden.settled_ms < 0.93 * plain.settled_ms
 
 
+@pytest.mark.long
 def test_groups_train_as_ops_one_after_the_other():
     both, plain = beside("tp", schedule__kind="interleaved-1f1b", schedule__early=1, schedule__overlap=True)
     both["parallel"]["pp"] = plain["parallel"]["pp"] = 2

@@ -37,6 +37,7 @@ PAPER = {"1F1B": "1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "1F1B-I": "interlea
 TOLERANCE = {"1F1B": 0.5e-4, "ZB-H1": 0.5e-4, "ZB-H2": 0.5e-4, "1F1B-I": 0.006, "ZB-V": 0.002}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", few(PAPER, ("ZB-H1",)))
 def test_bubble_rates_of_the_zero_bubble_paper(schedule):
     cells = [row for row in rows("zero_bubble_paper.csv") if row["schedule"] == schedule]
@@ -83,6 +84,7 @@ def test_unit_cost_orders(variant):
         assert sends == int(row["p2p_msgs_sent_total"]), row
 
 
+@pytest.mark.long
 def test_generalized_interleaved_orders_are_the_public_ones():
     for row in rows("gis_orders.csv"):
         p, m, v, group = (int(row[key]) for key in ("p", "m", "v", "group"))
@@ -93,6 +95,7 @@ def test_generalized_interleaved_orders_are_the_public_ones():
         assert max(rank.units for rank in peaks(program, costs)) == pytest.approx(float(row["peak"]), rel=1e-4), row
 
 
+@pytest.mark.long("4", "6", "7", "8", "9")
 @pytest.mark.parametrize("p", range(1, 10))
 def test_generalized_interleaved_orders_run_for_any_group_and_microbatches(p):
     card = SCHEDULES["gis"]
@@ -124,18 +127,21 @@ def throughput() -> tuple[published.Throughput, ...]:
     return tuple(published.zero_bubble())
 
 
+@pytest.mark.long
 def test_steps_of_1f1b_on_a100s_follow_from_the_op_times_of_their_ranks():
     ratios = [row.ratio for row in published.one_f_one_b()]
     assert len(ratios) == 8
     assert statistics.fmean(ratios) == pytest.approx(1, abs=0.015) and all(abs(x - 1) < 0.03 for x in ratios)
 
 
+@pytest.mark.long
 def test_one_number_for_a_message_brings_1f1b_and_interleaved_1f1b_to_what_was_measured():
     for row in throughput():
         assert row.ratios["1f1b"] == pytest.approx(1, abs=0.05), row
         assert row.ratios["1f1bi"] == pytest.approx(1, abs=0.05), row
 
 
+@pytest.mark.long
 def test_schedules_rank_as_they_were_measured_where_these_are_more_than_two_percent_apart():
     pairs = 0
     for row in throughput():
@@ -147,6 +153,7 @@ def test_schedules_rank_as_they_were_measured_where_these_are_more_than_two_perc
     assert pairs > 25
 
 
+@pytest.mark.long
 def test_inside_a_node_the_schedules_that_were_faster_than_1f1b_come_out_faster():
     """By 8 to 15% as measured; also if no link is given, and a network's is assumed."""
     found = [*published.in_a_node(), *published.in_a_node(assumed=True)]
@@ -155,6 +162,7 @@ def test_inside_a_node_the_schedules_that_were_faster_than_1f1b_come_out_faster(
     assert all(row.ratio == pytest.approx(1, abs=0.11) for row in found), found
 
 
+@pytest.mark.long
 def test_half_of_the_activations_on_the_host_cost_a_tenth_of_the_throughput_and_not_half():
     """A tenth was measured; the cost is half if a block keeps all of its activations."""
     found = [*published.offload()]
@@ -162,10 +170,12 @@ def test_half_of_the_activations_on_the_host_cost_a_tenth_of_the_throughput_and_
     assert all(row.predicted > 0.88 and abs(row.predicted - row.measured) < 0.05 for row in found), found
 
 
+@pytest.mark.long
 def test_without_the_cost_of_messages_interleaved_1f1b_would_come_out_too_fast():
     assert all(row.ratios["1f1bi"] > 1.08 for row in published.zero_bubble(message={}, only=["1f1bi"]))
 
 
+@pytest.mark.long
 def test_w_is_estimated_within_a_quarter_where_gradients_are_added_inside_products():
     """Megatron-LM adds them there; a sum of its own would make it 1.4 to 2.3 times as long. Here the sums for the
     gradients of biases are a part of W: .06 of that of the small model."""
@@ -173,12 +183,14 @@ def test_w_is_estimated_within_a_quarter_where_gradients_are_added_inside_produc
     assert all(step.ratio > 1.35 for step in published.weight_gradients(fused=False))
 
 
+@pytest.mark.long
 def test_steps_of_large_models_with_sequence_parallelism_are_near_what_was_measured_and_fit():
     """The smallest spent more on attention, whose scores went through memory."""
     for large in published.sequence_parallel():
         assert 0.87 < large.step.ratio < 1.06 and large.gib < 80, large
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hidden", [6144, 12288, 20480, 25600])
 def test_a_block_that_gathers_again_keeps_what_korthikanti_count_but_what_they_need_not(hidden):
     """34 bytes for a number of the residual stream, less masks of two dropouts and the outputs of two norms."""
@@ -193,6 +205,7 @@ def test_a_block_that_gathers_again_keeps_what_korthikanti_count_but_what_they_n
     assert kept == pytest.approx(34 - 2 - 4, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["experts over 4 nodes", "16k tokens", "32k tokens", "7 chunks"])
 def test_mixtures_of_experts_take_about_as_long_as_they_were_measured(name):
     """The authors fuse rotary positions, SwiGLU and the exchange of rows: these move three times as much here."""

@@ -125,6 +125,7 @@ def test_sums_pass_all_checks_and_run_on_every_copy(name, copies, tied, sharded)
             assert operational.run(after).ok
 
 
+@pytest.mark.long
 def test_sums_of_random_orders_and_placements_never_deadlock():
     """Also with several groups of ranks: pipes in both directions, a weight shared by the ends."""
     met = 0

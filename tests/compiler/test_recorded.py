@@ -89,6 +89,7 @@ def test_copies_that_share_a_node_are_told_apart_too(tmp_path):
 # ---- where the time went -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_causes_add_up_to_the_step_to_the_nanosecond(tmp_path_factory, data):
@@ -261,6 +262,7 @@ def test_the_simulator_with_measured_times_finds_the_step_that_was_measured(tmp_
 SLICED = {"schedule": {"slices": 4}, "model": {"seq_len": 64}}
 
 
+@pytest.mark.long("1f1b", "zb-v")
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v"])
 def test_slices_are_put_together_to_whole_microbatches(tmp_path, kind):
     """Their times add up to those of a step, and a plan from the run takes as long; no time per microbatch is counted

@@ -44,6 +44,8 @@ CLOSED_FORMS = {
 }
 
 
+@pytest.mark.always("6-zb-v")
+@pytest.mark.long("4-gis")
 @every
 @with_p
 def test_closed_forms_of_the_papers_hold(name, p):

@@ -31,6 +31,7 @@ from zbc.ir import Placement
 from zbc.job import world
 from zbc.job.links import checked
 from zbc.job.toml import Document, loads
+from zbc.plan.directory import read_manifest
 from zbc.topology import Topology
 from zbc.training.models.experts import Experts
 from zbc.training.profiling.link import table_of, turns
@@ -156,7 +157,7 @@ def test_a_plan_keeps_its_table_and_order(tmp_path):
     (tmp_path / "links.toml").unlink()
     again = compile_job(load_job(tmp_path / "plan"))
     assert again.program == found.program and again.settled_ms == found.settled_ms
-    manifest = recall.read_manifest(tmp_path / "plan")
+    manifest = read_manifest(tmp_path / "plan")
     assert manifest.order == [0, 2, 3, 1] and recall.costs_of(manifest).links == found.costs.links
 
 
@@ -361,6 +362,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parallel", WAYS, ids=str)
 @pytest.mark.parametrize("shared", [None, 32])
 def test_a_rank_sends_the_bytes_that_are_priced(tmp_path, monkeypatch, parallel, shared):
@@ -386,7 +388,7 @@ def test_a_rank_sends_the_bytes_that_are_priced(tmp_path, monkeypatch, parallel,
         transport.start = started
 
     run_threads(made, 1, setup=watch)
-    found = load_job(tmp_path / "zbc.toml")
+    found = load_job(tmp_path / "plan")
     exchanged = pricing.exchanges(found, [(table := estimate.layers(found))[:3], table[3:]])
     for axis, one in zip((inner, "ep"), exchanged, strict=True):
         ms = made.manifest.microbatches * (one.forward[0] + one.backward[0])

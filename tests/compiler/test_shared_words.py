@@ -42,6 +42,7 @@ KINDS = ("1f1b", "zb-h1", "zb-v", "zb-auto", "interleaved-1f1b", "looped-zb", "g
 CASES = [(kind, sums, slices) for kind in KINDS for sums, slices in ((1, 1), (2, 1), (1, 2), (2, 3))]
 
 
+@pytest.mark.long("1f1b-1-1", "1f1b-1-2", "1f1b-2-3", "zb-v-1-2")
 @pytest.mark.parametrize(
     ("kind", "sums", "slices"), few(CASES, CASES[:4] + [("zb-v", 1, 2), ("interleaved-1f1b", 2, 1)])
 )
@@ -55,6 +56,7 @@ def test_plans_are_proven_and_every_rank_has_every_share(kind, sums, slices):
     assert found.timeline.makespan >= found.found.bounds.makespan * (1 - 1e-9)
 
 
+@pytest.mark.long
 def test_the_manifest_says_how_and_who_has_which_words():
     found = planned(model={**LARGE, "vocab": 4099}, parallel={**SHARED, "vocabulary": SUMS[2], "dp": 2})
     manifest, _ = found.assemble()
@@ -65,6 +67,7 @@ def test_the_manifest_says_how_and_who_has_which_words():
     assert all(Op(Kind.REDUCE, WORDS) in ops for ops in found.program.ranks)
 
 
+@pytest.mark.long
 def test_stages_have_what_is_left_and_shares_add_up_to_the_rest():
     """No parameter is lost, and none is counted twice."""
     for family in ("llama", "gpt"):
@@ -101,6 +104,7 @@ def test_estimates_of_all_ranks_are_those_of_the_whole_head():
     assert ends[-1].total < 4 * (one["s"] + one["t"]) + shared[-1].total < 1.25 * ends[-1].total
 
 
+@pytest.mark.long
 def test_slices_have_their_share_of_the_words():
     whole = compile_job(job(model=LARGE, parallel=SHARED, costs=GIVEN)).costs
     cut = compile_job(job(model=LARGE, parallel=SHARED, costs=GIVEN, schedule={"slices": 2, "cuts": [16, 48]})).costs
@@ -125,6 +129,7 @@ def test_memory_is_that_of_shares_and_logits():
     assert shared.memory[3].bytes < ends.memory[3].bytes
 
 
+@pytest.mark.long
 def test_a_bound_counts_the_words_of_every_rank():
     found = planned(model={**LARGE, "vocab": 4 * 4096})
     plain = bounds(found.program.placement, found.costs.with_ms(s=(), t=(), i=(), e=()), 8)
@@ -133,12 +138,14 @@ def test_a_bound_counts_the_words_of_every_rank():
     assert plain.span < counted.span <= plain.span + words + 8 * found.costs.of("i", 0) + 1e-9
 
 
+@pytest.mark.long
 def test_a_limit_leaves_room_for_the_meetings():
     found = planned(schedule={"kind": "zb-auto", "memory_limit": "1.0x"}, costs=FREE)
     assert max(rank.units for rank in found.memory) <= 4 + 1e-6
     assert max(rank.units for rank in planned(schedule={"kind": "zb-v"}, costs=FREE).memory) <= 4 + 1 + 1e-6
 
 
+@pytest.mark.long
 def test_a_tied_table_is_one_share_and_needs_no_sum_of_ends():
     found = planned(model={**LARGE, "ties": True})
     assert not found.program.tied and all(op.stage != TIED for ops in found.program.ranks for op in ops)
@@ -165,6 +172,7 @@ def test_measured_shares_are_planned_with():
     assert estimate.layers(profiled.with_vocabulary("ends"))[-1].f == 18.0
 
 
+@pytest.mark.long("1")
 @pytest.mark.parametrize("sums", [1, 2])
 def test_a_recorded_run_tells_what_shares_took(tmp_path, sums):
     """One block per rank, of 2 ms forward; the rest of the ends is separated from the times of words."""
@@ -190,6 +198,7 @@ HEAVY = {**LARGE, "vocab": 65536}
 AUTO = {"pp": 4, "vocabulary": "auto"}
 
 
+@pytest.mark.long
 def test_auto_shares_where_that_is_faster_and_not_where_it_is_not():
     heavy, light = planned(model=HEAVY, parallel=AUTO), planned(model={**LARGE, "vocab": 256}, parallel=AUTO)
     assert heavy.program.vocabulary == 1 and light.program.vocabulary == 0
@@ -211,6 +220,7 @@ def test_auto_leaves_words_at_the_ends_where_they_cannot_be_shared(changes):
     assert planned(**{"model": HEAVY, "parallel": AUTO, **changes}).program.vocabulary == 0
 
 
+@pytest.mark.long
 def test_a_plan_says_what_its_output_layer_costs_and_what_sharing_would_give():
     ends = planned(model=HEAVY, parallel={"pp": 4})
     found = sharing(ends)
@@ -226,6 +236,7 @@ def test_a_plan_says_what_its_output_layer_costs_and_what_sharing_would_give():
     assert sharing(planned(model=HEAVY, parallel={"pp": 4}, schedule={"kind": "dualpipe"})) is None, "cannot"
 
 
+@pytest.mark.long
 def test_a_comparison_has_both_ways_where_that_is_open(tmp_path):
     path = write_job(tmp_path, model=HEAVY, parallel=AUTO)
     asked = Asked(path)
@@ -244,6 +255,7 @@ def test_a_comparison_has_both_ways_where_that_is_open(tmp_path):
     assert alone("1f1b", ()).name == "1f1b +vocabulary"
 
 
+@pytest.mark.long
 def test_logits_of_two_units_wait_where_that_is_faster_and_fits():
     """With a smaller limit in bytes there is only one."""
     changes = {
@@ -286,6 +298,7 @@ def woven(kind, p, m, k, sums, late=1, **ms):
     return ends, units, found
 
 
+@pytest.mark.long("zb-v-8-24-1-0.25", "8-12-4-0.25")
 @pytest.mark.parametrize("sums", [1, 2])
 @pytest.mark.parametrize(("p", "m", "k", "st"), few(SIZES, SIZES[:3]))
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "gis"])
@@ -295,6 +308,7 @@ def test_the_bubble_is_what_it_was_and_a_sum_keeps_one_unit_more(kind, p, m, k, 
     assert most <= held + sums + 1e-9
 
 
+@pytest.mark.long
 def test_v_half_beside_what_was_published():
     """Published are 97 and 98, at p = 8, m = 24, S = T = 0.25."""
     for sums, late, makespan, units in ((1, 2, 94, 6), (2, 1, 96, 7)):
@@ -315,6 +329,7 @@ def test_all_ranks_start_their_collectives_in_one_order_and_t_is_late_by_no_more
             assert most <= late + 1
 
 
+@pytest.mark.long("{'model': {'dtype': 'bfloat16'}}")
 @pytest.mark.parametrize(
     "more", [{"model": {"dtype": "bfloat16"}}, {"parallel": {"dp": 2, "average": {"every": 1}}}], ids=str
 )

@@ -215,6 +215,7 @@ def test_the_second_message_waits_until_the_first_has_left_its_link():
     assert [span.start for span in timeline if span.rank == 1 and span.op.kind is Kind.F] == [4.0, 6.0]
 
 
+@pytest.mark.long("True-8-1.0-v-min")
 @pytest.mark.parametrize("name", ["gpipe", "eager-1f1b", "zb-h2", "breadth-first", "zb-v", "v-min", "dualpipe"])
 @pytest.mark.parametrize(("p", "comm"), [(4, 1.0), (4, 4.0), (8, 1.0)])
 @pytest.mark.parametrize("busy", [False, True])

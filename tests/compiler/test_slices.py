@@ -82,6 +82,7 @@ def test_cuts_that_are_hinted_at_and_those_of_a_gpu_are_right():
     assert all(place % 128 == 0 for place in cuts_of(job(**sliced(3, **GPU))))
 
 
+@pytest.mark.long("cuts2")
 @pytest.mark.parametrize("cuts", ["balanced", "even", [1024, 512, 256, 256]])
 def test_shares_of_given_times_add_up_to_the_whole(cuts):
     compiled = planned(**sliced(schedule={"cuts": cuts}), **GIVEN)
@@ -124,6 +125,7 @@ def test_bounds_of_equal_slices_are_those_of_as_many_microbatches():
     assert bounds(compiled.program.placement, costs, 8).makespan == pytest.approx(24 + 3 / 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["zb-auto", "v-auto", "v-half", "looped-zb"], 2))
 def test_searches_keep_to_bytes_that_slices_need(kind):
     roomy = max(rank.activations for rank in planned(**sliced(kind="1f1b")).memory)
@@ -133,6 +135,7 @@ def test_searches_keep_to_bytes_that_slices_need(kind):
         planned(**sliced(kind=kind, schedule={"memory_limit": "1 KiB"}))
 
 
+@pytest.mark.long
 def test_auto_takes_the_number_with_the_shortest_step_that_fits():
     found = planned(**sliced("auto"))
     count = found.program.slices
@@ -147,6 +150,7 @@ def test_auto_takes_the_number_with_the_shortest_step_that_fits():
     assert planned(**sliced("auto", schedule=limit)).program.slices > 1
 
 
+@pytest.mark.long
 def test_rows_of_a_comparison_name_the_number(tmp_path):
     path = write_job(tmp_path, **sliced("auto"))
     row = Asked(path, budget=0.0)("1f1b", ())
@@ -184,6 +188,7 @@ def timed(rows, past, floor, linear, attend):
     return SliceTime(rows=rows, past=past, f=f, b=2 * f, w=floor + linear * rows)
 
 
+@pytest.mark.long
 def test_a_profile_with_times_of_slices_says_where_to_cut_and_what_slices_take():
     points = [timed(rows, past, 0.05, 1e-3, 4e-6) for rows, past in ((2048, 0), (1024, 1024), (512, 1536), (256, 0))]
     given = job(**sliced(kind="1f1b"))

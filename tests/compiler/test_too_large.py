@@ -61,6 +61,7 @@ JOBS = {
 LARGEST = ("words", "experts")  # whose setting is for the largest part, and named first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", JOBS)
 def test_with_each_setting_that_is_advised_the_fullest_rank_needs_less(name, tmp_path):
     tables, among = JOBS[name]
@@ -71,6 +72,7 @@ def test_with_each_setting_that_is_advised_the_fullest_rank_needs_less(name, tmp
         assert needed(tmp_path, tables, way) < before, way
 
 
+@pytest.mark.long
 def test_what_is_at_its_most_or_not_there_is_not_advised(tmp_path):
     every = advised(tmp_path, {"model": {"experts": 4, "top_k": 2, "loss_chunk": 64}, "parallel": {"dp": 8, "ep": 4}})
     assert not [way for way in every if way.startswith(("parallel.ep", "model.loss_chunk"))]
@@ -80,6 +82,7 @@ def test_what_is_at_its_most_or_not_there_is_not_advised(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_a_loss_is_cut_where_its_logits_decide_and_the_plan_says_so(tmp_path):
     whole, cut = (needed(tmp_path, WORDS, *ways) for ways in ((), ["model.loss_chunk = 512"]))
     for room, chunk in (((whole + cut) / 2, 512), (whole * 1.01, None)):
@@ -108,6 +111,7 @@ def test_a_gpu_keeps_6_percent_free_or_what_a_profile_found(job):
     assert replace(job(memory_gib=80), profile=made).room == 80 * GIB
 
 
+@pytest.mark.long
 def test_the_memory_that_a_refusal_names_is_the_least_that_fits(job):
     with refused("E301", "less a reserve of") as caught:
         compile_job(job(kind="gpipe", memory_gib=1e-4, device="cuda"), suggest=False)
@@ -117,6 +121,7 @@ def test_the_memory_that_a_refusal_names_is_the_least_that_fits(job):
         compile_job(job(kind="gpipe", memory_gib=0.9 * named, device="cuda"), suggest=False)
 
 
+@pytest.mark.long
 def test_what_fits_all_memory_but_not_the_rest_is_refused_and_searches_keep_to_the_rest(job, tmp_path):
     free = compile_job(job(device="cuda"), budget=0.0)
     most = max(rank.bytes for rank in free.memory)

@@ -22,6 +22,7 @@ def blocks(made):
     return [sum(name.startswith("layers.") for name in part) for part in made.layers]
 
 
+@pytest.mark.long("interleaved-1f1b")
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"])
 def test_a_rank_that_is_slow_gets_fewer_layers(kind):
     slow = {"hardware": {"slow": [1, 1, 2, 1]}}

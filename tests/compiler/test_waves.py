@@ -29,6 +29,7 @@ CLOSED_FORMS = {  # name -> makespan and peak, for which p, m and v
 }
 
 
+@pytest.mark.long("dualpipe", "hanayo")
 @every
 def test_closed_forms_hold_up_to_16_ranks(name):
     tried = 0
@@ -46,6 +47,7 @@ def test_closed_forms_hold_up_to_16_ranks(name):
     assert tried >= 6
 
 
+@pytest.mark.long("bitpipe", "hanayo", "chimera")
 @every
 def test_activations_stay_within_those_of_the_paper_for_any_number_of_microbatches(name):
     most = {"dualpipe": 1.0, "dualpipe-v": 0.5}.get(name, 0.0)
@@ -64,6 +66,7 @@ def ops_of(timeline, p, pipes):
     return spans
 
 
+@pytest.mark.long("dualpipe-v-dualpipe-8")
 @pytest.mark.parametrize("p", few(range(1, 17), range(1, 9)))
 @pytest.mark.parametrize(("half", "whole"), [("dualpipe-v", "dualpipe"), ("hanayo", "chimera")])
 def test_one_pipe_in_a_v_is_two_pipes_cut_in_half(p, half, whole):
@@ -73,6 +76,7 @@ def test_one_pipe_in_a_v_is_two_pipes_cut_in_half(p, half, whole):
         assert ops_of(cut, p, 1) == ops_of(both, p, 2)
 
 
+@pytest.mark.long("8-16")
 @pytest.mark.parametrize(("p", "m"), [(4, 4), (4, 16), (8, 8), (8, 16)])
 def test_split_backwards_beat_the_papers_with_the_same_parameters_and_activations(p, m):
     for paper, v in (("chimera", 1), ("bitpipe", 2)):
@@ -125,6 +129,7 @@ def test_even_numbers_of_ranks_and_stages_are_asked_for():
     assert find("hanayo").stages_per_rank(6) == 6
 
 
+@pytest.mark.long("bitpipe-zb-3-5-2")
 @pytest.mark.parametrize(("name", "p", "m", "v"), [("bitpipe-zb", 3, 5, 2), ("bitpipe-zb", 2, 5, 2)])
 def test_annealing_keeps_every_op_and_the_limit_and_gains(monkeypatch, name, p, m, v):
     """An odd number of microbatches gives the pipes different shares."""

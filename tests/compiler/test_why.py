@@ -71,6 +71,7 @@ def test_a_what_if_is_what_planning_the_changed_job_gives(kind):
         assert found[change].factor == pytest.approx(step / other.schedule.microbatches / (now.step_ms / 8))
 
 
+@pytest.mark.long("v-half")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_busy_time_and_windows_tile_the_makespan_of_every_rank(name):
     for m in (4, 7, 12):

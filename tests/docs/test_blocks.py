@@ -115,6 +115,25 @@ def first(chain):
     return not any(word in line for line in chain.lines for word in LONG)
 
 
+@pytest.mark.long(
+    "torch.md-4",
+    "costs.md-2",
+    "costs.md-3",
+    "README.md-4",
+    "memory.md-3",
+    "README.md-1",
+    "advise.md-2",
+    "memory.md-2",
+    "models.md-5",
+    "models.md-6",
+    "reading.md-2",
+    "reading.md-1",
+    "compare.md-4",
+    "results.md-1",
+    "tutorial.md-1",
+    "architecture.md-1",
+    "tensor_parallel.md-1",
+)
 @pytest.mark.parametrize("chain", few(CHAINS, first), ids=str)
 def test_the_command_blocks_of_a_page_work(chain, clone):
     for block in blocks_of("torch.md") if chain.page.name == "torch.md" else ():
@@ -134,6 +153,7 @@ def test_every_code_block_says_what_it_is_or_is_a_picture():
         assert set(kinds) <= {"sh", "toml", "python", ""}, page.name
 
 
+@pytest.mark.long
 def test_the_picture_and_the_table_of_the_readme_are_what_zbc_prints():
     text = README.read_text()
     assert fill(text, ("picture", "compare")) == text
@@ -147,6 +167,7 @@ def test_the_tables_of_two_pipes_are_what_zbc_prints_and_say_what_the_page_says(
         assert row in text.partition(f"<!-- two pipes, {first} -->")[2].partition("<!-- end -->")[0]
 
 
+@pytest.mark.long
 def test_tables_that_make_docs_writes_are_those_of_the_pages():
     assert make.SURVIVAL.search((ROOT / "docs" / "gpu.md").read_text())[1] == make.survival_table()
     words = (ROOT / "docs" / "words.md").read_text()
@@ -203,6 +224,7 @@ def python(folder, script, source=None):
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_schedule_and_the_pass_of_the_docs_plan_when_the_page_is_followed(extended):
     """33 ms are 3m + 3(p-1), as the card says; the page's COLLECT takes the rest."""
     out = python(
@@ -217,6 +239,7 @@ def test_the_schedule_and_the_pass_of_the_docs_plan_when_the_page_is_followed(ex
     assert out.split() == ["ahead-1f1b", "33.5", "True", "True", "5.0"]
 
 
+@pytest.mark.long
 def test_the_op_of_the_docs_is_planned_checked_timed_and_handled_when_the_page_is_followed(extended):
     """The last rank of 1F1B never waits, so the whole step is longer by the time of its COLLECT: 33 + 0.5 ms."""
     out = python(
@@ -249,6 +272,7 @@ def test_a_plan_with_the_op_of_the_docs_trains_when_the_page_is_followed(extende
     assert len((extended / "ran" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.long
 def test_the_python_of_the_docs_runs(clone):
     out = python(clone, "".join(blocks_of("python.md")), ROOT)
     assert "zb-h1: 4 ranks" in out and "39.0 ms: BW s0 m11 <- W s0 m10 <-" in out

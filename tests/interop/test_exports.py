@@ -27,6 +27,7 @@ def plans():
     return {kind: zbc.plan(job(kind=kind, pp=2, layers=8, m=4)) for kind in kinds}
 
 
+@pytest.mark.long("1f1b")
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
 def test_json_says_what_each_op_needs(plans, kind):
     plan = plans[kind]
@@ -108,6 +109,7 @@ def titan_places(name, ranks, stages):
     return {r + i * ranks: r for r in range(ranks) for i in range(per_rank)}
 
 
+@pytest.mark.long("v-min-4", "v-half-4", "bitpipe-zb-4")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_torchtitan_builds_the_stages_where_the_order_has_them(kind, ranks):
@@ -264,6 +266,7 @@ def test_what_is_no_layout_is_refused_with_what_was_found(text):
     assert BAD[text] in f"{caught.value.message} {caught.value.hint}"
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
 def test_what_is_written_reads_back(counts):

@@ -47,6 +47,7 @@ def longest(graph):
     return max(ends.values())
 
 
+@pytest.mark.long("1f1b", "shares")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_node_starts_when_all_before_it_have_ended_and_the_longest_path_is_the_makespan(plans, way):
     for timeline in timelines(plans[way]):

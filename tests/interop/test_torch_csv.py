@@ -145,6 +145,7 @@ def test_groups_of_two_go_to_torch_and_back(p, m):
 few = settings(max_examples=25, deadline=None, derandomize=True)
 
 
+@pytest.mark.long("gis", "breadth-first")
 @pytest.mark.parametrize("name", FIXED)
 @few
 @given(data=st.data())
@@ -239,6 +240,7 @@ def test_what_is_repeated_is_dropped_and_what_is_missing_not_invented():
     assert caught.value.where == "row 2"
 
 
+@pytest.mark.long
 def test_no_rank_holds_more_than_the_fullest_one_did():
     rng = Random(5)
     for _ in range(6):

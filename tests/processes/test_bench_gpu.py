@@ -8,6 +8,8 @@ import torch
 
 from tests.limits import ended
 
+pytestmark = pytest.mark.long
+
 BENCH = Path(__file__).parents[2] / "bench"
 CPU = torch.device("cpu")
 

@@ -53,6 +53,7 @@ def losses(run):
     return [(line["step"], line["loss"]) for line in metrics(run)]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_its_newest_checkpoint_as_if_it_had_never_ended(tmp_path):
     plan = plan_of(tmp_path, train={"steps": 6})
     whole = run_here(plan, 2, tmp_path / "whole")
@@ -108,6 +109,7 @@ def test_a_run_ends_when_evaluations_get_no_better_and_keeps_the_best_checkpoint
     assert sorted(disk.complete(tmp_path / "worse/checkpoints")) == [1]  # nothing is lost
 
 
+@pytest.mark.long
 def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(tmp_path, capsys):
     plan, out = plan_of(tmp_path), tmp_path / "run"
     run_here(plan, 2, out, resume="auto")

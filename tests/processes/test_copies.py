@@ -98,6 +98,7 @@ WAYS += [("chimera", {"zero1": True, "node": (1, 2)}), ("1f1b", {}), ("zb-v", {"
 WAYS += [("zb-v", {"zero1": True, "low": True}), ("zb-h1", {"tied": True, "zero1": True})]
 
 
+@pytest.mark.long("zb-v-how0", "zb-h1-how1")
 @pytest.mark.parametrize(("schedule", "how"), few(WAYS, 3))
 def test_processes_compute_what_threads_compute(pool, schedule, how):
     """Sums of two terms have only one order; sums of a tied weight have four terms."""
@@ -107,6 +108,7 @@ def test_processes_compute_what_threads_compute(pool, schedule, how):
     assert losses_of(workers) == pytest.approx(reference(plan, 3).losses, abs=1e-2 if how.get("low") else 1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "resident", "dtype"),
     few(freed.CASES[1::3], [("breadth-first", 1, "float32"), ("zb-v", 1, "bfloat16")]),
@@ -139,6 +141,7 @@ def trains_as_one(plan, out, ranks, tolerance):
     return lines, found
 
 
+@pytest.mark.long
 def test_a_run_shows_the_loss_of_all_copies_and_writes_each_weight_once(tmp_path):
     plan = write_plan(tmp_path, parallel=TWO, optimizer={"zero1": True, "lr": 0.01}, model={**GPT, "ties": True})
     lines, found = trains_as_one(plan, tmp_path, 4, 1e-4)
@@ -154,6 +157,7 @@ def test_a_rank_that_dies_is_named_with_its_copy(tmp_path):
     assert (error.code, error.message) == ("E702", "run: rank 3 [dp 1, pp 1] was killed by SIGKILL")
 
 
+@pytest.mark.long
 def test_a_batch_grows_while_four_processes_train(tmp_path):
     """Positions, rates and losses of one process, without a barrier."""
     ramp = [{"microbatches": 1, "steps": 1}, {"microbatches": 2, "samples": 9}]
@@ -175,6 +179,7 @@ def test_a_batch_grows_while_four_processes_train(tmp_path):
 RUNS = ["2 1", "1 2", "2 3"]  # ranks of each stage
 
 
+@pytest.mark.long("1 2")
 @pytest.mark.parametrize("replicas", few(RUNS, 2))
 def test_processes_train_as_one_process(tmp_path, replicas):
     counts = [*map(int, replicas.split())]

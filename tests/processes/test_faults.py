@@ -122,6 +122,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_checkpoint_before(tmp_
     assert sorted(disk.complete(folder)) == [2, 4, 6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("traced", few([frozenset(), frozenset(range(1, 10**5))], bool))
 def test_a_run_directory_that_fills_up_ends_the_run_with_every_line_whole(tmp_path, out, small_disk, traced):
     folder, fill, release = small_disk
@@ -179,6 +180,7 @@ def test_machines_with_a_folder_each_are_told_so_before_the_first_step(tmp_path)
     assert list((tmp_path / "one").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_cut_off_later_is_refused_and_the_one_before_is_named(tmp_path, out):
     plan = saving(tmp_path)
     run_here(plan, 2, out, steps=4)
@@ -219,6 +221,7 @@ def test_the_step_that_ends_a_run_is_written_down_however_late_rank_0_is(tmp_pat
     assert [row["skipped"] for row in metrics(out)] == [False, False, True]
 
 
+@pytest.mark.long
 def test_a_rank_without_any_memory_left_still_says_so(tmp_path, out):
     error = error_of(run_here, write_troubled_plan(tmp_path, "eat", good=6), 4, out)
     assert (error.code, error.message) == ("E703", "run: rank 2 is out of memory")
@@ -229,6 +232,7 @@ def test_a_rank_without_any_memory_left_still_says_so(tmp_path, out):
     assert any(line.startswith("the plan predicts a peak of ") for line in error.details)
 
 
+@pytest.mark.long
 def test_data_that_become_shorter_while_they_are_read_end_the_run(tmp_path, out):
     tokens = tmp_path / "tokens.bin"
     tokens.write_bytes(bytes(range(256)) * 64)

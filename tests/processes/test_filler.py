@@ -27,6 +27,7 @@ def filled(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.long
 def test_ranks_work_while_they_wait(filled, tmp_path):
     run_here(write_plan(tmp_path, **JOB), 4, tmp_path / "plain")
     lines = "\n".join(filled("filled"))
@@ -36,12 +37,14 @@ def test_ranks_work_while_they_wait(filled, tmp_path):
     assert [row["loss"] for row in one] == [row["loss"] for row in other]
 
 
+@pytest.mark.long
 def test_a_filler_that_fails_leaves_the_run_alone(filled, tmp_path):
     lines = "\n".join(filled("failing", "failing"))
     assert "rank 1 goes on without its filler, which failed: ValueError: no more of this" in lines
     assert len(metrics(tmp_path / "failing-out")) == 3
 
 
+@pytest.mark.long
 def test_a_factory_that_makes_no_task_is_refused(filled):
     with refused("E502"):
         filled("nothing", "nothing")

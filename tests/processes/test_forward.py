@@ -1,5 +1,6 @@
 """`zbc run --forward` as a user starts it: weights of a run, ranks as processes and as threads, errors by code."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -9,6 +10,7 @@ from tests.processes.plans import run_here, write_plan
 RANKS = 4
 
 
+@pytest.mark.long
 def test_rows_are_by_the_weights_of_the_run_and_alike_for_processes_and_threads(tmp_path):
     plan = write_plan(tmp_path, checkpoint={"every": 2}, train={"steps": 4})
     run_here(plan, RANKS, tmp_path / "run")

@@ -41,6 +41,7 @@ def same(found, expected, tolerance=0.0):
             assert tensor is None or torch.equal(found[name], tensor), name
 
 
+@pytest.mark.long("1f1b", "chimera-zb")
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-v", "chimera-zb")))
 def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(pool, schedule):
     agrees(pool, make_plan(make_program(schedule, 4, 8), keep=without_step), slack(schedule))
@@ -94,6 +95,7 @@ def agrees(pool, plan, tolerance=0.0, loss=1e-6):
     same(unpack([grads for _, _, grads, _ in found]), expected.grads, tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("1f1b",)))
 def test_weights_that_layers_share_are_summed_over_all_that_hold_them(pool, schedule):
     agrees(pool, test_ties.plan_of(schedule, 4, keep=without_step), 1e-6)
@@ -102,6 +104,7 @@ def test_weights_that_layers_share_are_summed_over_all_that_hold_them(pool, sche
 FAST, SLOW = 8.0, 0.01  # Gbit/s inside a node and between nodes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choose", few([every, skewed, one_node], 2))
 def test_rows_of_experts_cross_to_each_node_once_as_priced(pool, tmp_path, monkeypatch, choose):
     """Two nodes of two processes: forwards have the bits of threads, and weights are those after one step of exchange;
@@ -147,6 +150,7 @@ SHARING = [
 ]
 
 
+@pytest.mark.long("zb-v-2-more1-how1", "zb-h1-2-more6-how6")
 @pytest.mark.parametrize(("kind", "pp", "more", "how"), few(SHARING, [SHARING[1], *SHARING[5:7]]))
 def test_ranks_that_share_layers_or_tokens_find_the_numbers_of_one_process(pool, kind, pp, more, how, tmp_path):
     model = {"model_more": {"layers": 4}}

@@ -95,6 +95,7 @@ def few():
     return started(64)
 
 
+@pytest.mark.long
 @pytest.mark.limit(240)
 @pytest.mark.parametrize(
     ("ranks", "most"), [(256, 10), *(pytest.param(*of, marks=pytest.mark.repeats) for of in ((1024, 10), (4096, 60)))]

@@ -65,6 +65,7 @@ def test_a_run_shows_and_writes_the_losses_of_one_process(tmp_path, out):
     ]
 
 
+@pytest.mark.long
 def test_a_run_says_what_it_is_in_its_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = write_plan(tmp_path, parallel={"pp": 1})
@@ -93,6 +94,8 @@ def hangup():
 ASKED = [(signal.SIGINT, "before-step"), (signal.SIGTERM, "post-validate"), (signal.SIGHUP, "before-step")]
 
 
+@pytest.mark.always("2-before-step")
+@pytest.mark.long
 @pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize(("number", "sync"), few(ASKED, (signal.SIGINT, signal.SIGTERM)))
 def test_a_signal_stops_all_ranks_after_a_step_and_what_they_have_is_saved(tmp_path, out, number, sync):
@@ -108,6 +111,7 @@ def test_a_signal_stops_all_ranks_after_a_step_and_what_they_have_is_saved(tmp_p
     assert disk.newest(out / "checkpoints") == disk.folder_of(out / "checkpoints", last)
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_ranks_that_do_not_come_to_an_end(tmp_path, out):
     plan = write_troubled_plan(tmp_path, "hang", good=8)  # in its third step
     done = threading.Event()
@@ -122,6 +126,7 @@ def test_a_second_signal_ends_ranks_that_do_not_come_to_an_end(tmp_path, out):
     assert len(metrics(out)) == 2
 
 
+@pytest.mark.long
 def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path, out):
     plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6})
     mine, theirs = multiprocessing.Pipe()
@@ -143,6 +148,7 @@ def run_and_tell(plan, out, pipe):
 # ---- a rank fails --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_run_and_is_named_with_where_it_was(tmp_path, out):
     plan = write_plan(tmp_path, train={"steps": 10**6})
     error = error_of(run_here, plan, 4, out, each=at_step(3, lambda: os.kill(processes(out)[2], signal.SIGKILL)))
@@ -248,6 +254,7 @@ LEAVES = [
 ]
 
 
+@pytest.mark.long("raise")
 @pytest.mark.parametrize(("how", "code", "what", "line"), few(LEAVES, 2), ids=[how for how, *_ in LEAVES])
 def test_a_layer_that_ends_its_process_or_wants_to_is_named_with_rank_step_and_op(how, code, what, line, tmp_path, out):
     error = error_of(run_here, write_troubled_plan(tmp_path, how, good=6), 4, out)
@@ -259,6 +266,7 @@ def test_a_layer_that_ends_its_process_or_wants_to_is_named_with_rank_step_and_o
         assert "zbc/training" not in said and "zbc/runtime" not in said
 
 
+@pytest.mark.long
 def test_a_rank_file_edited_after_planning_is_refused_by_its_rank_alone(tmp_path, out):
     plan = write_plan(tmp_path)
     path = plan / "rank-0001.json"
@@ -333,6 +341,7 @@ REFUSED = [  # options of a run of four planned ranks, the error, what is said
 ]
 
 
+@pytest.mark.long("options7-E604-no checkpoint was found")
 @pytest.mark.parametrize(("options", "code", "said"), REFUSED)
 def test_what_a_run_cannot_be_asked_is_refused_with_a_way_out_before_it_starts(
     tmp_path, monkeypatch, options, code, said

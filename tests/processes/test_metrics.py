@@ -191,6 +191,7 @@ def test_a_step_that_the_disk_has_no_room_for_is_named_and_leaves_no_half_line(o
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1]
 
 
+@pytest.mark.long
 def test_an_evaluation_has_lines_of_its_own(tmp_path):
     plan = write_plan(tmp_path, train={"eval_every": 2}, data={"validation": 0.0001})
     shown = [line for line in run_here(plan, 4, tmp_path / "run") if "evaluation:" in line]

@@ -75,6 +75,7 @@ def rows(folder: Path, name: str, key: str) -> list[float]:
     return [row[key] for row in map(json.loads, lines) if row.get(key) is not None]
 
 
+@pytest.mark.long
 def test_a_feature_with_state_is_one_file_and_trains_evaluates_saves_and_resumes(folder):
     here, more = Path(zbc.__file__).parent.parent, folder / "more"
     for path, name in ((here, "plain"), (more, "whole")):

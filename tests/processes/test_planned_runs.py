@@ -32,6 +32,7 @@ def ran(folder, *words, command=ZBC, code=0):
     return done
 
 
+@pytest.mark.long
 def test_a_job_is_planned_and_run_in_one_go_with_the_options_of_a_job(tmp_path):
     (tmp_path / "job.toml").write_text(toml_text(pp=2, m=2, layers=4, train={"steps": 2}, optimizer={}))
     done = ran(tmp_path, "run", "job.toml", "--schedule", "zb-h1", "--set", "schedule.microbatches=3")
@@ -46,6 +47,7 @@ def test_a_job_is_planned_and_run_in_one_go_with_the_options_of_a_job(tmp_path):
     assert "change a job" in ran(tmp_path, "run", str(folder), "--local", "2", "--schedule", "1f1b", code=2).stderr
 
 
+@pytest.mark.long
 def test_under_torchrun_the_first_rank_plans_and_the_others_take_its_plan(tmp_path):
     (tmp_path / "job.toml").write_text(toml_text(pp=2, m=2, layers=4, train={"steps": 2}, optimizer={}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbc"]
@@ -111,6 +113,7 @@ def pretending(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.long
 def test_the_plan_with_the_shortest_steps_is_kept_and_the_first_is_run_again_beside_it(pretending):
     tuner, runs, said = pretending()
     tuner.run()
@@ -121,6 +124,7 @@ def test_the_plan_with_the_shortest_steps_is_kept_and_the_first_is_run_again_bes
     assert any("running 5 steps of zb-h1" in line for line in said)
 
 
+@pytest.mark.long
 def test_a_plan_that_fails_is_told_and_the_others_go_on(pretending):
     tuner, _, _ = pretending(fail=("zb-h1",))
     tuner.run()
@@ -131,6 +135,7 @@ def test_a_plan_that_fails_is_told_and_the_others_go_on(pretending):
     assert error.code == "E703" and len(error.details) == 3
 
 
+@pytest.mark.long
 def test_stopping_keeps_what_was_found(pretending):
     tuner, runs, _ = pretending(stop_at=3)
     tuner.run()
@@ -155,6 +160,7 @@ class Empty:
 """
 
 
+@pytest.mark.long("an empty dataset")
 @pytest.mark.parametrize(
     ("factory", "code", "text"),
     [

@@ -47,6 +47,7 @@ def test_a_dry_profile_is_made_without_a_device_and_planned_with(zbc, tmp_path):
     assert code == 0 and "estimated from [model]" in out and "bytes of layers: a dry run" in out, err
 
 
+@pytest.mark.long
 def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(zbc, tmp_path):
     (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, kind="zb-h1", data={"kind": "synthetic"}))
     assert zbc("plan", "zbc.toml", "-q")[0] == 0

@@ -42,6 +42,7 @@ def restarts(lines):
     return [line for line in lines if line.startswith("restart ")]
 
 
+@pytest.mark.long
 def test_ranks_killed_while_they_train_leave_no_trace_in_the_result(tmp_path, out, expected):
     victims = {5: 1, 9: 0}  # step -> rank; a save waits for the one before, so that one is complete by then
 

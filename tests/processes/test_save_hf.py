@@ -46,6 +46,7 @@ def all_tensors(folder):
     return found
 
 
+@pytest.mark.long
 def test_a_model_goes_in_is_trained_and_comes_out(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -68,6 +69,7 @@ def test_the_plan_does_not_depend_on_the_folder(folder, tmp_path):
     assert read_manifest(with_weights).training["pretrained"] == str(folder)
 
 
+@pytest.mark.long
 def test_a_target_in_the_way_is_found_before_any_step(folder, tmp_path):
     plan = write_plan(tmp_path)
     with refused("E524"):
@@ -94,6 +96,7 @@ def test_a_training_goes_on_under_another_plan_and_becomes_a_folder_for_transfor
     assert "model.layers.7.mlp.down_proj.weight" in weights and not any(w.isnan().any() for w in weights.values())
 
 
+@pytest.mark.long
 def test_adapters_that_were_trained_come_out_beside_the_base_and_merged_into_it(folder, tmp_path):
     section = hfconfig.model_of(hfconfig.read_config(folder), "x").model_dump(mode="json", exclude_defaults=True)
     adapter = {"adapter": {"rank": 2, "alpha": 4.0}, "optimizer": {"lr": 0.05}, "train": {"steps": 3}}

@@ -30,6 +30,7 @@ def no_rank_is_left():
     return not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
 def test_threads_train_what_processes_train_to_the_bit(tmp_path, sync):
     optimizer = {"lr": 0.01, "clip_grad_norm": 0.5, "sync": sync}
@@ -58,6 +59,7 @@ def test_a_rank_reads_the_manifest_and_its_own_file_only(tmp_path, monkeypatch):
     assert all(names <= {"plan.json", f"rank-{rank:04d}.json"} for rank, names in read.items()), read
 
 
+@pytest.mark.long
 def test_a_layer_that_raises_ends_all_ranks_and_is_named(tmp_path):
     plan = write_troubled_plan(tmp_path, "raise", good=5)
     error = error_of(run_here, plan, RANKS, tmp_path / "run", threads=True)
@@ -85,12 +87,14 @@ main(["run", sys.argv[1], "--local", "2", "--threads"])
 """
 
 
+@pytest.mark.long
 def test_a_refusal_beside_ranks_that_wait_in_the_store_ends_with_its_code(tmp_path):
     plan = write_plan(tmp_path, parallel={"pp": 2})
     done = ended(sys.executable, "-c", WAITING, str(plan), cwd=tmp_path)
     assert (done.returncode, "E509" in done.stderr, "terminate" in done.stderr) == (6, True, False)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the watchdog's ends so
 def test_a_rank_that_hangs_is_found(tmp_path):
     plan = write_troubled_plan(tmp_path, "hang", good=5, train={"watchdog_s": 2.0})
@@ -98,6 +102,7 @@ def test_a_rank_that_hangs_is_found(tmp_path):
     assert error.code == "E701" and "rank 2" in str(error.render())
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_step_and_the_run(tmp_path):
     plan = write_plan(tmp_path, checkpoint={"every": 10**6}, train={"steps": 10**6})
     command = [sys.executable, "-m", "zbc", "run", str(plan), "--local", str(RANKS), "--threads"]
@@ -111,6 +116,7 @@ def test_ctrl_c_ends_the_step_and_the_run(tmp_path):
     assert newest is not None and newest.name.endswith(f"{metrics(tmp_path / 'run')[-1]['step']:08d}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_plan_for_cuda_is_not_trained_on_the_cpu_unless_that_is_said(tmp_path, monkeypatch, threads):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

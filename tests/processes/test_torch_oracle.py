@@ -19,6 +19,7 @@ UNORDERED = ("braid-v",)  # a W runs after W of later microbatches, and torch su
 M = 8  # torch scales gradients by 1/8 at the end, ours from the start, which is the same bits
 
 
+@pytest.mark.long("1f1b")
 @pytest.mark.parametrize("ranks", few([2, 4], (2,)))
 @pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_torch_runs_every_order_it_can_express_to_the_same_bits(request, schedule, ranks):
@@ -34,6 +35,7 @@ def test_torch_runs_every_order_it_can_express_to_the_same_bits(request, schedul
     agrees(pool, program, exactly=schedule not in UNORDERED)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
 def test_torch_runs_groups_of_two_to_the_same_bits(pool):
     program = lower(SCHEDULES["dualpipe-v"].make(Request(4, M, 2, overlap=True)))
@@ -41,6 +43,8 @@ def test_torch_runs_groups_of_two_to_the_same_bits(pool):
     agrees(pool, program)
 
 
+@pytest.mark.always("gis")
+@pytest.mark.long("zb-h1")
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-h1")))
 def test_torch_runs_our_transfers_too_to_the_same_bits(pool, tmp_path, schedule):

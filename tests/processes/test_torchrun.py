@@ -46,6 +46,7 @@ def started(plan, out, *more):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.long
 def test_torchrun_trains_and_rank_0_shows_every_line_once(tmp_path):
     plan, out = write_plan(tmp_path, parallel={"pp": 2}, schedule={"kind": "zb-v"}), tmp_path / "run"
     with started(plan, out, "--trace", "2-3") as run:
@@ -58,6 +59,7 @@ def test_torchrun_trains_and_rank_0_shows_every_line_once(tmp_path):
     assert [line.split()[1] for line in lines[1:]] == ["1/3", "2/3", "3/3"]
 
 
+@pytest.mark.long
 def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path):
     """Without torchrun, too: with any launcher that sets the usual variables; rank 0 hosts the store."""
     mine = {"parallel": {"pp": 2}, "model": {"family": "mylayers:layers", "loss": "mse"}, "data": DATA}
@@ -137,6 +139,7 @@ def test_torchruns_own_summary_has_the_message(tmp_path):
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 
 
+@pytest.mark.long
 @needs_full
 def test_a_process_ends_as_it_is_to_where_what_it_said_cannot_be_written():
     code = "from zbc.training.train import end; print('said by a layer'); end(7)"
@@ -203,6 +206,7 @@ def test_a_signal_that_killed_a_rank_elsewhere_is_in_the_headline():
     assert [*told[0].details] == ["rank 0 on node-1 lost rank 1 on node-2", "rank 1 on node-2  never heard of"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store_there", [False, True])
 def test_a_run_that_is_asked_to_end_before_its_first_step_says_so_once(tmp_path, store_there):
     """One of two ranks, which waits for the other, or before that for the store of another process."""

@@ -41,6 +41,7 @@ def test_a_run_records_the_steps_it_is_asked_to(tmp_path):
         assert (took.ends - took.begins) / 1e6 == pytest.approx(shown[step], rel=0.2, abs=1.0)
 
 
+@pytest.mark.long
 def test_steps_of_every_phase_of_a_ramp_are_recorded_beside_their_plan(tmp_path):
     ramp = [{"microbatches": 1, "steps": 3}, {"microbatches": 2, "steps": 1}]
     schedule = {"kind": "1f1b", "microbatches": 4, "ramp": ramp}
@@ -80,6 +81,7 @@ def test_a_rank_that_fails_has_written_down_all_it_recorded(tmp_path):
     assert [line["step"] for line in lines if "step" in line] == list(range(2, 21))
 
 
+@pytest.mark.long
 def test_a_run_asked_to_stop_ends_its_trace(tmp_path):
     plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
     stop = at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -90,6 +92,7 @@ def test_a_run_asked_to_stop_ends_its_trace(tmp_path):
     assert all(len(rank.clocks) == 2 for rank in found.ranks)
 
 
+@pytest.mark.long
 def test_groups_in_turns_are_compared_with_what_was_predicted(tmp_path):
     """The first op of a group waits for the messages of both, so no op's time is its time alone."""
     model = {"layers": 6, "hidden": 32, "heads": 4, "vocab": 64, "seq_len": 32}

@@ -149,6 +149,7 @@ def test_the_manifest_for_kubernetes_starts_what_is_started_by_hand_in_each_pod(
     assert line.startswith("exec " + by_hand.replace("node1", first))
 
 
+@pytest.mark.long
 def test_a_machine_that_cannot_be_reached_is_named_with_its_interface(two, plan):
     """Without agents, as any launcher starts ranks; the second machine listens on an address that only it reaches."""
     one = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

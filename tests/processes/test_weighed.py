@@ -65,6 +65,7 @@ def test_buffers_of_processes_are_those_predicted(kind, p, m, profile, pair, poo
         assert predicted.buffers == pytest.approx(statistics.median(steps), rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocab", few([512, 3000], (512,)))
 def test_buffers_of_processes_that_share_out_the_optimizer_are_those_predicted(vocab, pool, tmp_path):
     """A message still in flight after the op that started it must not count as workspace of that op."""

@@ -49,6 +49,7 @@ def found(name, p, m, k, v=None, *, limit=None, budget=0.0, **times):
 TABLE = rows("sequence_orders.csv")
 
 
+@pytest.mark.long("9", "225", "288")
 @pytest.mark.parametrize("number", few(range(len(TABLE)), range(0, len(TABLE), 9)))
 def test_no_order_is_worse_than_the_published_one_or_the_prototypes(number):
     """If the published order deadlocks, ours must still be complete."""
@@ -101,6 +102,7 @@ FRONTIER = [(4, 2.75, 72.875, 0.0), (4, 2.0, 74.75, 0.0), (4, 1.75, 81.75, 0.0)]
 FRONTIER += [(2, 3.0, 77.0, 0.0), (8, 1.5, 73.19, 1.0)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("k", "limit", "step", "seconds"), few(FRONTIER, {FRONTIER[0], FRONTIER[1]}))
 def test_frontier_of_the_v_placement(k, limit, step, seconds):
     """p = 8, m = 24; without slices the same placement takes 80.5 at 5 units."""
@@ -109,6 +111,7 @@ def test_frontier_of_the_v_placement(k, limit, step, seconds):
     assert held <= limit + ROUNDED
 
 
+@pytest.mark.long("zb-v", "v-half")
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
 def test_limits_by_name_are_one_slice_more_for_each_that_comes_before_the_first_goes_back(name):
     base = {"zb-v": 8, "v-half": 5, "v-min": 4}[name]
@@ -129,6 +132,7 @@ def test_balanced_cuts_are_even_in_time(row):
     assert k * max(share(tiles, linear, attend)) <= 1 + 128 / min(b - a for a, b in pairwise(tiles))
 
 
+@pytest.mark.long("8-24-4-zb-v", "8-24-8-zb-v", "8-16-2-zb-v", "8-16-2-gpipe", "8-24-4-breadth-first")
 @pytest.mark.parametrize("name", [name for name, card in SCHEDULES.items() if card.sliced])
 @pytest.mark.parametrize(("p", "m", "k"), [(4, 8, 1), (4, 8, 2), (4, 8, 4), (8, 24, 4), (8, 24, 8), (8, 16, 2)])
 def test_cards_say_what_slices_do(name, p, m, k):

@@ -138,6 +138,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long("with_lora")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("by", [with_lora, with_peft])
 @pytest.mark.parametrize(("kind", "targets"), few(CASES, CASES[:5:4]), ids=str)
@@ -164,6 +165,7 @@ SCHEDULES = [("1f1b", 3, 4, None), ("zb-h1", 2, 4, None)]
 SCHEDULES += [(kind, 2, 4, 2) for kind in ("zb-v", "interleaved-1f1b", "dualpipe-v")]
 
 
+@pytest.mark.long("recompute 1-1f1b-3-4-None")
 @pytest.mark.parametrize(("schedule", "p", "m", "v"), few(SCHEDULES, [SCHEDULES[0], SCHEDULES[2]]))
 @pytest.mark.parametrize("activations", few(["keep", "recompute 1", "recompute", "selective"], ["keep", "recompute 1"]))
 def test_any_schedule_has_the_bits_of_one_process(schedule, p, m, v, activations):
@@ -253,6 +255,7 @@ def checkpointed(folder, p, schedule, tmp_path, **how):
     return run_threads(plan, 4, folder=tmp_path, **how)
 
 
+@pytest.mark.long
 def test_checkpoints_hold_adapters_alone_and_go_on_under_another_cut(folders, tmp_path):
     whole = checkpointed(folders("llama"), 2, "zb-h1", tmp_path / "a")
     kept = json.loads((at(tmp_path / "a", 2) / "index.json").read_text())["tensors"]
@@ -302,6 +305,7 @@ def test_files_have_the_names_that_peft_publishes(folders, tmp_path, kind, targe
     assert config["fan_in_fan_out"] is (kind == "gpt2")
 
 
+@pytest.mark.long("qwen3_moe-targets1")
 @pytest.mark.parametrize(("kind", "targets"), [("llama-grouped", ["*", *WHOLE]), ("qwen3_moe", ["experts.*"])])
 def test_merged_weights_compute_what_adapters_beside_them_do(folders, tmp_path, kind, targets):
     plan = plan_of(folders(kind), targets)

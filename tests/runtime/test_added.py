@@ -128,6 +128,7 @@ def check(plan, places, *, told=True):
     hold(workers, Reference([loss for loss, _ in found], weights=weights), tolerance=1e-11, near=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", few([8, 500], (8,)))
 def test_drawn_layers_train_as_one_batch_in_one_process(examples):
     places = st.sets(st.integers(0, 3), min_size=1).map(lambda found: tuple(sorted(found)))
@@ -159,6 +160,7 @@ def test_evaluation_adds_nothing():
     assert len(worker.evaluation.results) == 1 and worker.results[0].added > 0 and not worker.entries()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", few([12, 60], (12,)))
 def test_layers_that_add_gradients_of_their_own_are_named_before_training(examples):
     """Those which would count once per microbatch, if there are several."""
@@ -231,6 +233,7 @@ def hold_padded(plan, loss="cross_entropy", steps=2):
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, LENGTH)), min_size=8, max_size=8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", few([10, 300], (10,)))
 def test_drawn_padding_trains_as_one_batch_in_one_process(examples):
     @settings(max_examples=examples, deadline=None)

@@ -125,6 +125,8 @@ def same(run: Watched, wanted: Watched) -> None:
         assert a.redone or run.what[a.step] == "fine"
 
 
+@pytest.mark.always("1f1b-False-2")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "low", "p"),
     few(product(["1f1b", "zb-h1", "zb-v"], [False, True], [2, 4]), [("1f1b", False, 2), ("zb-v", True, 4)]),
@@ -150,6 +152,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "p", "optimizer", "low", "m", "first"), few(dealt(OTHERS, ["clip", "nan"]), ("interleaved-1f1b",))
 )
@@ -160,6 +163,7 @@ def test_steps_ahead_of_every_schedule_optimizer_and_size_are_those_with_a_barri
     same(run, synchronous(optimizer, low, 12, first, m))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "p", "m"),
     few([("chimera", 4, 4), ("bitpipe", 2, 4), ("dualpipe", 4, 8), ("dualpipe-v", 2, 6)], ("dualpipe",)),
@@ -201,6 +205,7 @@ def test_a_rank_that_asks_to_stop_is_heard_by_all_one_step_later():
     assert side_by_side(3, train) == [[(k, k >= 1) for k in range(6)]] * 3
 
 
+@pytest.mark.long
 def test_signals_are_posted_for_right_before_they_are_waited_for():
     calls = {0: [], 1: []}
 

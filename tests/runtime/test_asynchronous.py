@@ -111,6 +111,7 @@ class OneProcess:
         return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("schedule", "p", "m", "v", "every"), few(SHAPES, SHAPES[1:]))
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_the_same_order_in_one_process_has_the_same_bits(schedule, p, m, v, every, lookahead):

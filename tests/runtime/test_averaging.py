@@ -92,6 +92,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(WAYS, ("at once", "smoothed")))
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "zb-v"], ("1f1b",)))
 def test_weights_are_those_of_replicas_in_one_process(name, kind, tmp_path):

@@ -73,6 +73,7 @@ def test_the_assistant_is_learned_and_nothing_else(folder, template, sample, par
     assert torch.equal(short[0], x[:count]) and torch.equal(short[1], y[:count])
 
 
+@pytest.mark.long("[1]\\n-E501-no JSON object")
 @pytest.mark.parametrize(
     ("sample", "code", "words"),
     [
@@ -121,6 +122,7 @@ def test_tokenize_checks_every_sample_and_shows_the_first(folder, capsys):
     assert "chat.jsonl:1" in capsys.readouterr().err
 
 
+@pytest.mark.long("2")
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_training_is_that_of_one_process(folder, dp):
     samples = [{"messages": [{**TURNS[0], "content": "a" * k}, *TURNS[1:]]} for k in range(24)]

@@ -91,6 +91,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(validate, "CHUNK", 100)
 
 
+@pytest.mark.long
 def test_copies_share_out_the_writing_and_write_the_same_once_as_with_zero1(small_pieces, tmp_path):
     train(plan(dp=2), 2, tmp_path / "plain")
     train(plan(dp=2, zero1=True), 2, tmp_path / "sharded")
@@ -110,6 +111,7 @@ GOING_ON = few([(kind, False) for kind in KINDS], ("averages", "dropped", "tied"
 GOING_ON += few([(kind, True) for kind in ("frozen", "tied", "unused")], ("tied",))
 
 
+@pytest.mark.long("tied-True")
 @pytest.mark.parametrize(("kind", "zero1"), GOING_ON)
 def test_layers_of_users_go_on_with_all_they_have(kind, zero1, small_pieces, tmp_path):
     """Buffers that forwards change or make, dropout, parameters that do not train or are never used."""
@@ -156,6 +158,8 @@ zb-h1: optimizer.state="bfloat16", bfloat16 weights, model.master=false, post-va
 interleaved-1f1b: sharded weights, one-sided""".splitlines()
 
 
+@pytest.mark.always("1f1b: two versions, ep")
+@pytest.mark.long
 @pytest.mark.parametrize("line", few(KEPT, KEPT[:5]))
 def test_a_run_goes_on_with_the_same_bits(line, tmp_path):
     """Whatever is kept beside weights, of features in tests/drawn.py."""
@@ -196,6 +200,7 @@ class Late:
             self.pairs = ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_next_update_waits_for_what_a_gpu_copies_beside_the_steps(ahead, monkeypatch, tmp_path):
     events = []
@@ -267,6 +272,7 @@ def test_parts_that_overlap_or_leave_something_out_are_no_checkpoint(parts, tmp_
         put_together(written)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dp", few([1, 2], (1,)))
 def test_what_a_checkpoint_has_may_change_from_one_to_the_next(dp, tmp_path):
     """An optimizer has no state for parameters it has not stepped; here for one stage, then less and more again."""
@@ -290,6 +296,7 @@ def test_as_many_checkpoints_stay_as_asked_and_the_last_step_is_saved(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_in_a_message_and_the_checkpoint_before_is_intact(monkeypatch, tmp_path):
     train(plan(), 2, tmp_path)
     before, plain, files_made = tensors(at(tmp_path, 2)), files._sync, itertools.count()
@@ -308,6 +315,7 @@ def test_a_full_disk_ends_in_a_message_and_the_checkpoint_before_is_intact(monke
     assert all(after[name].equal(value) for name, value in before.items())
 
 
+@pytest.mark.long
 def test_what_a_broken_attempt_left_is_replaced(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write_index", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken", "index")))
@@ -376,6 +384,9 @@ WAYS = {
 DAMAGE = [(way, name) for way in WAYS for name in (SHARD, INDEX)][:-1]
 
 
+@pytest.mark.long(
+    "cut off-rank-0001.safetensors", "one bit-rank-0001.safetensors", "another header-rank-0001.safetensors"
+)
 @pytest.mark.parametrize(("way", "name"), few(DAMAGE, lambda case: case[1] == SHARD or case[0] == "cut off"))
 def test_a_damaged_file_is_named_and_the_checkpoint_before_too(way, name, copy):
     file = at(copy, 2) / name
@@ -394,6 +405,7 @@ class Trap:
         return (exec, ("raise SystemExit('unpickled')",))
 
 
+@pytest.mark.long
 def test_nothing_is_unpickled(copy, monkeypatch):
     """Pickles at places of torch's own storage, in place of a file, and with unpickling forbidden."""
     trap = pickle.dumps(Trap())
@@ -457,6 +469,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.long("deeper")
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_checkpoint_of_another_training_is_refused_in_words(what, copy):
     """An older one has no [model], but names and shapes."""

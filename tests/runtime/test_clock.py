@@ -222,6 +222,7 @@ def test_a_run_whose_devices_move_is_not_ended_for_hosts_that_wait_for_them(two)
     assert not dogs[0]._stuck(101.0) and not dogs[1]._stuck(101.0)
 
 
+@pytest.mark.long("post-validate")
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
 def test_steps_take_their_busy_times_from_events(streams, sync):
     """Ranks on a CPU with clocks of fake GPUs, whose ops take 10 ms."""

@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "schedule", "dtype", "activations", "tolerance"), few(CASES, 2))
 def test_families_get_the_gradients_of_one_process(family, schedule, dtype, activations, tolerance, monkeypatch):
     model, before, waiting = {**FAMILIES[family], "dtype": dtype, "compile": True}, graphs(), []
@@ -87,6 +88,7 @@ def test_families_get_the_gradients_of_one_process(family, schedule, dtype, acti
     assert not waiting or max(waiting) >= 4  # each block has four linear layers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["custom", "overwrites", "dropped"], ("custom",)))
 def test_layers_of_users_get_the_gradients_of_one_process(kind):
     model = zoo(kind, compile=True)
@@ -95,6 +97,7 @@ def test_layers_of_users_get_the_gradients_of_one_process(kind):
     assert len(compiled_layers(workers)) == (3 if kind == "overwrites" else 4)  # one is a linear layer by itself
 
 
+@pytest.mark.long
 def test_buffers_that_a_forward_changes_and_training_without_a_barrier():
     optimizer = {"lr": 1e-2, "clip_grad_norm": 1e-3, "sync": "post-validate"}
     program = make_program("zb-h1", 2, 3, sync="post-validate")
@@ -107,6 +110,7 @@ def test_buffers_that_a_forward_changes_and_training_without_a_barrier():
         assert all(torch.equal(x, y) for x, y in zip(a.module.buffers(), b.module.buffers(), strict=True))
 
 
+@pytest.mark.long
 def test_everything_is_compiled_before_training_starts_and_evaluation_runs_layers_as_they_are():
     ops = "F s0 m0, B s0 m0, F s0 m1, W s0 m0, BW s0 m1, VALIDATE, STEP s0"
     options = {"train": {"eval_every": 1, "eval_batches": 1}, "data": {"kind": "synthetic", "validation": 0.2}}
@@ -135,6 +139,7 @@ def refusal(family, schedule="zb-h1"):
     return caught.value.code, caught.value.message
 
 
+@pytest.mark.long
 def test_layers_that_torch_compiles_wrongly_or_for_each_value_anew_are_refused_by_name():
     code, text = refusal({"family": "tests.runtime.zoo:averages", "layers": 4, "loss": "mse"}, "1f1b")
     assert code == "E509" and "layer layers.0 compiled (backward in one) is not what it is uncompiled" in text
@@ -156,11 +161,13 @@ def deceivers():
     return [lambda: Deceives(8, 8)] * 4
 
 
+@pytest.mark.long
 def test_a_gradient_that_is_off_by_a_thousandth_is_found():
     code, text = refusal({"family": f"{__name__}:deceivers", "layers": 4, "loss": "mse"})
     assert code == "E509" and "the gradient of bias" in text and "its output" not in text
 
 
+@pytest.mark.long
 def test_the_doctor_holds_compiled_layers_against_plain_autograd():
     found = check_up(make_plan(make_program("zb-h1", 2, 3), model={**FAMILIES["gpt"], "compile": True}))
     assert found.fine and all(one.error == 0 for one in found.parameters)
@@ -172,6 +179,7 @@ def test_the_doctor_holds_compiled_layers_against_plain_autograd():
 REAL = {"backend": "inductor", "options": {"fallback_random": True}}
 
 
+@pytest.mark.long
 def test_without_a_compiler_the_error_comes_before_training(monkeypatch, tmp_path):
     from torch._inductor import config
 
@@ -182,6 +190,7 @@ def test_without_a_compiler_the_error_comes_before_training(monkeypatch, tmp_pat
         assert refusal(user("residual"))[0] == "E602"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_code_has_the_gradients_of_one_process_and_the_bits_of_itself_on_one_rank(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", REAL)

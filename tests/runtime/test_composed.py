@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 # By hand, each feature with those that it meets in the code; others are drawn below. * always runs.
 TOGETHER = """\
-* zb-v: adapter, tp, slices, sharded optimizer
+zb-v: adapter, tp, slices, sharded optimizer
 zb-h1: adapter, tp_sequence, post-validate, model.ties=true
 dualpipe-v: adapter, overlap, adapter.targets=["*","whole lm_head","whole embed.tokens"]
 chimera: adapter, sharded gradients, llama
@@ -39,10 +39,10 @@ zb-v: experts, adapter.targets=["experts.*"], adapter.rank=4, parallel.tp=2, par
 zb-v: experts, shared vocabulary, model.router="sigmoid"
 chimera: experts, recompute, model.family="gpt"
 gis: ep, recompute+offload, memory limit, resume
-* zb-v: copies of experts, sharded gradients
-interleaved-1f1b: copies of experts, sharded all
+zb-v: copies of experts, sharded gradients
+* interleaved-1f1b: copies of experts, sharded all
 dualpipe: ep, sharded all, parallel.dp=4
-* 1f1b: folded over nodes, tp_sequence
+1f1b: folded over nodes, tp_sequence
 zb-h1: node limit, recompute, resume
 braid-v: ep, cp, parallel.tp=2, parallel.ep=4, parallel.expert_tp=2
 dualpipe-v: overlap, ep, parallel.ep=4, parallel.dp=4, hardware.ranks_per_node=2, hardware.inter_node_gbps=0.01
@@ -50,22 +50,22 @@ zb-v: ep, tp, cp, shared vocabulary
 replicated-1f1b 3: experts, parallel.ep=2, parallel.dp=2, parallel.replicas=[1,2]
 1f1b: tp, sharded weights, fewer keys, shared vocabulary
 zb-v: tp_sequence, recompute, llama, model.variant="qwen3"
-* interleaved-1f1b: tp_sequence, sharded optimizer, evaluation
+interleaved-1f1b: tp_sequence, sharded optimizer, evaluation
 zb-h1: tp_sequence, post-validate, autocast
 zb-v 1: tp, windows, four slices, resume
-zb-h1: tp, slices, selective, fewer keys, resume
+* zb-h1: tp, slices, selective, fewer keys, resume
 chimera: tp, dp, tied embeddings, evaluation
 zb-v: tp, sharded optimizer, bfloat16 weights
-chimera: tp, sharded optimizer, resume
+* chimera: tp, sharded optimizer, resume
 breadth-first: tp, sharded weights, clip
 1f1b: tp, sharded gradients, model.loss="tests.runtime.losses:smoothed"
-replicated-1f1b 3: tp, parallel.replicas=[2,1]
+* replicated-1f1b 3: tp, parallel.replicas=[2,1]
 gpipe: tp, parallel.tp=4, tied embeddings, resume
 zb-h1: cp, parallel.cp=4, llama, recompute, resume
 interleaved-1f1b: cp, tied embeddings, post-validate
 chimera: cp, sharded gradients
-* braid-v: cp, dp, selective
-zb-v 1: cp, windows
+braid-v: cp, dp, selective
+* zb-v 1: cp, windows
 * zb-h1: cp, tp_sequence, slices
 1f1b: cp, sharded weights, one-sided
 zb-v: cp, sharded optimizer, tied embeddings
@@ -76,19 +76,19 @@ zb-h1: cp, balance loss, ramp
 chimera: cp, ep, sharded all
 zb-v: cp, expert bias, evaluation
 zb-h1: cp, bfloat16 weights
-* 1f1b: cp, balance
+1f1b: cp, balance
 1f1b: cp, balance, shared vocabulary, llama
-* zb-v: balance, shared vocabulary, zero1
+zb-v: balance, shared vocabulary, zero1
 1f1b: slices, offload, schedule.memory_limit="0.5x"
-* zb-v: slices, offload, shared vocabulary, little room
+zb-v: slices, offload, shared vocabulary, little room
 interleaved-1f1b: shared vocabulary, offload, tp, little room
 replicated-1f1b 4: replicas, slices, tp
 v-auto: slices, offload, tp_sequence, shared vocabulary, little room
-zb-v: slices, offload, tp, shared vocabulary, sharded weights, little room, resume
+* zb-v: slices, offload, tp, shared vocabulary, sharded weights, little room, resume
 zb-v: offload, compile
 1f1b: two versions, compile
 gis: two versions, slices, tp, sharded optimizer
-* interleaved-1f1b: two versions, tp_sequence, ramp
+interleaved-1f1b: two versions, tp_sequence, ramp
 1f1b: two versions, ep, tp, sharded optimizer, parallel.tp=4
 1f1b: feedback, tp, slices, sharded optimizer
 * 1f1b: average, ramp
@@ -97,7 +97,7 @@ zb-v: optimizer.state="bfloat16", sharded optimizer, tp
 1f1b: moving average, tp, slices, sharded weights
 zb-v: moving average, shared vocabulary, sharded optimizer
 1f1b: groups by name, tp, sharded all
-* zb-v: shared vocabulary, sharded all, slices, tied embeddings, clip
+zb-v: shared vocabulary, sharded all, slices, tied embeddings, clip
 zb-v: shared vocabulary, two sums, sharded weights, llama
 zb-v: loss by chunks, tp, windows
 zb-h1: loss by chunks, tp
@@ -106,11 +106,11 @@ zb-h1 4: model.z_loss=0.02, model.label_smoothing=0.1, shared vocabulary, two su
 zb-h1: graph, compile
 1f1b: fused gradients, slices, tp_sequence
 zb-v: fused gradients, offload, shared vocabulary, sharded gradients
-1f1b: two versions, adapter
+* 1f1b: two versions, adapter
 1f1b: dp, adapter, tied embeddings
 zb-h1: adapter, autocast
 1f1b: cp, tp, llama, model.variant="qwen3", resume
-zb-h1: optimizer.state="bfloat16", shared vocabulary, zero1
+* zb-h1: optimizer.state="bfloat16", shared vocabulary, zero1
 breadth-first: sharded weights, recompute, resume
 breadth-first: copies of experts, open activations, schedule.memory_limit="0.8x"
 bitpipe: sharded weights, resume
@@ -120,32 +120,32 @@ interleaved-1f1b: sharded gradients, bfloat16 weights
 1f1b: average, tied embeddings, shared vocabulary
 1f1b: average, cp, resume
 zb-v: average, adapter
-* interleaved-1f1b: average, adapter, partition.layers_per_stage=[0,2,2,0]
-* 1f1b: ep, partition.layers_per_stage=[0,4], resume
+interleaved-1f1b: average, adapter, partition.layers_per_stage=[0,2,2,0]
+1f1b: ep, partition.layers_per_stage=[0,4], resume
 zb-h1: graph, dp, offload
-zb-h1: dropout, dp
+* zb-h1: dropout, dp
 zb-v: slices, evaluation, recompute
-1f1b: slices, autocast
+* 1f1b: slices, autocast
 zb-v: shared vocabulary, evaluation, tp
 zb-h1: shared vocabulary, zero1, bfloat16 weights
-1f1b: shared vocabulary, two sums, tp, resume
-zb-v 4: shared vocabulary, zero1, tied embeddings, resume
-interleaved-1f1b: offload, post-validate, clip, little room
-zb-h1: ramp, dropout, evaluation
+* 1f1b: shared vocabulary, two sums, tp, resume
+* zb-v 4: shared vocabulary, zero1, tied embeddings, resume
+* interleaved-1f1b: offload, post-validate, clip, little room
+* zb-h1: ramp, dropout, evaluation
 * zb-h1: ramp, zero1, tied embeddings
 zb-v: ramp, post-validate, clip
 1f1b: balance, tp
-* zb-v: shared vocabulary, sharded gradients
+zb-v: shared vocabulary, sharded gradients
 braid-v 4: shared vocabulary, one-sided
 hanayo 4: shared vocabulary, sharded all
 1f1b-v: shared vocabulary, sharded weights, recompute
-* bitpipe-zb: sharded all
+bitpipe-zb: sharded all
 chimera-zb: one-sided
-dualpipe 4: sharded gradients, resume
-* gis 4: offload, sharded weights
+* dualpipe 4: sharded gradients, resume
+gis 4: offload, sharded weights
 zb-v: offload, one-sided, memory limit
 interleaved-1f1b 4: offload, sharded all
-* chimera: momentum, resume
+chimera: momentum, resume
 zb-h1: post-validate, momentum, resume
 zb-v: ep, zero1, post-validate, clip
 1f1b: average, ep, parallel.dp=4
@@ -224,12 +224,7 @@ WEIGHED += [SHORT, ("sharded weights", "chimera", {})]
 WEIGHED += [("sharded weights", "interleaved-1f1b", {"memory__resident": 2}), ("sharded all", "bitpipe", {})]
 WEIGHED += [("sharded optimizer", "breadth-first", {}), ("sharded all", "chimera", AGAIN)]  # parts of two holders
 WEIGHED += [("sharded optimizer x post-validate", "breadth-first", {})]
-QUICK = [WEIGHED[n] for n in (0, 5, 8, 14)] + [one for one in WEIGHED if one[0] in ("offload", "fused gradients")]
-QUICK += [SHORT]
-QUICK += [
-    next(one for one in WEIGHED if "adapter__rank" in one[2] and part in str(one))
-    for part in ("shared", "chunk", "experts")
-]
+QUICK = [WEIGHED[n] for n in (6, 24, 26, 31, 33, 35, 43, 49, 50, 53, 66, 67)] + [SHORT]
 
 
 planned = partial(written, tiny=False)
@@ -266,9 +261,10 @@ def test_a_plan_knows_what_messages_and_parts_hold_at_the_end_of_a_step_without_
             there += changes[one.op]
             if one.op.kind in (Kind.TENTATIVE, Kind.GATHER):
                 held = one.held.weights + one.held.gradients + one.held.masters + one.held.optimizer
-                assert held + one.held.activations + one.transit == pytest.approx(there, abs=1024), one.op
+                assert held + one.held.activations == pytest.approx(there, abs=1024), one.op  # with its messages
 
 
+@pytest.mark.always("shared vocabulary x offload x tp", "shared vocabulary x slices x offload x tp")
 @pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, QUICK))
 def test_a_plan_knows_what_ranks_hold(tmp_path, monkeypatch, traits, kind, changes):
     """In one of five runs at least, within 2.5% on the fullest rank: a late message is held longer."""
@@ -294,6 +290,7 @@ def test_a_plan_knows_what_ranks_hold(tmp_path, monkeypatch, traits, kind, chang
     assert any(slabs) == ("offload" in traits)
 
 
+@pytest.mark.always
 def test_copies_of_a_slice_take_its_share_of_those_of_its_microbatch(tmp_path):
     both, _ = beside("slices", "offload", schedule__slices=4, schedule__memory_limit="0.5x", **WIDE)
     both["schedule"]["cuts"] = "even"
@@ -311,6 +308,7 @@ def test_copies_of_a_slice_take_its_share_of_those_of_its_microbatch(tmp_path):
         assert sum(each) == pytest.approx(whole.costs.of("out", stage) * (moves - kv) / moves, rel=0.02)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("trait", "unit"), [("tp_sequence", 2), ("cp", 4)])
 def test_slices_are_shared_out_evenly_where_ranks_share_tokens(tmp_path, trait, unit):
     both, _ = beside("slices", trait, schedule__slices=3)
@@ -321,6 +319,7 @@ def test_slices_are_shared_out_evenly_where_ranks_share_tokens(tmp_path, trait, 
         planned(both, tmp_path)
 
 
+@pytest.mark.always
 def test_auto_moves_activations_of_slices_where_memory_is_short(tmp_path):
     both, _ = beside("slices", "offload", memory__activations="auto", schedule__memory_limit="0.5x", **WIDE)
     both["hardware"] |= {"host_gbps": 1000.0, "tflops": 0.1}
@@ -328,6 +327,7 @@ def test_auto_moves_activations_of_slices_where_memory_is_short(tmp_path):
     assert made.program.slices == 2 and any(op.kind is Kind.OFFLOAD for op in made.program.ranks[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["1f1b", "interleaved-1f1b", "zb-v"], 1))
 def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path, kind):
     plain = settings()
@@ -344,6 +344,8 @@ def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path
 REFUSED = ("E1", "E3", "E209", "E210")
 
 
+@pytest.mark.always("1", "9", "33", "51", "59", "95", "107", "118", "129", "143")
+@pytest.mark.long("0", "41")
 @pytest.mark.parametrize("seed", few(range(150), [0, 41, 43, 53]))
 def test_drawn_features_train_alike_or_are_refused(seed):
     one = drawn(seed)

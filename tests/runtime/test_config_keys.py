@@ -106,6 +106,7 @@ def compared(config, folder):
     return True
 
 
+@pytest.mark.long("llama", "mixtral", "qwen2_moe", "qwen3_moe")
 @pytest.mark.parametrize("seed", few(range(6), [0]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_configuration_is_the_model_of_transformers_or_refused(kind, seed, tmp_path):

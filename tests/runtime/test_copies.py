@@ -68,6 +68,7 @@ def test_copies_train_as_one_process_with_the_microbatches_of_all():
 SKIPS = [(False, "before-step"), (True, "before-step"), (True, "post-validate")]
 
 
+@pytest.mark.always("True-post-validate")
 @pytest.mark.parametrize(("zero1", "sync"), few(SKIPS, [(True, "post-validate")]))
 def test_a_gradient_that_is_not_finite_on_one_copy_skips_the_step_on_all(zero1, sync):
     plan = copies_of("zb-h1", 2, 2, 2, optimizer={**CLIPPED, "zero1": zero1, "sync": sync})
@@ -142,6 +143,7 @@ ON_A_NODE = [("zb-h1", {}, False), ("zb-v", {"zero1": True}, True), ("1f1b", {"s
 ON_A_NODE += [("chimera", {"zero1": True}, False)]
 
 
+@pytest.mark.long("zb-v-optimizer1-True")
 @pytest.mark.parametrize(("schedule", "optimizer", "tied"), few(ON_A_NODE, ("zb-v", "chimera")))
 def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
     """Ranks 0 and 1 are two copies of the first rank of the pipeline. Bitwise equal if sums have only two terms."""
@@ -166,6 +168,7 @@ AHEAD = [(*one, "post-validate", *how) for *one, zero1 in AHEAD for how in ((zer
 OFTEN = [SHARED_OUT[n] for n in (0, 2, 5)] + [AHEAD[n] for n in (0, 11, 14)]
 
 
+@pytest.mark.long("chimera-2-1-False-post-validate-True-0.5")
 @pytest.mark.parametrize(
     ("schedule", "p", "copies", "tied", "sync", "zero1", "largest"), few(SHARED_OUT + AHEAD, OFTEN)
 )
@@ -177,6 +180,7 @@ def test_sharing_out_the_optimizer_and_no_barrier_change_no_bit(schedule, p, cop
     same(plain, other)
 
 
+@pytest.mark.long("pipes1")
 @pytest.mark.parametrize("pipes", [FORK, FOLD, THREE])
 @pytest.mark.parametrize("split", few([False, True], (True,)))
 def test_ranks_may_hold_different_numbers_of_stages_and_pipes_leave_some_out(pipes, split):
@@ -185,6 +189,7 @@ def test_ranks_may_hold_different_numbers_of_stages_and_pipes_leave_some_out(pip
     check_gradients(make_plan(program, keep=without_step), tolerance=1e-6)
 
 
+@pytest.mark.long("dualpipe-v-2")
 @pytest.mark.parametrize(("name", "v"), [("dualpipe", 1), ("dualpipe-v", 2)])
 def test_groups_run_one_op_after_the_other_where_there_is_one_stream(name, v):
     program = lower(SCHEDULES[name].make(Request(4, 8, v, overlap=True)))

@@ -115,6 +115,7 @@ def readers():
     return [nn.Conv1d(1, 4, 3, padding=1), Reads(), layers()[-1]]
 
 
+@pytest.mark.long("llama", "tokens", "windows", "adapter", "parameters", "whole experts")
 @pytest.mark.parametrize("name", few(KINDS, OFTEN))
 def test_the_bytes_are_those_of_layers_that_compute(name):
     made = KINDS[name]()
@@ -155,6 +156,7 @@ PLANS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(PLANS, ("vshape",)))
 def test_a_plan_with_its_file_is_the_plan_without(name, tmp_path):
     plain = PLANS[name]()
@@ -172,6 +174,7 @@ def test_given_times_of_layers_stay():
     assert (found[1].f, found[1].b, found[1].bw) == (1.0, 2.0, 5.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("low", few([{}, {"dtype": "bfloat16"}], 1))
 def test_on_a_gpu_a_norm_saves_one_number_per_row(low):
     """A CPU's norms keep the normalized input as well."""
@@ -197,6 +200,7 @@ def Joined(self, a, b):
     return self.linear((a * b).flatten(1))
 
 
+@pytest.mark.long
 def test_layers_of_a_graph_have_cards_of_their_kinds():
     groups = {"graph": {"a": [], "b": [], "c": ["a", "b"]}, "groups": {"a": 3, "b": 1, "c": 1}}
     chain = factory("layers").model.model_dump(exclude_unset=True)

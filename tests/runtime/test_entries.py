@@ -154,6 +154,7 @@ def by_torch(settings: Settings, form: Any, names: list[str], loss: str, taken: 
     return value
 
 
+@pytest.mark.long("all of it", "a mask for later layers", "layers and a loss that take any")
 @pytest.mark.parametrize("case", CASES)
 def test_entries_give_the_loss_and_gradients_of_plain_torch(case):
     form, names, loss, kind, more = CASES[case]
@@ -200,6 +201,7 @@ def test_entries_that_nothing_takes_or_that_are_missing_are_refused(form, loss, 
         run_threads(plan_of(form, SHORT, loss, "1f1b", {}), 1)
 
 
+@pytest.mark.long
 def test_slices_take_pairs():
     form, names, loss, _, _ = CASES["a mask for later layers"]
     with refused("E110", "have entries called image, mask, target"):

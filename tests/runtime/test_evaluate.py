@@ -150,6 +150,7 @@ LOOKED_AT += [("zb-h1", 2, {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"
 LOOKED_AT += [("1f1b", 2, RESIDUAL, {"sync": "post-validate"}), ("bitpipe", 2, GPT, {})]
 
 
+@pytest.mark.long("1f1b-2-section2-how2", "zb-h1-2-section3-how3")
 @pytest.mark.parametrize(("schedule", "p", "section", "how"), few(LOOKED_AT, 4))
 def test_training_goes_on_as_if_nobody_had_looked(text, schedule, p, section, how):
     optimizer = {"lr": 1e-2, "clip_grad_norm": 0.4, "sync": how.get("sync", "before-step")}
@@ -198,6 +199,7 @@ def test_too_little_data_is_refused_with_the_file(text, m, said, end):
     assert caught.value.where.startswith("data.path = ") and caught.value.where.endswith(end)
 
 
+@pytest.mark.long
 def test_each_of_several_sets_has_the_numbers_that_it_has_alone_and_the_first_says_which_is_best(text, tmp_path):
     (other := tmp_path / "other.txt").write_text("ab" * 16 * 50)
     sets = {"odd": str(other), "same": text}

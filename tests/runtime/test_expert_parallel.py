@@ -67,6 +67,8 @@ def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away(tmp_
 SHARING = [{"dp": 4, "ep": 2, "expert_tp": 2}, {"ep": 2}, {"ep": 2, "tp_sequence": True}]
 
 
+@pytest.mark.always("{'dp': 4, 'ep': 2, 'expert_tp': 2}")
+@pytest.mark.long
 @pytest.mark.parametrize("parallel", SHARING, ids=str)
 def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_once(tmp_path, parallel):
     way = {"schedule": {"kind": "1f1b"}, "model": {"balance_loss": 0.0, "balance_rate": 0.05}}
@@ -136,6 +138,14 @@ WITH = [
 ]
 
 
+@pytest.mark.long(
+    "{'parallel': {'shard': 'all'}}",
+    "{'parallel': {'shard': 'none'}}",
+    "{'parallel': {'shard': 'weights'}}",
+    "{'parallel': {'shard': 'optimizer'}}",
+    "{'parallel': {'shard': 'gradients'}}",
+    "{'optimizer': {'sync': 'post-validate'}}",
+)
 @pytest.mark.parametrize("way", few(WITH, lambda way: "vocabulary" not in str(way)), ids=str)
 def test_a_stage_without_experts_has_no_ops_of_any(way):
     """Under each order that is not searched."""
@@ -177,6 +187,7 @@ def test_owners_of_experts_that_are_not_there_and_experts_without_an_owner_are_r
         run_threads(StoredPlan(made.manifest.model_copy(update={"dense": [0, 1]}), made.program), 1)
 
 
+@pytest.mark.long
 def test_swaps_take_the_time_of_what_goes_over_the_link(no_launches):
     def costs(ep):
         sizes = {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 32, "experts": 4}

@@ -96,6 +96,7 @@ def test_added_losses_are_those_of_their_papers(router, scores):
     torch.testing.assert_close(adding.total, (wanted * 0.125).detach())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [{}, {"dp": 2, "ep": 2}], ids=str)
 def test_a_forward_that_runs_again_goes_by_the_experts_it_chose(monkeypatch, shared):
     """The router chooses differently each time, like one that breaks ties randomly."""
@@ -127,6 +128,7 @@ SHARED_OUT = {"schedule": {"microbatches": 4}, "parallel": {"pp": 2, "dp": 2, "e
 RECOMPUTED = {"schedule": {"kind": "zb-v", "slices": 2}, "memory": {"activations": "recompute"}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [SHARED_OUT, RECOMPUTED], ids=["shared out", "recomputed in slices"])
 def test_loads_are_the_rows_of_each_expert_and_biases_move_towards_even_ones(way):
     """Each token of a step counts once for each of its experts, also if forwards run again."""
@@ -144,6 +146,7 @@ def test_loads_are_the_rows_of_each_expert_and_biases_move_towards_even_ones(way
     assert apart(*numbers) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_uneven_loads_cost_the_rank_with_most_rows():
     def costs(**model):
         more = {"parallel": {"pp": 2, "dp": 2, "ep": 2}, "hardware": {"tflops": 1e-3, "memory_gbps": 1e6}}
@@ -156,6 +159,7 @@ def test_uneven_loads_cost_the_rank_with_most_rows():
     assert uneven.bytes_of("kept")[0] > even.bytes_of("kept")[0]
 
 
+@pytest.mark.long
 def test_a_profile_of_whole_blocks_is_cut_to_the_experts_of_a_rank():
     def layers(ep):
         return estimate.layers(job(model=MODEL, parallel={"pp": 2, "dp": 2, "ep": ep}))

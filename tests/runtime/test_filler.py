@@ -93,6 +93,7 @@ def test_what_a_task_raises_ends_it_alone(error, said):
     assert len(told) == 1
 
 
+@pytest.mark.long("2")
 @pytest.mark.parametrize("copies", [1, 2])
 def test_training_is_the_same_with_a_filler(copies):
     """Messages, sums of gradients and the verdict of all ranks, over a hub; the task spends torch's random numbers."""

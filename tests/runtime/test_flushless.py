@@ -53,6 +53,7 @@ def check(plan, steps, *, tolerance=0.0, **options):
     return workers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("schedule", "p", "m", "v"), few(SHAPES, [SHAPES[1], SHAPES[4]]))
 def test_fifty_steps_have_the_bits_of_one_process_a_step_late(schedule, p, m, v):
     check(plan_of(schedule, p, m, v, model=SMALL), 50)
@@ -65,6 +66,7 @@ MORE += [("interleaved-1f1b", 2, 4, 2, {"model": model}) for model in LOW]
 MORE += [("1f1b", 3, 4, 1, {"optimizer": how}) for how in OPTIMIZERS.values()]
 
 
+@pytest.mark.long("how1", "how3", "how4", "how5", "how8", "how9")
 @pytest.mark.parametrize(("schedule", "p", "m", "v", "how"), MORE)
 def test_optimizers_models_and_recompute(schedule, p, m, v, how):
     """Dropout draws what its step draws."""
@@ -86,6 +88,7 @@ def evaluating(every):
     return plan_of("1f1b", 3, 4, model=SMALL, data=data, train={"eval_every": every, "eval_batches": 1})
 
 
+@pytest.mark.long
 def test_an_evaluation_changes_nothing():
     """It comes after an epilogue, and the prologue after it begins with the older weights."""
     found = check(evaluating(2), 7)[0].evaluation.results
@@ -135,6 +138,7 @@ EXPERTS |= {"parallel__ep": 2, "parallel__dp": 2}
 SKIPS = [("", EXPERTS, 0, [2, 3, 2, 3]), ("tp", {}, 1, [2, 2, 3, 3])]
 
 
+@pytest.mark.long("-more0-0-steps0")
 @pytest.mark.parametrize(("trait", "more", "spoiled", "steps"), SKIPS)
 def test_ranks_skip_a_step_with_their_stage(trait, more, spoiled, steps):
     """One of two ranks with experts, or with a part, of the first stage has a gradient that is not finite."""
@@ -185,6 +189,7 @@ def fed(**optimizer):
     return found
 
 
+@pytest.mark.long
 def test_an_update_makes_good_what_the_last_one_was_off_by():
     """In plain gradient descent, step by step: u(t) is -0.3 times the gradient at W(t)."""
     plan = planned(fed(kind="sgd", lr=0.3, weight_decay=0.0))

@@ -83,6 +83,7 @@ APART += [{**APART[-1], **how} for how in ({"more": {"ep": 4, "dp": 2}, "tp": 2}
 TERMS = {"label_smoothing": 0.2, "z_loss": 0.1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", few(APART, [APART[n] for n in (1, 2, 4, 5)]))
 def test_ranks_that_share_layers_tokens_or_words_and_replicas_write_rows_of_whole_sequences(how, tmp_path):
     data = text_of(tmp_path, 21, seq_len=8)
@@ -92,6 +93,7 @@ def test_ranks_that_share_layers_tokens_or_words_and_replicas_write_rows_of_whol
     torch.testing.assert_close(found["log_probs"], whole["log_probs"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", few([{}, {"rows": 2, "schedule": "zb-v"}, {"rows": 2, "model": LLAMA}], 1))
 def test_samples_of_unequal_length_have_their_rows_in_order_whatever_shares_a_row(how, tmp_path):
     plan = unequal(**{"data": {"kind": TEXTS, "args": {"count": 61}, "balance": "length"}, **how})
@@ -104,6 +106,7 @@ def test_samples_of_unequal_length_have_their_rows_in_order_whatever_shares_a_ro
     assert rows_of(short_plan, tmp_path)["lengths"].tolist() == Texts(**{**short, "count": 30}).lengths
 
 
+@pytest.mark.long
 def test_packed_rows_that_ranks_share_give_those_of_whole_samples(tmp_path):
     tables = beside("cp", model__vocab=61, model__seq_len=16)[0]
     tables["data"] = {"kind": TEXTS, "args": {"count": 61}, "balance": "length"}

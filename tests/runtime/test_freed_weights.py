@@ -86,6 +86,7 @@ def plan_of_case(schedule, resident, dtype):
         assert error.code == "E110" and resident == 1
 
 
+@pytest.mark.long("zb-v-1-float32", "zb-v-2-bfloat16", "breadth-first-1-bfloat16", "interleaved-1f1b-1-bfloat16")
 @pytest.mark.parametrize(("schedule", "resident", "dtype"), few(CASES, SAMPLE))
 def test_weights_that_come_and_go_change_no_bit(schedule, resident, dtype):
     plan = plan_of_case(schedule, resident, dtype)
@@ -105,6 +106,7 @@ HOW = {
 }
 
 
+@pytest.mark.long("shared: zb-v", "layers run again", "masters of pieces")
 @pytest.mark.parametrize("name", few(HOW, lambda name: name not in ("shared: breadth-first", "shared: 1f1b")))
 def test_weights_that_come_and_go_change_no_bit_of_what_else_a_stage_may_have(name):
     schedule, how = HOW[name]

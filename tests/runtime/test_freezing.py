@@ -75,6 +75,7 @@ def test_training_is_that_of_one_process_with_the_same_layers_frozen(schedule, p
 REST = {"embed": "embed.positions", "head": "head.norm"}  # without the words
 
 
+@pytest.mark.long("zb-v-2-how1")
 @pytest.mark.parametrize(("schedule", "sums", "how"), [("zb-h1", 1, {}), ("zb-v", 2, {}), ("1f1b", 1, {"copies": 2})])
 def test_words_that_all_ranks_share_are_trained_in_every_microbatch(schedule, sums, how):
     program = shared_out(shared_program(schedule, 2, 4, sums, **how), mixed)
@@ -113,6 +114,7 @@ def test_what_freezing_goes_with_trains_as_in_one_process(name):
     check(frozen_plan(schedule, **how), tolerance=tolerance)
 
 
+@pytest.mark.long("mixed", "a stage")
 @pytest.mark.parametrize("share", SOME)
 @pytest.mark.parametrize(
     ("resident", "dtype"), few([(0, "float32"), (1, "float32"), (0, "bfloat16")], ((1, "float32"),))
@@ -127,6 +129,7 @@ def test_an_optimizer_that_replicas_share_out_has_the_same_bits(share, resident,
     same(*(run_threads(one, 3) for one in plans))
 
 
+@pytest.mark.long("zb-h1")
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
 def test_ranks_that_share_layers_freeze_the_same(kind, tmp_path):
     chosen = {"freeze": {"most": 0.6}, "model_more": {"layers": 6}, "costs": {"f": 1.0, "b": 1.0, "w": 1.0, "tp": 0.0}}

@@ -13,6 +13,7 @@ TRAITS += ("post-validate", "two versions", "average", "tied embeddings", "one-s
 CASES = [("", "1f1b"), ("", "zb-v"), *((trait, "1f1b") for trait in TRAITS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("trait", "kind"), few(CASES, CASES[:3]))
 def test_gradients_added_inside_products_train_as_those_added_after(trait, kind, monkeypatch):
     calls = []
@@ -31,6 +32,7 @@ def test_gradients_added_inside_products_train_as_those_added_after(trait, kind,
 WIDE = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 8, "vocab": 64}.items()}
 
 
+@pytest.mark.long
 def test_products_on_a_gpu_are_priced_with_the_sum_they_write():
     """At 4096 wide a sum of its own takes a third of the time of W; inside the product it hides."""
     spent = []

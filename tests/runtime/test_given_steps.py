@@ -120,6 +120,7 @@ SIDE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("both", "plain"), few(SIDE, 2))
 def test_they_train_as_one_process_where_ranks_share_tokens_or_step_without_a_flush(both, plain):
     assert apart(trained(both), trained(plain)) <= 2e-6

@@ -55,6 +55,7 @@ def check_training(plan, steps=3, *, tolerance=0.0):
         assert tolerance or torch.equal(parameter, expected.weights[name]), name
 
 
+@pytest.mark.long("chimera-zb-4-8", "interleaved-1f1b-4-8")
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (4, 1), (4, 3)])
 @pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(schedule, p, m):
@@ -62,6 +63,7 @@ def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(schedule, p, m
         check_gradients(make_plan(make_program(schedule, p, m), keep=without_step), tolerance=slack(schedule))
 
 
+@pytest.mark.long("zb-v")
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-v", "chimera-zb")))
 def test_weights_after_three_clipped_adamw_steps_are_those_of_one_process(schedule):
     plan = make_plan(make_program(schedule, 4, 4), optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
@@ -111,6 +113,7 @@ def model_of(name):
     return {"model": MODELS[name][1], **data.get(MODELS[name][1]["family"].partition(".")[0], {})}
 
 
+@pytest.mark.long("llama-zb-h1-4")
 @pytest.mark.parametrize(
     ("name", "schedule", "p"), few(PLANNED, lambda case: case[0] in EACH or case[1:] == MODELS[case[0]][0][0])
 )
@@ -130,6 +133,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.long("wsd")
 @pytest.mark.parametrize("name", few(TRAINED, lambda name: name not in ("linear", "cosine")))
 def test_weights_after_some_steps_are_those_of_one_process(name):
     schedule, p, options = TRAINED[name]

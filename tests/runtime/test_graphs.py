@@ -76,6 +76,7 @@ def by_autograd(plan):
     return total / count, grads
 
 
+@pytest.mark.long("one and three-zb-h1-keep")
 @pytest.mark.parametrize(
     ("name", "kind", "kept"), few(ALL, [one for one in ALL if one[0] in ("one and three", "skip")])
 )
@@ -99,6 +100,7 @@ def test_one_input_may_go_to_all_groups_and_dropout_draws_alike():
     assert all(torch.equal(found[key], grad) for key, grad in wanted.items())
 
 
+@pytest.mark.long
 def test_a_memory_limit_holds_for_it():
     plan = plan_of("one and three", "zb-h1", limit="0.7x")
     assert losses_of(run_threads(plan, 2)) == losses_of(run_threads(plan_of("one and three", "zb-h1"), 2))
@@ -126,6 +128,7 @@ def test_evaluation_is_that_of_one_process(name):
     assert found == pytest.approx(torch.nn.functional.mse_loss(output, kept.targets(every)).item(), rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "steps", "least"),
     few([("towers", 60, 0.6), ("translator", 20, 2.7), ("skip", 20, 3.1), ("convnet", 20, 0.4)], 2),
@@ -136,6 +139,7 @@ def test_examples_learn(name, steps, least, tmp_path):
     assert sum(losses[-5:]) / 5 < least < losses[0]
 
 
+@pytest.mark.long
 def test_a_rank_that_reads_one_of_several_inputs_can_be_weighed():
     """As in a trace of a step."""
     _, scales = scaled(plan_of("two branches", "zb-h1"))

@@ -57,6 +57,7 @@ def test_a_step_by_chunks_has_the_gradients_of_one_process(kind, p, how, model):
     check_gradients(make_plan(program, model=model, keep=without_step, **rest))
 
 
+@pytest.mark.long
 def test_chunks_leave_the_last_rank_less_memory_and_one_product_more():
     sizes = {"hidden": 64, "seq_len": 256, "vocab": 4096}
     whole, chunked = (compile_job(job(kind="zb-h1", model={**sizes, **more})) for more in ({}, {"loss_chunk": 32}))

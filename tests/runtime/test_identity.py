@@ -30,6 +30,7 @@ def told(**model):
     return identity(manifest.model_copy(update={"planning": planning}), 3)
 
 
+@pytest.mark.long
 def test_every_module_of_the_users_own_is_compared_and_none_that_is_installed(package):
     before = told(family="ownmodel.layers:make")
     assert {"plan id", "steps", "zbc version", "torch version", "Python version"} <= before.keys()

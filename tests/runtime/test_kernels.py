@@ -129,6 +129,7 @@ def test_on_a_gpu_a_norm_is_one_kernel():
 ROWS = 2 * 16 * 32 * 4  # bytes of the tokens of a microbatch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "forward", "backward"),
     [

@@ -58,6 +58,7 @@ def seen(monkeypatch):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "traits"), few(CASES, 4))
 def test_microbatches_have_their_lengths_and_train_what_one_process_does(kind, traits, seen):
     tables = settings(*traits)
@@ -79,6 +80,7 @@ def test_microbatches_have_their_lengths_and_train_what_one_process_does(kind, t
         assert sizes <= {lengths[mb % count], lengths[mb % count] // parts}
 
 
+@pytest.mark.long("traits0")
 @pytest.mark.parametrize("traits", [("shared vocabulary",), ()])
 def test_evaluations_have_whole_rows(traits):
     found = []
@@ -139,6 +141,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.long("zb-h1-options1")
 @pytest.mark.parametrize(("schedule", "options"), few(WAYS, 2))
 def test_the_longest_samples_of_a_step_are_in_its_longest_microbatches_and_train_as_one_by_one(schedule, options, seen):
     plan, steps = dealt(schedule, **options), 4

@@ -61,6 +61,8 @@ SOME = dealt([("fp32", kind) for kind in KINDS], ["keep", "recompute", "recomput
 SOME += dealt([case for case in CASES if case != "fp32"], [("zb-v", "keep"), ("1f1b", "recompute")])
 
 
+@pytest.mark.always("groups-zb-v-keep", "no masters-1f1b-recompute")
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "kind", "activations"), few(SOME, lambda case: case[:2] == ("fp32", "zb-h1")))
 def test_every_category_but_buffers_is_predicted_within_a_percent(case, kind, activations):
     found = both(kind=kind, m=5, memory={"activations": activations}, **CASES[case])
@@ -112,7 +114,7 @@ NOT_YET = {  # gradients
 PEAKS += [({"m": 4, **how}, {}, 0.04) for how in NOT_YET.values()]
 # with one microbatch no other tensor is in flight: the peak is that of a backward beside the gradient it is given
 PEAKS += [({"kind": "gpipe", "m": 1, "model": {"hidden": 32, "seq_len": 128, "vocab": 20}}, {}, 0.006)]
-EARLY = [PEAKS[n] for n in (0, 3, -12, -10, -9, -6, -5, -2, -1)]
+EARLY = [PEAKS[n] for n in (7, 11, 16, 22, 27, 34, 39, -6, -5, -2, -1)]
 
 
 @pytest.mark.parametrize(("how", "parallel", "rel"), few(PEAKS, EARLY), ids=str)
@@ -155,6 +157,7 @@ STEPS |= {f"rounded, {name}": {"kind": "1f1b", "partition": EVEN, **how} for nam
 SOME_STEPS = [f"tentative, {name}" for name in ("adamw", "tied", "no masters")] + ["rounded, both"]
 
 
+@pytest.mark.always("rounded, momentum-4194304")
 @pytest.mark.parametrize(("case", "batch"), few(dealt(STEPS, [2**22, 20000]), tuple(SOME_STEPS)))
 def test_what_a_step_copies_is_predicted(monkeypatch, case, batch):
     """Copies of masters and state, or those in float32 of what is stored in bfloat16, a batch at a time."""
@@ -185,6 +188,7 @@ SHARED = {
 }
 
 
+@pytest.mark.long("tied")
 @pytest.mark.parametrize("case", few(SHARED, ("tied", "two pipes")))
 def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(case):
     """Whole matrices are dealt: if there are few, copies do not keep equal amounts."""
@@ -215,8 +219,8 @@ def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_th
 
     (stage,), (rank,) = compiled.costs.bytes, peaks(compiled.program, compiled.costs)
     assert stage.gradients + stage.summed == pytest.approx(most(Kind.REDUCE))
-    if not zero1 or sync == "post-validate":  # else messages are counted until they are over, in the peak of all
-        assert rank.buffers >= stage.summed - stage.pending
+    if not zero1:  # else messages are counted until they are over, in the peak of all
+        assert rank.buffers >= stage.summed
     if zero1:
         assert stage.gathered <= most(Kind.GATHER) * (1 + 1e-9)  # before other copies have taken their sums, those stay
         if sync == "before-step":
@@ -237,6 +241,7 @@ FOUND = [(c, "zb-h1") for c in INNER] + [
 ]
 
 
+@pytest.mark.always("gpt-zb-h1", "kept-zb-h1", "llama-1f1b")
 @pytest.mark.parametrize(("case", "kind"), few(FOUND, [("gpt", "zb-h1"), ("llama", "1f1b"), ("kept", "zb-h1")]))
 def test_a_backward_that_runs_attention_again_has_used_the_gradient_from_the_next_layer(monkeypatch, case, kind):
     """Which comes from a neighbour, and stays, for the last layer of a stage only; W may keep it in its own type."""
@@ -257,6 +262,7 @@ def test_a_backward_that_runs_attention_again_has_used_the_gradient_from_the_nex
 LATER = ("qwen3", "llama masters", "qwen3 masters")
 
 
+@pytest.mark.long("fp32")
 @pytest.mark.parametrize("case", few([case for case in CASES if case not in LATER], ("fp32", "masters")))
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_in_it(case, kind):
@@ -272,6 +278,7 @@ def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_
         assert op.kind is Kind.F or (one.came > 0) == first, op
 
 
+@pytest.mark.long
 def test_gradients_that_come_from_several_stages_are_summed_in_a_tensor_of_its_own():
     compiled = compile_job(load_job(ROOT / "plans" / "skip.toml"), budget=0.0, suggest=False)
     first = scaled(stored(compiled), 2)[1][0]  # two stages read its output

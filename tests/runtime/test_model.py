@@ -223,6 +223,7 @@ def test_what_a_block_keeps_for_its_backward_is_what_is_counted(changes):
     )
 
 
+@pytest.mark.long
 def test_mfu_counts_three_forwards_of_what_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -42,6 +42,7 @@ def test_gradients_are_those_of_one_process_bit_by_bit_or_up_to_the_order_of_sum
     check_gradients(made, tolerance=1e-6 if kind in NEARLY else 0.0)
 
 
+@pytest.mark.long("recompute")
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize(("schedule", "p"), few([("1f1b", 4), ("zb-h1", 4), ("zb-v", 2)], ("zb-h1",)))
 def test_a_tensor_lies_behind_a_transfer_as_it_does_without_one(schedule, p, activations):
@@ -76,6 +77,7 @@ def buffers_of_one_process(plan, steps):
     return {f"{name}.{key}": buffer for name, module in kept.items() for key, buffer in module.named_buffers()}
 
 
+@pytest.mark.long("grows_table-zb-v-2-recompute")
 @pytest.mark.parametrize(
     ("kind", "schedule", "p", "activations"), few(dealt(CHANGING, ALL_WAYS), ("batchnorm", "averages", "grows_table"))
 )
@@ -90,6 +92,7 @@ def test_buffers_that_a_forward_changes_come_out_as_in_one_process(kind, schedul
     assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["grows", "grows_new"])
 def test_buffers_made_by_the_first_forward_survive_a_checkpoint_and_forwards_that_run_again(tmp_path, kind):
     """Each step is clipped, so forwards run again without the barrier."""
@@ -156,6 +159,7 @@ def test_under_autocast_weights_made_of_the_data_are_cast_anew_and_double_precis
     check_gradients(plan(kind, dtype="bfloat16", keep=without_step, activations=activations))
 
 
+@pytest.mark.long("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_layers_that_need_it_keep_their_backward_in_one_piece(dtype):
     def apart(**options):
@@ -236,6 +240,7 @@ def test_attributes_that_no_backward_needs_are_left_alone(kind):
     check_training(plan(kind, "zb-h1", 2))
 
 
+@pytest.mark.long("1f1b-keep")
 @pytest.mark.parametrize(("schedule", "activations"), [("1f1b", "keep"), ("zb-h1", "keep"), ("zb-h1", "recompute")])
 def test_layers_compiled_by_their_user_have_their_whole_backward_in_b(schedule, activations):
     made = plan("compiled", schedule, m=2, keep=without_step, activations=activations)

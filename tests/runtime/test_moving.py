@@ -14,6 +14,8 @@ from tests.tiers import few
 from zbc.job.spec import Model
 from zbc.training.models import pretrained
 
+pytestmark = pytest.mark.long
+
 DECAY = 0.5
 
 

@@ -80,6 +80,7 @@ def test_stop_ends_the_run_at_the_first_such_step_and_names_it_and_its_stage(way
     assert max(seen.values(), key=len) == [(0, False), (1, True)], "the run went on"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", few(["barrier", "post-validate"], ("barrier",)))
 def test_skip_ends_the_run_when_too_many_follow_each_other(way):
     plan = plan_for(way, skip_limit=3)
@@ -223,6 +224,7 @@ SCALED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("schedule", "p", "kept"), few(SCALED, lambda way: way in (SCALED[2], SCALED[5], SCALED[10])))
 def test_training_is_that_of_one_process_with_a_grad_scaler_bit_by_bit(schedule, p, kept):
     """The first steps overflow; two in a row that do not double the scale."""
@@ -236,6 +238,7 @@ def test_a_training_without_overflows_is_that_of_one_process(model):
     assert min(check(plan_of("zb-h1", model=model), 4).scales) == 65536.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "optimizer"), [({}, {}), ({"sharded": True}, {"zero1": True})])
 def test_an_overflow_on_one_replica_skips_the_step_on_all(how, optimizer):
     check(plan_of("1f1b", 2, 2, how={"copies": 2, **how}, optimizer={**SGD, **optimizer}), tolerance=1e-4)
@@ -270,6 +273,7 @@ def test_losses_that_layers_add_are_scaled_and_told_as_they_are(how):
     assert all(torch.equal(weights[name], value) for name, value in wanted.items()) and (how != "add" or told[0][1] > 0)
 
 
+@pytest.mark.long
 def test_a_plan_counts_with_the_times_and_bytes_of_bfloat16():
     jobs = (job(model={"dtype": dtype}, parallel={"dp": 2, "shard": "weights"}) for dtype in ("float16", "bfloat16"))
     one, other = (compile_job(found).assemble()[0] for found in jobs)

@@ -46,6 +46,7 @@ def compared(model, activations, size, limit="0.9x", **more):
     return [(planned[s], most, kept[s]) for s, most in found.items()]
 
 
+@pytest.mark.long
 @settings(max_examples=8)
 @example("llama", 128, 128, "offload", "bfloat16", 2)
 @given(
@@ -68,6 +69,7 @@ def test_what_a_plan_moves_is_what_a_run_moves(family, hidden, tokens, activatio
         assert all(abs(most - planned) < 1 for most in moved)
 
 
+@pytest.mark.long
 def test_experts_move_what_even_loads_would():
     """Their rows differ from step to step; a tensor of a rare expert may be too small."""
     model = {"family": "llama", "hidden": 128, "seq_len": 64, "experts": 4, "top_k": 2}

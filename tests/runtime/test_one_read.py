@@ -126,6 +126,8 @@ CASES = {
 }
 
 
+@pytest.mark.always("replicas", "a barrier")
+@pytest.mark.long("ZeRO-1", "clipping without a barrier")
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("case", few(CASES, ("clipping without a barrier", "replicas", "ZeRO-1", "tied weights")))
 def test_the_host_reads_the_verdict_and_nothing_else(case, monkeypatch):

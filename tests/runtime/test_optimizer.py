@@ -38,6 +38,7 @@ def test_fused_kernels_are_not_for_complex_weights(kind, dtype, fused, monkeypat
     assert told == [fused]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("schedule", "p"), few([("zb-v", 2), ("1f1b", 3), ("zb-h1", 4)], ("zb-v", "1f1b")))
 @pytest.mark.parametrize("kind", few(["adamw", "adam"], ("adamw",)))
 def test_bfloat16_parameters_train_as_in_one_process(schedule, p, kind):
@@ -98,6 +99,7 @@ CUT += [(f"sharded {what}",) for what in ("optimizer", "weights", "gradients", "
 CUT += [("tp", "sharded optimizer", "post-validate"), ("tp", "sharded all", "slices")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("traits", few([*map(list, CUT)], 1), ids=" x ".join)
 def test_however_it_is_cut_up_it_trains_alike(traits):
     assert apart(trained(tables(*traits)), trained(tables(schedule__microbatches=8))) <= ROUNDED
@@ -209,6 +211,7 @@ def low_tables(*traits, choice="state", **optimizer):
 SHARDS = ["sharded optimizer", "sharded weights", "sharded gradients", "sharded all", "one-sided"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", few(SHARDS, SHARDS[:1]))
 def test_shards_have_the_bits_of_replicas_without_masters(shard):
     both, plain = low_tables(shard, choice="no masters"), low_tables(choice="no masters")
@@ -216,6 +219,7 @@ def test_shards_have_the_bits_of_replicas_without_masters(shard):
     assert trained(both) == trained(plain)
 
 
+@pytest.mark.long("no masters")
 @choices
 @pytest.mark.parametrize("traits", [[], ["post-validate"]], ids=["barrier", "post-validate"])
 def test_scores_are_clipped_once_however_many_parts_a_step_has(traits, choice, monkeypatch):
@@ -235,6 +239,7 @@ def test_replicas_that_average_save_means_of_moments_that_are_rounded_once():
     assert all(one.equal(mean) for one in own)
 
 
+@pytest.mark.long("bfloat16")
 @pytest.mark.parametrize("to", ["float32", "bfloat16"])
 def test_a_run_goes_on_with_the_other_choice_and_says_so(to, tmp_path):
     other = {"float32": "bfloat16", "bfloat16": "float32"}[to]
@@ -254,6 +259,7 @@ def test_a_run_goes_on_with_the_other_choice_and_says_so(to, tmp_path):
 SMALL = {"hidden": 64, "seq_len": 4}
 
 
+@pytest.mark.long("changes0-named0", "changes1-named1", "changes2-named2")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -63,11 +63,13 @@ def hold(program, copier=late, **options):
         assert sum(one.released for one in there[2]) > 0
 
 
+@pytest.mark.long("zb-v", "1f1b")
 @pytest.mark.parametrize("schedule", few(sorted(SCHEDULES)))
 def test_every_schedule_trains_to_the_same_bits(schedule):
     hold(make_program(schedule, 2, 4))
 
 
+@pytest.mark.long("fp32-1f1b-late", "fp32-1f1b-early", "bf16-zb-h1-thread", "llama-zb-h1-early")
 @pytest.mark.parametrize("copier", [late, early, None], ids=["late", "early", "thread"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("model", [GPT, BF16, LLAMA], ids=["fp32", "bf16", "llama"])
@@ -75,6 +77,7 @@ def test_fused_and_split_in_both_types(schedule, model, copier):
     hold(make_program(schedule, 2, 3), copier, model=model)
 
 
+@pytest.mark.long("zb-v", "1f1b-fp32")
 @pytest.mark.parametrize("model", [GPT, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_inputs_of_layers_that_run_again(schedule, model):
@@ -147,6 +150,7 @@ def test_a_parcel_goes_with_its_graph(monkeypatch):
 USERS = ["residual", "twice", "frozen", "several", "scales", "checkpointed", "masks"]
 
 
+@pytest.mark.long("several")
 @pytest.mark.parametrize("factory", USERS)
 def test_layers_of_users(monkeypatch, factory):
     """Some return several tensors, some freeze weights, some split on their own."""

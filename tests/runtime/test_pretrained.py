@@ -174,6 +174,7 @@ def test_a_rank_reads_only_its_own_layers(folders, monkeypatch):
 OUT = [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)]
 
 
+@pytest.mark.long("mistral-4")
 @pytest.mark.parametrize(("name", "p"), few(OUT, [("gpt2", 4), ("llama-grouped", 4), ("llama", 1), ("mistral", 4)]))
 def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, name, p):
     source, _ = folders(name)

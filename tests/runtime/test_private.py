@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 import zbc
 from zbc.runtime.core import private
 
@@ -20,6 +22,7 @@ def test_private_parts_of_torch_are_named_in_one_file():
     assert found == {"runtime/core/private.py", *ELSEWHERE}
 
 
+@pytest.mark.long
 def test_nothing_there_is_left_over():
     text = "\n".join(text for name, text in _sources().items() if name != "runtime/core/private.py")
     names = [name for name in vars(private) if not name.startswith("_") and name not in ("annotations", "Any")]

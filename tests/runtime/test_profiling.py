@@ -241,6 +241,7 @@ BACK = (Kind.B, Kind.W, Kind.BW)
 CUTS = {"1f1b": ([3, 4], [2, 5]), "zb-h1": ([3, 4], [4, 3]), "gpipe": ([3, 4],), "zb-v": ([1, 2, 2, 2], [2, 2, 2, 1])}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "cut"), few([(kind, cut) for kind, cuts in CUTS.items() for cut in cuts], [("zb-h1", [4, 3])])
 )
@@ -262,6 +263,7 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(kind
             assert getattr(predicted, name) == pytest.approx(held - read, rel=0.05, abs=64), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["gpipe", "zb-h1"], ("zb-h1",)))
 @pytest.mark.parametrize("activations", few(["keep", "recompute"], ("recompute",)))
 def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(activations, kind):
@@ -281,6 +283,7 @@ def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(activations,
 # ---- the link ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @given(st.floats(1, 1e4), st.floats(0.01, 100), st.floats(0, 50))
 def test_a_link_is_found_again_from_its_own_times(latency, gbps, send):
     sizes = (64, 4096, 10**6, 4 * 10**6)
@@ -320,6 +323,7 @@ def test_what_a_gpu_holds_beside_predicted_tensors_is_context_and_workspaces(mon
     assert unpredicted(torch.device("cuda", 0)) == 30 + 8
 
 
+@pytest.mark.long
 def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
     """Each op takes its tokens plus a tenth of those before them, on a clock that only these layers move."""
     rig = build_rig(job(model={"seq_len": 24}, schedule={"slices": 2}, data={"kind": "synthetic"}), CPU)

@@ -126,6 +126,7 @@ WAYS = {
 AGAIN = [{}, {"activations": "recompute"}, {"activations": "selective", "attention": "again"}]
 
 
+@pytest.mark.long("{'activations': 'selective', 'attention': 'again'}")
 @pytest.mark.parametrize("memory", AGAIN, ids=str)
 def test_scores_are_computed_once_for_each_microbatch(memory, tmp_path, monkeypatch):
     plan, calls, own = planned(tmp_path, **LLAMA, memory=memory, **EVALUATED), [], slicing.peaks
@@ -134,6 +135,7 @@ def test_scores_are_computed_once_for_each_microbatch(memory, tmp_path, monkeypa
     assert len(calls) == 2 * 4 * 2  # steps, microbatches, blocks
 
 
+@pytest.mark.long("one gpt", "windows", "slices of cp", "shards of parts")
 @pytest.mark.parametrize("way", few(WAYS, ("one", "one gpt", "windows", "zb-v", "slices of cp", "shards of parts")))
 def test_weights_are_those_of_scores_by_hand(way, tmp_path):
     kind, pp, more, how = WAYS[way]
@@ -148,6 +150,7 @@ def test_weights_are_those_of_scores_by_hand(way, tmp_path):
     evaluated_alike(found, alone)
 
 
+@pytest.mark.long("{'dp': 2, 'shard': 'optimizer'}")
 @pytest.mark.parametrize("more", [{}, {"dp": 2, "shard": "optimizer"}], ids=str)
 def test_below_the_bound_a_training_keeps_its_bits(more, tmp_path):
     runs = [run_threads(planned(tmp_path / f"{tau}", tau=tau, more=more, **LLAMA), STEPS) for tau in (None, 1e6)]
@@ -225,6 +228,7 @@ def test_scores_that_are_no_numbers_scale_nothing():
     assert weight[:, 0].tolist() == [1, 1, 1, 1, 0.5, 0.5, 2, 2, 1, 1, 0.5, 0.5, 1, 1, 1, 1]
 
 
+@pytest.mark.long
 def test_masters_are_scaled_and_the_average_is_of_what_was(tmp_path):
     """In bfloat16 with float32 masters: rows of a head are scaled alike, and working weights are those of masters."""
     low = {"dtype": "bfloat16", "parameters": "bfloat16", **GROUPED}
@@ -242,6 +246,7 @@ def test_masters_are_scaled_and_the_average_is_of_what_was(tmp_path):
     assert len(scaled) > 4
 
 
+@pytest.mark.long
 def test_forwards_cost_another_product_of_queries_and_keys_which_recompute_leaves_out(monkeypatch):
     monkeypatch.undo()  # queries in large chunks
     sizes = {"family": "llama", "hidden": 256, "heads": 4, "kv_heads": 2, "layers": 2, "seq_len": 2048, "vocab": 256}

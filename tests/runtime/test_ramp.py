@@ -32,6 +32,7 @@ def growing(schedule, p=2, *, sync="before-step", copies=1, **how):
 ORDERS = ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "dualpipe", "dualpipe-v"]
 
 
+@pytest.mark.long("zb-v")
 @pytest.mark.parametrize("schedule", few(ORDERS, ("1f1b", "zb-v", "dualpipe")))
 def test_a_growing_batch_trains_as_one_process_does(schedule):
     plan = growing(schedule)
@@ -59,6 +60,7 @@ def reading(seen, *, count, microbatches):
     return setup
 
 
+@pytest.mark.long
 def test_no_sample_is_read_twice_and_none_is_left_out():
     """Over copies and steps, through the end of an epoch within a batch."""
     read = []
@@ -91,6 +93,7 @@ def test_a_rate_by_samples_counts_what_was_read():
 BROKEN_OFF = [(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, "post-validate")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("after", "sync"), few(BROKEN_OFF, [(2, "post-validate")]))
 def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, sync):
     """With another schedule and other ranks: step, position in the data and rate equal the uninterrupted run's."""
@@ -103,6 +106,7 @@ def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, s
     assert all(torch.equal(before[name], now[name]) for name in before)
 
 
+@pytest.mark.long
 def test_a_plan_with_other_batches_goes_on_behind_the_last_sample_that_was_read(tmp_path):
     seen = []
     note = reading(seen, count=40, microbatches=4)

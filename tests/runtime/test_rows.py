@@ -185,6 +185,9 @@ def there(worker, refs, op):
     return {ref for ref in refs if ref.at not in edges or worker.placement.beside(op.stage, ref.at)}
 
 
+@pytest.mark.long(
+    "without a barrier", "reads-two pipes", "reads-two stages of a rank", "writes-a shared weight, weights in shares"
+)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("what", ["reads", "writes", "frees"])
 def test_tensors_of_microbatches_are_read_made_and_used_up_as_the_row_says(name, what):
@@ -197,6 +200,7 @@ def test_tensors_of_microbatches_are_read_made_and_used_up_as_the_row_says(name,
             assert not {ref for ref in found.get(what, ()) if ref.what in PER_UNIT}, f"{op} {what}"
 
 
+@pytest.mark.long("without a barrier")
 @pytest.mark.parametrize("name", PLANS)
 def test_an_op_makes_and_waits_for_what_its_row_says(name):
     """Gradients, weights, sums and verdicts."""

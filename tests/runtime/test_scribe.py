@@ -58,6 +58,7 @@ def test_closing_does_what_is_left_and_ends_the_thread():
     assert done == [1] and threading.active_count() == before
 
 
+@pytest.mark.long
 def test_a_process_that_ends_by_an_error_has_written_down_all_it_recorded():
     code = (
         "import time; from zbc.training.recording.tracing import Scribe; one = Scribe()\n"

@@ -26,6 +26,7 @@ SOME = [ALONE[0], ALONE[3], BOTH[0], BOTH[3]]
 EACH = [(*one, attention) for one in ALONE + BOTH for attention in ("again", "keep")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "trait", "kind", "attention"), few(EACH, [*((*one, "again") for one in SOME), (*BOTH[0], "keep")])
 )
@@ -85,6 +86,7 @@ def of_users(name, text, folder, monkeypatch, kind="zb-h1", ways=(("keep", True)
         yield job | {"memory": {"activations": activations}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], 1))
 def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_path, monkeypatch, kind):
     ways = [("keep", False), ("keep", True), ("selective", True)]
@@ -92,6 +94,7 @@ def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_pat
     assert others == [one, one]
 
 
+@pytest.mark.long
 def test_what_marked_modules_save_is_planned_before_anything_ran(tmp_path, monkeypatch):
     most = []
     for job in of_users("planned_users", USERS, tmp_path, monkeypatch):
@@ -102,6 +105,7 @@ def test_what_marked_modules_save_is_planned_before_anything_ran(tmp_path, monke
     assert sum(most[1]) < 0.9 * sum(most[0])
 
 
+@pytest.mark.long
 def test_where_no_gradient_goes_what_is_cheap_is_kept(tmp_path, monkeypatch):
     """A frozen table, followed by a frozen norm."""
     text = USERS.replace("*(Layer(mark) for _ in range(6))", "frozen(Layer(mark)), *(Layer(mark) for _ in range(5))")
@@ -121,6 +125,7 @@ def test_auto_takes_nothing_that_the_job_excludes():
     assert made.found.activations is not None and made.found.activations.chosen() == {"offload"}
 
 
+@pytest.mark.long
 def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name():
     job, _ = beside(schedule__kind="1f1b", parallel__pp=2, **LLAMA, **WIDE)
     kept, steps = {"activations": "selective", "attention": "keep"}, {}
@@ -142,6 +147,7 @@ def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name():
 ALL = {"activations": "recompute"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("p", few([2, 4], (4,)))
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-v", "chimera-zb")))
 def test_gradients_keep_their_bits_in_every_schedule(schedule, p):
@@ -158,6 +164,7 @@ def test_stages_choose_for_themselves_and_some_of_their_layers(schedule):
     assert not any(again for s, (again, _) in found.items() if s > 1)
 
 
+@pytest.mark.long("dropout-zb-v-2")
 @pytest.mark.parametrize(
     ("name", "schedule", "p"), few(PLANNED, lambda case: case[0] == "dropout" or case[1:] == KINDS[case[0]][0][0])
 )

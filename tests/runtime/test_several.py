@@ -25,6 +25,7 @@ def plan_of(schedule="zb-v", p=2, m=4, *, model=SEVERAL, **how):
     return make_plan(make_program(schedule, p, m), model=model, data=VECTORS["data"], **how)
 
 
+@pytest.mark.long("zb-v-recompute", "zb-h1-recompute", "interleaved-1f1b-recompute", "1f1b-keep")
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")))
 def test_gradients_are_those_of_one_process_bit_by_bit(schedule, activations):
@@ -147,6 +148,7 @@ def test_microbatches_without_a_target_that_counts_add_nothing_to_a_loss_of_seve
     assert loss.item() == 0.0 and torch.equal(outputs["one"].grad, torch.zeros(2))
 
 
+@pytest.mark.long
 def test_layers_with_several_tensors_between_them_are_profiled():
     """Including a layer that does nothing and passes all of them on."""
     made = job(layers=8, pp=2, m=4, model=SEVERAL, data=VECTORS["data"])

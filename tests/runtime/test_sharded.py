@@ -74,6 +74,7 @@ def gradients(rank, step):
     return {name: torch.randn(shape, generator=source) for name, shape in shapes.items()}
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_make_the_steps_of_the_whole_bit_by_bit(ranks):
     whole = build_optimizer(ADAMW, modules(), lowered=None)
@@ -152,6 +153,7 @@ def of_two_pipes(kind, shard):
     return compiled, stored(compiled)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["chimera-zb", "bitpipe-zb"], 1))
 def test_ranks_of_two_pipes_meet_in_one_order(kind):
     compiled, plan = of_two_pipes(kind, "gradients")

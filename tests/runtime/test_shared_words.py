@@ -44,12 +44,14 @@ WAYS += [("zb-v", 2, 3, 2, {"how": {"copies": 2}, "model": TIED}), ("1f1b", 8, 3
 WAYS += [("zb-h1", 8, 9, 2, {"model": TIED})]
 
 
+@pytest.mark.long("1f1b-4-5-2-options2", "zb-v-4-5-2-options6", "zb-v-2-3-1-options9", "zb-h1-4-5-1-options4")
 @pytest.mark.parametrize(("schedule", "p", "m", "sums", "options"), few(WAYS, WAYS[1:7] + WAYS[9:10]))
 @pytest.mark.parametrize("default", few(TIGHT, [torch.float64]), indirect=True)
 def test_a_step_has_the_gradients_of_one_process(schedule, p, m, sums, options, default):
     check_gradients(plan_of(schedule, p, m, sums, keep=without_step, **options), TIGHT[default])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", few([{"dtype": "bfloat16"}, {"parameters": "bfloat16"}], [{"dtype": "bfloat16"}]))
 def test_in_bfloat16_sums_are_float32(options, monkeypatch):
     kinds = set[torch.dtype]()
@@ -165,6 +167,7 @@ def test_other_models_are_refused():
             make_worker(make_plan(program, model=model, words=(0, 30, 61)))
 
 
+@pytest.mark.long("1")
 @pytest.mark.parametrize("sums", [1, 2])
 def test_kernels_and_groups_used_before_the_first_step_change_no_bit(sums):
     plan = plan_of("zb-h1", 2, 3, sums, optimizer={"lr": 1e-2})

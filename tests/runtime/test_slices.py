@@ -109,11 +109,13 @@ WAYS += [("1f1b", 2, 4, 4, {"model": user("tokens", loss="cross_entropy"), **PAD
 WAYS += [("zb-h1", 2, 4, 4, {"model": user("tokens", loss=HERE + "own_cross_entropy"), **PADDED})]
 
 
+@pytest.mark.long("1f1b-4-2-4-options1", "interleaved-1f1b-2-4-3-options4")
 @pytest.mark.parametrize(("schedule", "p", "m", "k", "options"), few(WAYS, lambda way: way[4] == {}))
 def test_a_step_in_slices_has_the_gradients_of_whole_microbatches(schedule, p, m, k, options):
     check_gradients(plan_of(schedule, p, m, k, keep=without_step, **options))
 
 
+@pytest.mark.long
 def test_forwards_that_run_again_begin_with_the_first_slice():
     """The verdict comes in the middle of a warm-up: slices of some microbatches have run, and run again."""
     order = find("zb-h1").make(Request(p=4, m=2, slices=3))
@@ -143,6 +145,7 @@ def test_each_slice_draws_for_itself_whatever_the_plan():
     assert len(masks) == 8 and all(a != b for a, b in zip(masks[:4], masks[4:], strict=True))
 
 
+@pytest.mark.long
 def test_sequences_of_another_length_are_refused_with_both():
     """Slices would take the first tokens and silently ignore the others."""
     plan = plan_of("1f1b", 1, 2, 3, model=user("mixers"), size=1, data={"kind": HERE + "Uneven"})

@@ -97,6 +97,7 @@ class Watched(StreamHub):
             self.missed.append(what)
 
 
+@pytest.mark.long("zb-v-before-step")
 @pytest.mark.parametrize(("schedule", "sync"), [("zb-v", "before-step"), ("zb-h1", "post-validate")])
 def test_a_stream_waits_for_all_that_others_made_for_it(streams, schedule, sync):
     program = make_program(schedule, 2, 4, sync=sync, copies=2, sharded=True)

@@ -68,6 +68,8 @@ def hold_parts(shared, alone, **tolerances):
     return {name: parameter for (name, first), parameter in seen.items() if not first}
 
 
+@pytest.mark.always("alone")
+@pytest.mark.long("replicas", "scattered")
 @pytest.mark.parametrize(
     "more",
     [{}, {"dp": 2}, {"dp": 2, "more": {"shard": "gradients"}}, {"optimizer": {"sync": "post-validate"}}],

@@ -1,5 +1,7 @@
 """The orders that always run include every kind of op."""
 
+import pytest
+
 from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.runtime.test_averaging import plan as averaging_plan
@@ -14,6 +16,7 @@ from zbc.runtime import handlers
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 
 
+@pytest.mark.long
 def test_the_six_orders_run_every_handler(ran, tmp_path):
     for name in SIX:
         run_threads(make_plan(make_program(name, 2, 4), model=SMALL, size=1), 1)

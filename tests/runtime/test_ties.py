@@ -37,6 +37,7 @@ def copies(workers, name):
     return list({id(parameter): parameter for name, parameter in named if name in owners}.values())
 
 
+@pytest.mark.long("chimera-4", "1f1b-4-True", "zb-v-4-True")
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(("schedule", "p"), few(WAYS, lambda way: way[0] != "zb-h1"))
 def test_gradients_are_those_of_one_process(schedule, p, together):
@@ -63,6 +64,7 @@ COPIED = [("1f1b", 4, {}), ("zb-v", 2, {}), ("1f1b", 2, {"copies": 2}), ("1f1b",
 COPIED += [("zb-h1", 4, {"sync": "post-validate"})]
 
 
+@pytest.mark.long("1f1b-4-how0", "1f1b-2-how2", "1f1b-2-how3")
 @pytest.mark.parametrize(("schedule", "p", "how"), few(COPIED, lambda way: way[0] != "zb-v"))
 def test_all_copies_of_a_weight_stay_one(schedule, p, how):
     plan = plan_of(schedule, p, **how, optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})

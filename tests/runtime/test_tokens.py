@@ -221,6 +221,7 @@ def test_the_thread_ends_with_what_it_makes_ready_for():
     assert not thread.is_alive()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("schedule", "p"), few([("1f1b", 1), ("zb-v", 2), ("1f1b", 4)], ("zb-v",)))
 def test_a_pipeline_trains_on_token_files_and_every_window_is_seen_once_an_epoch(tmp_path, schedule, p):
     path = write(tmp_path / "a.bin", [i % 61 for i in range(16 * 24 + 1)], vocab=61)

@@ -56,6 +56,7 @@ def plan_of_case(case):
     return make_plan(make_program(schedule, 2, 4, **how))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", few(CASES, ("zb-v", "sharded")))
 def test_ops_fill_the_step_and_causality_holds(tmp_path, case):
     workers, found = traced(tmp_path, plan_of_case(case), {1, 2}, 4)
@@ -80,6 +81,7 @@ def test_ops_fill_the_step_and_causality_holds(tmp_path, case):
         assert sum(computed) >= busy > 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", few(["zb-v", "no barrier"], ("zb-v",)))
 def test_recording_changes_nothing_of_the_training(tmp_path, case):
     plan = plan_of_case(case)
@@ -132,6 +134,7 @@ def test_waiting_is_counted_apart_from_computing_to_the_nanosecond():
     assert timing.waits[-3:] == [len(ops), Cause.DELIVERY, 10]
 
 
+@pytest.mark.long
 def test_copies_to_the_host_and_waits_for_them_are_recorded_and_reported(tmp_path):
     plan = composed.planned(composed.settings("offload"))
     with tiny_tensors_move():

@@ -133,6 +133,7 @@ def tensors_in(folder):
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", few(CONFIGS, ("olmo2", "gemma3_text", "deepseek_v3", "gpt_oss", "qwen3_next", "mamba"))
 )
@@ -152,6 +153,7 @@ def test_a_step_is_that_of_transformers_itself(kind, tmp_path):
     torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3", "opt", "gpt_oss", "qwen3_next"), 1))
 def test_a_folder_that_four_ranks_trained_by_zb_v_is_loaded_by_transformers(kind, tmp_path):
     """Latent attention, dense, tied, experts in stacks, hybrid. A rank reads the tensors of its layers alone."""
@@ -177,6 +179,7 @@ def test_a_folder_that_four_ranks_trained_by_zb_v_is_loaded_by_transformers(kind
 HEADS = [("opt", {}), ("deepseek_v3", {}), ("mamba", {}), ("deepseek_v3", {"tp": 2})]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "parallel"), few(HEADS, lambda head: head in (HEADS[0], HEADS[3])))
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_the_loss_of_a_head(kind, parallel, chunk, tmp_path):
@@ -194,6 +197,7 @@ def test_the_loss_of_a_head(kind, parallel, chunk, tmp_path):
     assert numbers(workers)[0] == pytest.approx((loss, norm), rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "norms"), [("qwen3", 4), ("gemma2", 4), ("bamba", 2), ("opt", 0)])
 def test_norms_that_are_those_of_torch_use_it(kind, norms, tmp_path):
     """With the same bits; not those with a gate, nor for numbers of another type than their weights, nor if asked."""
@@ -213,6 +217,7 @@ MEASURED += [("phi3", 1, {"tp": 2}), ("deepseek_v3", 1, {"tp": 2})]
 MEASURED += [(kind, 1, {"vocabulary": "shared"}) for kind in ("qwen3", "gemma2", "deepseek_v3", "gpt2")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "slices", "parallel"), MEASURED)
 def test_memory(kind, slices, parallel, tmp_path):
     made = compiled(tmp_path, kind, slices=slices, parallel=parallel)
@@ -312,6 +317,7 @@ CASES = [(way, kind) for way in WAYS for kind in KINDS.get(way, ("deepseek_v3",)
 QUICK = ("zb-v", "recompute", "slices", ("ep", "deepseek_v3"), ("cp", "deepseek_v3"), "tp of adapters")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "kind"), few(CASES, QUICK))
 def test_other_plans_train_the_same(way, kind, tmp_path):
     """Ranks that share experts do as replicas without."""
@@ -321,6 +327,7 @@ def test_other_plans_train_the_same(way, kind, tmp_path):
     assert [n for pair in one for n in pair] == pytest.approx([n for pair in other for n in pair], rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "tp"), [("deepseek_v3", 1), ("qwen3_moe", 2)])
 def test_a_run_goes_on_from_its_checkpoint(kind, tp, tmp_path):
     plan = plan_of(tmp_path, kind, checkpoint={"every": 1}, parallel={"tp": tp})
@@ -329,6 +336,7 @@ def test_a_run_goes_on_from_its_checkpoint(kind, tp, tmp_path):
     assert numbers(resumed) == whole[1:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [("deepseek_v3", ["q_b_proj", "mlp.down_proj", "whole lm_head"]), ("opt", ["*"])]
@@ -361,6 +369,7 @@ def test_a_style_of_sharing_that_is_not_known_is_named():
         shared(config("qwen3"), 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(("deepseek_v3", "qwen3"), 1))
 def test_samples_of_one_row_train_as_alone(kind, tmp_path):
     model = Settings.of(plan_of(tmp_path, kind).manifest).model.model_dump(mode="json")
@@ -370,12 +379,14 @@ def test_samples_of_one_row_train_as_alone(kind, tmp_path):
 OTHERWISE = [("bloom", "slices", "E512"), ("mamba", "slices", "E512"), ("lfm2", "cp", "E512"), ("bloom", "cp", "E119")]
 
 
+@pytest.mark.long("lfm2-cp-E512", "mamba-slices-E512")
 @pytest.mark.parametrize(("kind", "way", "code"), OTHERWISE)
 def test_layers_that_mix_tokens_otherwise_do_not_share_or_cut_them(kind, way, code, tmp_path):
     with refused(code, "layers.1" if code == "E512" else "attention of its own"):
         trained(tmp_path, kind, **WAYS[way])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(("deepseek_v3", "gpt_oss"), 1))
 def test_ranks_that_share_out_experts_write_the_same_weights(kind, tmp_path):
     """Experts that a folder has one by one; those that it has as a stack are refused before a run."""

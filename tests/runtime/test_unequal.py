@@ -116,6 +116,8 @@ COUNTS = [(5, 3), (6, 2), (7, 1), (1, 3)]
 ORDERS = [("1f1b", True), ("zb-h1", False), ("zb-v", True), ("breadth-first", False), ("chimera", True)]
 
 
+@pytest.mark.always("1f1b-True-counts0")
+@pytest.mark.long("counts2", "counts3")
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize(("schedule", "zero1"), few(ORDERS, [("1f1b", True)]))
 def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, counts, dealt):
@@ -125,6 +127,7 @@ def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, coun
         assert worker.plan.manifest.microbatches == counts[worker.replica]
 
 
+@pytest.mark.long("counts1")
 @pytest.mark.parametrize("counts", [(5, 3), (1, 3)])
 def test_steps_that_are_made_again_have_their_own_counts(counts, dealt):
     """All steps are clipped, so that each runs its first forwards twice."""
@@ -136,6 +139,7 @@ def test_steps_that_are_made_again_have_their_own_counts(counts, dealt):
     assert all(norm > SGD["clip_grad_norm"] for norm in norms)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("resident", few([1, 2], (1,)))
 @pytest.mark.parametrize(("here", "there"), few(COUNTS, 1))
 @pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "looped-zb", "zb-v"], 1))
@@ -153,6 +157,7 @@ MODELS = {"learned positions": GPT, "rotary positions": {**GPT, "variant": "rota
 MODELS["window"] = {**LLAMA, "variant": "qwen3", "window": 3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_samples_of_a_row_do_not_see_each_other(name, rows):
@@ -185,6 +190,7 @@ def test_a_loss_that_fails_on_padding_is_refused_in_words():
         run_threads(unequal(model=GPT | model, data=data), 1)
 
 
+@pytest.mark.long
 def test_kept_samples_are_evaluated_alone_in_their_rows():
     data = {"kind": TEXTS, "balance": "length", "validation": 0.25}
     plan = unequal(data=data, train={"eval_every": 1, "eval_batches": 1000})
@@ -207,6 +213,7 @@ def test_samples_without_a_length_or_room_are_refused(wrong, text):
         run_threads(plan, 1)
 
 
+@pytest.mark.long
 def test_a_length_that_is_not_that_of_its_sample_is_refused():
     plan = unequal(data={"kind": TEXTS, "args": {"wrong": 1, "longest": 3}, "balance": "length"})
     with pytest.raises(ZbcError, match=r"E110.* its length is 1"):
@@ -267,6 +274,7 @@ def padded_mean(output, target):
 USERS = {"family": "tests.runtime.sliced_models:tokens", "layers": 4, "vocab": 61, "seq_len": 16}
 
 
+@pytest.mark.long
 def test_layers_and_losses_of_users_keep_samples_and_padding_apart_or_are_refused():
     as_one_process(unequal(most=4, mean=2, model=USERS))
     with refused("E512", "samples of one row see each other"):

@@ -80,6 +80,7 @@ WAYS |= {"replicas": {"dp": 2}, "sharded": {"dp": 2, "more": {"shard": "optimize
 WAYS |= {"ahead": {"optimizer": {"sync": "post-validate"}}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", few(WAYS, ("gpt", "recompute", "sequence", "bfloat16")))
 def test_in_turns_every_bit_is_that_of_one_after_the_other(way, tmp_path):
     plan = braided(tmp_path, **WAYS[way])
@@ -132,6 +133,9 @@ PAIRS = [("zb-h1", Kind.F, Kind.B), ("zb-v", Kind.F, Kind.W), ("zb-v", Kind.W, K
 DEEP = {**WIDE, "layers": 8, "args": {"width": 8, "count": 8}}
 
 
+@pytest.mark.long(
+    "zb-v-F-W-gpt", "zb-v-W-F-layers of a user", "zb-h1-F-B-layers of a user", "gpipe-F-F-layers of a user"
+)
 @pytest.mark.parametrize("model", ["gpt", "layers of a user"])
 @pytest.mark.parametrize(("kind", "first", "second"), PAIRS)
 def test_any_op_runs_in_turns_with_a_forward(kind, first, second, model):
@@ -160,6 +164,7 @@ def on_sums(worker, act):
     transport.start_sum = start_sum
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["F", "BW"])
 def test_an_op_that_fails_is_named_and_leaves_no_thread_behind(kind, tmp_path):
     plan = braided(tmp_path)

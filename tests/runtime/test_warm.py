@@ -59,6 +59,7 @@ def warm_up(worker):
     assert all(p.grad is None for one in worker.optimizers.values() for p in one.parameters.values())
 
 
+@pytest.mark.long("ZeRO-1", "replicas")
 @pytest.mark.parametrize("case", few(CASES, ("no barrier", "ZeRO-1", "replicas", "buffers", "attributes", "two pipes")))
 def test_a_training_that_was_warmed_up_has_the_same_bits(case):
     plan = plan_for(CASES[case])
@@ -75,6 +76,7 @@ def test_a_training_that_was_warmed_up_has_the_same_bits(case):
             assert torch.equal(value, wanted[name]), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", few(["replicas", "ZeRO-1", "no barrier"], ("ZeRO-1",)))
 def test_every_way_of_every_group_is_used_at_its_real_size(case):
     """All requests of a step to the transport were made before, with tensors of the same size."""
@@ -108,6 +110,7 @@ def test_every_way_of_every_group_is_used_at_its_real_size(case):
         assert ways <= used
 
 
+@pytest.mark.long("keep")
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_no_slab_is_made_in_a_step(monkeypatch, activations):
     monkeypatch.setattr(parcels, "SMALL", 256)

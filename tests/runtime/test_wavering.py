@@ -30,6 +30,7 @@ def plan_of(kinds, schedule="1f1b", p=4, m=4, *, activations="keep", optimizer=N
     return make_plan(program, model=model, **more, activations=activations, optimizer=optimizer, size=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", few([6, 150], (6,)))
 def test_drawn_layers_train_as_in_one_process(examples):
     @settings(max_examples=examples, deadline=None)
@@ -43,6 +44,7 @@ def test_drawn_layers_train_as_in_one_process(examples):
     check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", few([8, 150], (8,)))
 def test_an_unexpected_draw_is_refused_by_the_name_of_its_layer(examples):
     """By that of a layer that draws in the same step of one process; without draws the numbers are those of it."""
@@ -177,6 +179,7 @@ def test_a_layer_that_draws_in_evaluation_only_is_refused_there():
             raise AssertionError(worker.evaluation)
 
 
+@pytest.mark.long
 def test_what_data_seed_meanwhile_is_nobodys_draw():
     """Ranks may be threads of one process: one reads data while others check whether a forward drew."""
     seen, stop = [], threading.Event()

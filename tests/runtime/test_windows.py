@@ -29,6 +29,10 @@ def one_sided(plan):
     return StoredPlan(manifest, replace(plan.program, one_sided=True), plan.ramp)
 
 
+@pytest.mark.always(
+    "gis-2-bfloat16", "hanayo-1-float32", "v-half-2-float32", "looped-zb-2-float32", "1f1b-1-float32", "1f1b-1-bfloat16"
+)
+@pytest.mark.long("zb-v-1-float32", "zb-v-2-bfloat16", "breadth-first-1-bfloat16", "interleaved-1f1b-1-bfloat16")
 @pytest.mark.parametrize(("schedule", "resident", "dtype"), few(CASES, SAMPLE))
 def test_windows_change_no_bit(schedule, resident, dtype):
     plan = plan_of_case(schedule, resident, dtype)
@@ -49,6 +53,7 @@ def late(monkeypatch, seed, longest=0.004):
         monkeypatch.setattr(Window, name, held_up)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", few(range(6), (0,)))
 @pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "zb-v", "breadth-first"], 1))
 def test_windows_of_ranks_that_are_held_up_change_no_bit(schedule, seed, monkeypatch):
@@ -62,6 +67,7 @@ def three_replicas(shard="weights", m=4, exchange="one-sided"):
     return compile_job(job(kind="interleaved-1f1b", pp=2, m=m, layers=6, data={"kind": "synthetic"}, **how))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", ["weights", "all"])
 def test_slots_are_added_in_the_order_of_the_ranks(shard, monkeypatch):
     """Three numbers: another order would give another sum."""
@@ -77,6 +83,7 @@ def test_slots_are_added_in_the_order_of_the_ranks(shard, monkeypatch):
             same(run_threads(stored(compiled), 4), plain)
 
 
+@pytest.mark.long
 def test_a_step_that_is_skipped_leaves_rows_as_they_were():
     """The next step still uses them."""
     how = {"train": {"skip_limit": 5}, "optimizer": {"clip_grad_norm": 1e6}}

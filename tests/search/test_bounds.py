@@ -50,6 +50,7 @@ def timed(program, given, m, said=""):
 SIZES = [(2, 6), (3, 20), (4, 8), (8, 24), (8, 64)]
 
 
+@pytest.mark.long("braid-v", "chimera", "dualpipe")
 @pytest.mark.parametrize("name", few(SCHEDULES, lambda name: name not in ("hanayo", "bitpipe")))
 def test_no_named_schedule_beats_the_bounds_of_the_memory_it_uses(name):
     schedule, rng = SCHEDULES[name], Random(name)
@@ -89,6 +90,7 @@ def test_no_random_order_beats_the_bounds(block, compiled):
     assert met >= 2  # bounds that nothing comes near would prove nothing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objective", few(["span", "makespan"], ("makespan",)))
 def test_no_bound_is_above_a_proven_optimum(objective):
     met = 0
@@ -126,6 +128,7 @@ def test_memory_buys_no_makespan_beyond_the_way_down(p, m, profile):
     assert bounds(v, Costs.uniform(v, *profile), m).makespan == pytest.approx(work + (p - 1) * (f / 2 + comm))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", few(range(5), 2))
 def test_no_order_of_two_pipes_beats_the_bounds(block):
     """Random starts, random costs, any split of the microbatches, and a list scheduler that fills the gaps."""
@@ -250,6 +253,7 @@ def test_no_bound_is_above_the_optimum(row):
 QUICK = [row for row in CASES if len(row["ranks"]) * row["m"] <= 24]
 
 
+@pytest.mark.long("1.5B linear p=2 m=6 0.5x span", "1.5B linear p=4 m=5 0.75x span")
 @pytest.mark.parametrize("row", QUICK[::3], ids=[row["name"] for row in QUICK[::3]])
 def test_the_solver_proves_the_optimum_again(row, compiled):
     given = load(row)
@@ -282,6 +286,7 @@ def orders_of_a_rank(given, rank):
     return list(extend(dict.fromkeys(before, 0), 0.0, []))
 
 
+@pytest.mark.long("17")
 @pytest.mark.parametrize("seed", few([9, 16, 17, 63, 133, 199, 223, 252, 285, 340, 388], 5))
 def test_the_solver_agrees_with_trying_every_order(seed, compiled):
     given = instance(seed, ranks=3, chunks=2, microbatches=3, digits=(None, 1)[seed % 2])

@@ -37,6 +37,7 @@ def found_by(engine, given, objective, visits):
     return search(given.problem, objective, visits, engine, orders=given.simplest)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objective", few(["span", "makespan"], ("makespan",)))
 def test_whole_searches_find_the_same(objective, plain, compiled):
     for seed in range(200, 212):
@@ -71,6 +72,7 @@ def public():
         yield Path(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("writable", ["home", "temporary", "nothing"])
 def test_kernels_compile_wherever_their_cache_can_be(writable, public):
     """As a user whose package folder is read-only; without any folder, each process compiles again."""

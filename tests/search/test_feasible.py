@@ -160,6 +160,7 @@ def limited_job(seed):
     return job(kind=kind, pp=p, m=m, layers=2 * p * rng.randint(1, 3), model=model, costs=costs, schedule=schedule)
 
 
+@pytest.mark.long("3", "4", "7", "11", "12")
 @pytest.mark.parametrize("seed", few(range(48), 16))
 def test_plans_keep_to_units_and_to_bytes(seed):
     """On devices of any size, compared with the plan without one."""
@@ -184,6 +185,7 @@ def test_plans_keep_to_units_and_to_bytes(seed):
         assert limits.device_bytes == pytest.approx(small.room, abs=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["zb-v", "v-half", "v-min"], ("v-half",)))
 def test_a_device_with_room_changes_no_plan(kind):
     free, roomy = (

@@ -85,6 +85,7 @@ def test_every_order_of_every_decoder_is_legal_and_fits(seed, compiled):
     examine(given, bench)
 
 
+@pytest.mark.long("5-True", "8-True")
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("p", range(2, 9))
 def test_blocks_fit_in_the_memory_of_v_min_and_1f1b_v(p, whole, compiled):
@@ -103,6 +104,7 @@ def test_blocks_fit_in_the_memory_of_v_min_and_1f1b_v(p, whole, compiled):
         assert list(faults(given, given.problem.program(order, origin))) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objective", few(["span", "makespan"], ("makespan",)))
 def test_every_order_a_whole_search_looks_at_is_legal_and_fits(objective, compiled, monkeypatch):
     benches = []

@@ -31,6 +31,7 @@ def case(kind="1f1b", **changes):
     return Case(made, find(kind), None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", JOBS)
 @pytest.mark.parametrize(("kind", "others"), few(PAIRS, 1))
 def test_no_plain_schedule_on_the_same_layers_and_limit_is_faster_than_a_searched_answer(what, kind, others):
@@ -50,6 +51,7 @@ def test_no_plain_schedule_on_the_same_layers_and_limit_is_faster_than_a_searche
     assert tried or kind != "zb-auto"
 
 
+@pytest.mark.long("zb-v")
 @pytest.mark.parametrize("kind", ["1f1b", "zb-auto", "zb-v"])
 def test_no_order_is_shorter_than_the_bound_of_its_choice_known_before_its_costs(kind):
     """Of whole and split backwards, with and without stages that recompute; the bound is near for a busy rank."""
@@ -77,6 +79,7 @@ def test_what_is_answered_is_no_worse_than_any_look(kind, monkeypatch):
     assert len(steps) > 1 and found.step_ms(made) == pytest.approx(min(steps), rel=1e-12)
 
 
+@pytest.mark.always
 def test_the_budget_goes_to_the_searched_orders_that_look_best_and_no_more_of_it(monkeypatch):
     """However many limits an order is searched under."""
     looks, searches = [], []
@@ -99,6 +102,7 @@ def test_the_budget_goes_to_the_searched_orders_that_look_best_and_no_more_of_it
     assert len(two_pipes) <= len(planner.SHARES) and any(two_pipes)
 
 
+@pytest.mark.long
 def test_a_glance_is_what_fits_and_nothing_where_nothing_does():
     made = job(kind="auto", pp=3, m=5, layers=10)
     found = glance(made)
@@ -117,6 +121,7 @@ EXCLUDING = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", EXCLUDING.values(), ids=EXCLUDING)
 def test_auto_takes_the_best_of_the_schedules_that_the_job_leaves(changes):
     with pytest.raises(ZbcError):
@@ -134,6 +139,7 @@ WOVEN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", WOVEN)
 def test_auto_weaves_early_forwards_into_groups_where_that_hides_exchanges(what):
     """It is never worse than the schedule that a user would ask for, and names it."""
@@ -152,6 +158,7 @@ def test_auto_weaves_early_forwards_into_groups_where_that_hides_exchanges(what)
     assert not [*planner.woven(job(kind="auto", **{**changes, **WOVEN["sums"]}), find("dualpipe"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", ["0.8x", "1.2x", "1.6x"])
 def test_what_fits_with_a_shared_vocabulary_fits_as_it_is_planned(limit):
     """Its collectives move backwards, so that a rank holds more than in the order before them."""
@@ -167,6 +174,7 @@ def test_what_fits_with_a_shared_vocabulary_fits_as_it_is_planned(limit):
     assert (fits > 0) == (limit != "0.8x")
 
 
+@pytest.mark.long
 def test_moves_count_in_a_budget():
     """A look at two pipes takes some 40 ms."""
     asked = job(kind="chimera-zb", pp=4, m=8, layers=14, model=LLAMA, hardware={"device": "cuda"})

@@ -48,6 +48,9 @@ UNSEEN = [
 ]
 
 
+@pytest.mark.long(
+    "0.1-v-auto-zb-v-3-7-more2", "0.1-zb-auto-zb-h1-4-8-more3", "0.1-looped-zb-interleaved-1f1b-3-6-more0"
+)
 @pytest.mark.parametrize(("kind", "other", "p", "m", "more"), UNSEEN)
 @pytest.mark.parametrize("budget", [0.0, 0.1])
 def test_with_busy_links_and_shared_words_a_search_is_not_behind_an_order_made_by_hand(kind, other, p, m, more, budget):
@@ -55,6 +58,7 @@ def test_with_busy_links_and_shared_words_a_search_is_not_behind_an_order_made_b
     assert searched.step_ms <= by_hand.step_ms * (1 + 1e-9)
 
 
+@pytest.mark.long("zb-auto-4-8-more3", "looped-zb-3-6-more0")
 @pytest.mark.parametrize(("kind", "p", "m", "more"), [(kind, p, m, more) for kind, _, p, m, more in UNSEEN])
 def test_with_busy_links_and_shared_words_more_memory_is_not_worse(kind, p, m, more):
     limits = [{"schedule": {"memory_limit": f"{times}x"}} for times in (1.0, 1.5, 2.0)]
@@ -151,6 +155,7 @@ def test_more_memory_is_never_worse_for_auto_where_two_pipes_have_several_cuts(p
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(steps))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", few([0, 1, 5], (5,)))
 def test_a_search_keeps_to_the_device_where_a_limit_allows_more(seed):
     free = job(kind="v-auto", m=16, schedule={"memory_limit": "4x"})
@@ -192,6 +197,7 @@ def test_the_period_is_an_objective_of_its_own():
     assert better
 
 
+@pytest.mark.long
 def test_auto_without_a_limit_is_no_worse_than_with_one_above_what_1f1b_holds():
     """Schedules of two pipes by name keep to 1F1B's memory without a limit; `auto` does not."""
     costs = {"per": "layer", "f": 1.0, "b": 2.0, "w": 0.5, "comm": 0.2, "act_b": 1.0, "act_w": 1.0}
@@ -206,6 +212,7 @@ def test_auto_without_a_limit_is_no_worse_than_with_one_above_what_1f1b_holds():
     assert all(more <= less * (1 + 1e-12) for less, more in pairwise(steps))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "p", "m", "objective"),
     few(
@@ -243,6 +250,7 @@ JUDGED = [
 NAMED = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "interleaved-1f1b", "1f1b-v", "looped-zb")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "seed"), few(JUDGED, lambda case: case in {*JUDGED[:2], *JUDGED[6:7]}))
 def test_auto_is_behind_no_schedule_by_name_however_a_step_is_timed_and_weighed(what, seed):
     """Without a flush, with a shared vocabulary, with offload, with unequal microbatches."""
@@ -266,6 +274,7 @@ SMALL, MANY = {"ranks": 4, "microbatches": 8}, {"ranks": 2, "microbatches": 30} 
 VISITS = {8: (1, 100_000, 400_000, 1_500_000), 30: (0, 1, 50_000, 200_000, 300_000, 1_000_000)}
 
 
+@pytest.mark.long("span-seeds2-sizes2")
 @pytest.mark.parametrize(
     ("objective", "seeds", "sizes"),
     [*few([(one, range(at, at + 6), SMALL) for at in (0, 6, 12, 18) for one in ("span", "makespan")], 4)]

@@ -94,6 +94,7 @@ def frozen():
     return whole(program, Costs.uniform(program.placement, 1.0, 1.3, 0.6, 0.2), "frozen")
 
 
+@pytest.mark.long
 @needs_browser
 def test_a_page_names_the_share_of_ops_with_frozen_layers(tmp_path):
     with browser.showing(html.draw([frozen()]), tmp_path) as page:

@@ -235,6 +235,7 @@ def test_a_cell_of_time_shows_the_op_that_covers_most_of_it_and_idle_cells_are_i
                 assert idle <= (right - left) / 2 + 1e-6
 
 
+@pytest.mark.long("zb-v")
 @every_drawn
 def test_ops_without_a_cell_are_counted(name, data):
     timeline = cells_of(data, name)
@@ -259,6 +260,7 @@ def test_equal_ops_get_equally_many_cells_where_there_is_room(name):
         assert lengths[span.op] == shortest * round((span.end - span.start) / unit)
 
 
+@pytest.mark.long("gis")
 @every_drawn
 def test_slots_keep_the_order_of_ranks_and_of_what_feeds_what_and_are_busy_exactly_while_their_op_runs(name, data):
     timeline = cells_of(data, name)

@@ -135,6 +135,7 @@ def test_a_run_without_a_trace_says_how_to_get_one(tmp_path):
     assert "--trace" in raised.value.hint and not trace.has_trace(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(browser.found() is None, reason="there is no Chromium")
 def test_in_a_browser_the_pointer_tells_measured_from_predicted(slow, tmp_path):
     with browser.showing(Run(slow.folder, slow).html(), tmp_path) as page:

@@ -123,6 +123,7 @@ def test_large_pictures_are_drawn_as_cells_and_stay_small():
     assert not re.search(r"<title>[FBW]", picture)
 
 
+@pytest.mark.long
 def test_a_graph_says_whose_layers_its_stages_have(tmp_path):
     named = "4 ranks, 4 stages, 8 microbatches; vision 0-1, text 2, decoder 3"
     plan = zbc.plan(Path(__file__).parents[2] / "plans/towers.toml")

@@ -36,6 +36,7 @@ def test_four_ranks_and_eight_microbatches_look_as_they_did(name, golden):
     golden(f"timeline-{name}.txt", "\n\n".join(part.plain for part in (times, slots, real)) + "\n")
 
 
+@pytest.mark.long("time-80-hanayo", "time-80-breadth-first")
 @every
 @pytest.mark.parametrize("width", few([60, 80, 100, 120, 160, 240], (80,)))
 @pytest.mark.parametrize("by", ["time", "slot"])
@@ -103,6 +104,7 @@ def test_narrow_pictures_and_plain_consoles_have_no_memory_line():
     assert picture("1f1b", 4, 8, View(width=120, unicode=False)).plain.isascii()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [80, 160])
 def test_of_a_long_step_three_windows_show_every_op_in_its_order(width):
     text = picture("zb-v", 16, 64, View(width=width)).plain

@@ -197,6 +197,7 @@ class _RankLedger:
         start, over = self.clock.begin, self.clock.end
         tying = [stage for stage in self.mine if stage in graph.program.tying]
         gradients = Gradients(tying, self.costs)
+        # Names kinds: a row does not say how bytes move between gradients, messages and shares.
         for commit in (graph.ops[i] for i in graph.mine(self.rank) if graph.ops[i][0] is Kind.COMMIT):
             gradients.of_last_step(commit, taken=self._shared(commit))
             if self._shared(commit):
@@ -222,7 +223,6 @@ class _RankLedger:
             begin, end = effect.begin, effect.end
             if first or more:
                 end = (*end, Delta("gradients", 0.0, more))
-            # Names kinds: a row does not say how bytes move between gradients, messages and shares.
             if op[0] is Kind.GATHER or op[0] is Kind.FREE:
                 begin, end = self._weights(op, begin, end)
             elif self.coming and op[0] in self.readers:
