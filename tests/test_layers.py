@@ -199,7 +199,7 @@ BOUNDS = {
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 3664),
     "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 21127),
     "all of zbc": (lambda: lines("zbc"), 67695),
-    "tests": (lambda: lines("tests"), 43811),
+    "tests": (lambda: lines("tests"), 43806),
 }
 
 

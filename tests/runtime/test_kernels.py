@@ -141,11 +141,6 @@ ROWS = 2 * 16 * 32 * 4  # bytes of the tokens of a microbatch
         ),
         ({"model": LLAMA, "parallel": {"cp": 2}}, [("cp", "gather", ROWS)], [("cp", "scatter", ROWS)]),
         (
-            {"model": LLAMA, "parallel": {"cp": 2}, "memory": {"activations": "selective"}},
-            [("cp", "gather", ROWS)],
-            [("cp", "gather", ROWS), ("cp", "scatter", ROWS)],
-        ),
-        (
             {"model": MOE, "parallel": {"dp": 2, "ep": 2}},
             [("ep", "swap", 64), ("ep", "swap", 2 * ROWS), ("ep", "swap", 2 * ROWS)],
             [("ep", "swap", 2 * ROWS)] * 2,

@@ -67,7 +67,7 @@ def three_replicas(shard="weights", m=4, exchange="one-sided"):
     return compile_job(job(kind="interleaved-1f1b", pp=2, m=m, layers=6, data={"kind": "synthetic"}, **how))
 
 
-@pytest.mark.long
+@pytest.mark.always
 @pytest.mark.parametrize("shard", ["weights", "all"])
 def test_slots_are_added_in_the_order_of_the_ranks(shard, monkeypatch):
     """Three numbers: another order would give another sum."""
