@@ -244,9 +244,13 @@ def test_a_plan_knows_after_each_op_what_gradients_there_are(tmp_path, kind, sha
             assert one.held.gradients == pytest.approx(found.bytes, abs=8), one.op
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved-1f1b"])
-def test_a_plan_knows_what_messages_and_parts_hold_at_the_end_of_a_step_without_a_barrier(tmp_path, kind):
-    both, _ = beside("sharded optimizer", "post-validate", schedule__kind=kind, parallel__pp=2)
+ENDS = [("1f1b", {}), ("interleaved-1f1b", {}), ("zb-v", {**SPREAD, "parallel__dp": 4})]
+
+
+@pytest.mark.long("zb-v-changes2")
+@pytest.mark.parametrize(("kind", "changes"), ENDS)
+def test_a_plan_knows_what_messages_and_parts_hold_at_the_end_of_a_step_without_a_barrier(tmp_path, kind, changes):
+    both, _ = beside("sharded optimizer", "post-validate", schedule__kind=kind, parallel__pp=2, **changes)
     made, plan = planned(both, tmp_path)
     timeline, scales = simulate(made.program, made.costs), scaled(plan)[1]
     for rank, entries in enumerate(ledger(timeline, made.costs.run_by(made.program))):

@@ -15,8 +15,8 @@ SEND, until it is posted and received; the input of a vocabulary collective, unt
     gradients     from the first backward that makes them to the step of their stage; if they are shared out to the
                   next SCATTER or REDUCE, and the rank's part of them from the first of these to the step
     weights       that a rank gathers and frees, from GATHER to FREE
-    messages      of a GATHER: from it to the first op that reads the gathered weights; of a SCATTER, and of a REDUCE if
-                  gradients are shared out: while it is under way
+    messages      of a GATHER: from it to the first op that computes with the gathered weights, or to the end of the
+                  step; of a SCATTER, and of a REDUCE if gradients are shared out: while it is under way
     host          values that were offloaded to the host
 
 Within a rank ops run one after another, so all but the end of a SEND follows from the order alone.
@@ -25,7 +25,7 @@ Within a rank ops run one after another, so all but the end of a SEND follows fr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -110,16 +110,13 @@ def _held(refs: Sequence[Ref]) -> list[str]:
 
 def ledger(timeline: Timeline, costs: Costs) -> Iterator[Iterator[Entry]]:
     """Per rank the entries of its ops with a change, in order, of the program with this timeline."""
-    clock = _Clock(timeline, costs)
-    for rank in range(timeline.ranks):
-        clock.set(rank)
+    clock = _Clock(timeline, costs, range(timeline.ranks))
     return (_RankLedger(timeline.graph, rank, clock, costs).entries() for rank in range(timeline.ranks))
 
 
 def over_time(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Point]:
     """Yields one rank's activations and gathered weights at each change of them; none depends on other ranks."""
-    clock = _Clock(timeline, costs)
-    clock.set(rank)
+    clock = _Clock(timeline, costs, [rank])
     units = held = weights = 0.0
     for entry in _RankLedger(timeline.graph, rank, clock, costs).entries():
         for deltas, at in ((entry.begin, clock.begin), (entry.end, clock.end)):
@@ -132,22 +129,23 @@ def over_time(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Point]:
 
 
 class _Clock:
-    """ms of the beginning and the end of each op.
+    """ms of the beginning and the end of each op of some ranks.
 
     The barrier ends with the last op of all. Of ops without compute for a microbatch only those that close a step ahead
     of the barrier take time here: earlier sends leave meanwhile.
     """
 
-    def __init__(self, timeline: Timeline, costs: Costs) -> None:
+    def __init__(self, timeline: Timeline, costs: Costs, ranks: Iterable[int]) -> None:
         self._timeline, self._costs = timeline, costs
         self.begin, self.end = ([0.0] * len(timeline.graph.ops) for _ in range(2))
+        for rank in ranks:
+            self._set(rank)
 
     def over(self, op: int) -> float:
         """ms when the event of an op is completed."""
         return self._timeline.end[self._timeline.graph.party[op]]
 
-    def set(self, rank: int) -> None:
-        """Read the clock of one rank."""
+    def _set(self, rank: int) -> None:
         timeline, graph, now = self._timeline, self._timeline.graph, 0.0
         begin, end = self.begin, self.end
         for i in graph.mine(rank):
@@ -189,7 +187,8 @@ class _RankLedger:
         self.coming: dict[int, float] = {}  # stage -> bytes of the messages that bring its weights
         self.scattering: list[tuple[float, _Deltas]] = []  # (ms when a sum of gradients completes, changes then)
         self.parts: dict[int, float] = {}  # stage -> bytes of the rank's part of its gradients
-        self.readers = {kind for kind, row in self.rows.items() if any(ref.what == "weights" for ref in row.reads)}
+        computing = {kind: row.reads for kind, row in self.rows.items() if kind.computes}
+        self.readers = {kind for kind, reads in computing.items() if any(ref.what == "weights" for ref in reads)}
 
     def entries(self) -> Iterator[Entry]:
         graph, leaving, row_of, unequal = self.graph, self.leaving, self.graph.row_of, self.costs.unequal
