@@ -105,6 +105,7 @@ SAME = [
         lambda: job(model={**GPT, "experts": 4}, kind="1f1b", parallel={"dp": 2, "ep": 2}),
         lambda: job(model={**GPT, "experts": 4}, kind="zb-v", pp=2, parallel={"dp": 4, "ep": 2, "shard": "all"}),
     ),
+    (lambda: job(model=GPT, adapter={"rank": 2}), lambda: job(model={**GPT, "layers": 6}, adapter={"rank": 2}, pp=3)),
     (lambda: job(model=GPT, optimizer={"lr": 1e-3}), lambda: job(model=GPT, optimizer={"sync": "post-validate"})),
 ]
 

@@ -34,7 +34,8 @@ KEEP, ATTENTION, CHEAP, GATHERED = "keep", "attention", "cheap", "gathered"
 _WORDS, _ENDS = "words", "ends"  # a rank's share of a vocabulary; the first and the last layer
 _READ = ("model", "adapter", "optimizer", "data", "schedule", "parallel", "train", "hardware")  # sections
 _RUN = ("ir.py", "ops.py", "topology.py", "job", "plan", "runtime", "training")  # zbc's own code that makes cards
-_LAYERS = 2  # of a model whose layers are all alike: its card is that of longer ones
+_LAYERS = 2  # of a model whose layers are alike, but for what comes before the first: its card is that of longer ones
+_UNLIKE = {*"0123456789?["}  # by which names tell layers apart
 _FILES = 2**22  # bytes of users' code that a digest covers
 _MOST = 1024  # cards in memory
 _by_section: dict[tuple[Any, ...], tuple[Any, Sequence[Profile]]] = {}
@@ -94,8 +95,8 @@ def _plain(job: Job) -> Job:
     model = job.model
     if not model.builtin:
         return job
-    some = job.adapter.rank or any(not group.muon for group in job.optimizer.groups)  # layers may differ
-    layers = model.layers if some else min(model.layers, _LAYERS)
+    named = (job.adapter.targets if job.adapter.rank else []) + [name for g in job.optimizer.groups for name in g.names]
+    layers = model.layers if _UNLIKE & {*"".join(named)} else min(model.layers, _LAYERS)
     plain = replace(job, data=Data.model_validate({"kind": "synthetic"}))
     return _with(plain, "model", pretrained=None, loss="cross_entropy", layers=layers)
 

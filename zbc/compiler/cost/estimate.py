@@ -265,8 +265,8 @@ def of_profile(profile: Profile, names: Sequence[str], optimizer: str) -> list[L
     kinds = profile.order
     if kinds == FAMILY and "embed" in names:
         kinds = [name if name in ("embed", "head") else "block" for name in names]
-    if len(kinds) < len(names):  # a card of fewer layers, all alike
-        kinds = [kinds[0], *[kinds[1]] * (len(names) - 2), kinds[-1]]
+    if len(kinds) < len(names):  # a card of fewer layers, all as the last of them
+        kinds = [*kinds[:-2], *[kinds[-2]] * (len(names) - len(kinds) + 1), kinds[-1]]
     found, same = [profile.layers[kind] for kind in kinds], profile.optimizer == optimizer
     return [_one(*of, same) for of in zip(names, found, [None, *found[:-1]], strict=True)]
 
