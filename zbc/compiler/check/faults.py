@@ -44,13 +44,11 @@ def message_faults(g: Graph) -> Iterator[ZbcError]:
     which its ends disagree. None for a schedule, which has neither transfers nor step-level ops yet."""
     if not g.layout.explicit:
         return
-    away = {g.ops[i] for i, code in g.lost if code == "E205"}
-    lost = [(i, code) for i, code in g.lost if g.ops[i].kind.is_transfer]
-    unpaired = _unpaired(g)
-    broken = {g.layout.channel_of(x) for x in unpaired} | {_channel(g, i) for i in (*g.spare.values(), *dict(lost))}
-    yield from (_lacks(g, x) for x in unpaired if not away & {*names.ends(g, x)})
+    lost, unpaired = [i for i, _ in g.lost], _unpaired(g)  # of transfers that carry nothing; others were faults of ops
+    broken = {g.layout.channel_of(x) for x in unpaired} | {_channel(g, i) for i in (*g.spare.values(), *lost)}
+    yield from (_lacks(g, x) for x in unpaired)
     yield from (_twice(g, i, first) for i, cell, first in g.again if cell == MESSAGE and g.ops[i].kind.is_transfer)
-    yield from (_place(g, i, code, "E203") for i, code in sorted(lost, key=lambda one: (one[1] != "E205", one[1])))
+    yield from (_place(g, i, "E203") for i in lost)
     for channel, k, send, recv in g.mixed:
         if channel not in broken:  # the numbers of its messages would be guesses
             (a, b), sent, taken = channel, names.named(g, g.ops[send]), names.named(g, g.ops[recv])
@@ -62,16 +60,16 @@ def message_faults(g: Graph) -> Iterator[ZbcError]:
 # ---- ops without a place -------------------------------------------------------------------------------------
 
 
-def _place(g: Graph, i: int, why: str, code: str = "") -> ZbcError:
+def _place(g: Graph, i: int, code: str) -> ZbcError:
     """The fault of an op that is not of this program, on a foreign rank (E205), or carries nothing (E203)."""
     op, program = g.ops[i], g.program
     hint = "drop it"
-    if why == "E205":
+    if code == "E205":
         ranks = program.members(op) if op.kind.row.scope is not Scope.UNIT else (names.rank_of(g, op),)
         home = " and ".join(map(str, sorted({*ranks})))
         text = f"{names.named(g, op)} is on rank {g.rank(i)}, its stage is on rank {home}"
         hint = f"move it to rank {home}"
-    elif why == "E203":
+    elif code == "E203":
         text = f"{op} carries nothing: {_nothing(g, op)}"
     else:
         idle = op.kind.row.idle if op.stage >= 0 else _NOBODYS.get(max(op.stage, EXPERTS), "")
@@ -84,7 +82,7 @@ def _place(g: Graph, i: int, why: str, code: str = "") -> ZbcError:
             size += f", {len(program.placement.pipes)} pipes" if op.pipe else ""
             size += f", {program.slices} slices" if op.slice else ""
             text = f"{op} is outside the program, which has {size}"
-    return ZbcError(code or why, f"program: {text}", where=g.where(i), hint=hint)
+    return ZbcError(code, f"program: {text}", where=g.where(i), hint=hint)
 
 
 _NOBODYS = {  # owners other than stages
