@@ -222,7 +222,7 @@ hidden = {hidden}
 heads = {heads}
 vocab = {vocab}
 seq_len = {seq_len}
-{positions}
+{variant}
 dtype = "{dtype}"
 parameters = "{parameters}"
 [parallel]
@@ -238,7 +238,7 @@ link_us = 0
 [data]
 kind = "synthetic"
 """
-ROTARY = 'positions = "rotary"'
+ROTARY = 'variant = "rotary"'
 BASE: dict[str, Any] = {
     "family": "gpt",
     "layers": 6,
@@ -246,23 +246,22 @@ BASE: dict[str, Any] = {
     "heads": 4,
     "vocab": 512,
     "seq_len": 64,
-    "positions": "",
+    "variant": "",
     "dtype": "float32",
     "parameters": "float32",
     "pp": 2,
     "m": 6,
     "size": 4,
 }
-# The formulas of footprint.py were counted on a block alone, width 64; none of these sizes was looked at before.
 MODELS: dict[str, dict[str, Any]] = {
     "base": {},
     "bf16": {"dtype": "bfloat16"},
     "masters": {"dtype": "bfloat16", "parameters": "bfloat16"},
-    "rotary": {"positions": ROTARY},
+    "rotary": {"variant": ROTARY},
     "llama": {"family": "llama", "hidden": 96, "heads": 6},
     "wide": {"hidden": 192, "heads": 6, "seq_len": 32, "size": 3, "pp": 4, "layers": 10, "m": 8},
     "long": {"seq_len": 256, "heads": 2, "size": 1},
-    "vocabulary": {"vocab": 8000, "layers": 4, "dtype": "bfloat16", "positions": ROTARY},
+    "vocabulary": {"vocab": 8000, "layers": 4, "dtype": "bfloat16", "variant": ROTARY},
 }
 RUN, TIMED = 7, 3  # the first steps allocate optimizer states and other permanent tensors
 RECORDED = ("base", "wide", "vocabulary")

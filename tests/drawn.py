@@ -277,14 +277,12 @@ def _outcome(one: Drawn, *, weigh: bool, emulate: Emulation | None) -> Found:
         if stuck:
             return Found("wrong", f"the machine: {stuck}")
         scales = dict[int, Scale]()
-        weigh = (
-            weigh
-            and made.costs.bytes is not None
-            and not (made.job.schedule.ramp or made.job.data.balance != "none" or made.program.cyclic)
-        )
+        changes = made.job.schedule.ramp or made.job.data.balance != "none" or made.program.cyclic  # from step to step
+        weigh = weigh and made.costs.bytes is not None and not changes
         setup = (lambda worker: scales.update({worker.rank: Scale(worker)})) if weigh else None
+        kept = [Path(folder) / name if "resume" in one.traits else None for name in ("saved", "saved alone")]
         try:
-            workers = _run(plan, setup)
+            workers = _run(plan, setup, folder=kept[0])
         except ZbcError as error:
             if not error.code.startswith("E1"):  # known once layers of the user's are built
                 raise
@@ -295,12 +293,14 @@ def _outcome(one: Drawn, *, weigh: bool, emulate: Emulation | None) -> Found:
             plain = plain | {"parallel": {"pp": made.job.parallel.pp}}
             plain["schedule"] = plain["schedule"] | {"kind": made.schedule}
         _, alone = written(plain, Path(folder) / "plain")
-        expected = _run(alone, None)
+        expected = _run(alone, None, folder=kept[1])
         off, first = apart(found, numbers(expected)), apart(found[:1], numbers(expected)[:1])
         if "eval_every" in one.both["train"] and "eval_every" in one.plain["train"]:
             off = max(off, apart(*(_evaluated(each) for each in (workers, expected))))
-        if "resume" in one.traits:
-            off = max(off, apart(*_resumed(plan, alone, Path(folder))), apart(*_resumed(alone, plan, Path(folder))))
+        for other, whole, saved in ((alone, expected, kept[0]), (plan, workers, kept[1])):
+            if saved is not None:
+                resumed = _run(other, None, resume=disk.folder_of(saved, STEPS - 1))
+                off = max(off, apart(numbers(resumed), numbers(whole)[-1:]))
         memory = host = None
         for attempt in range(3 if weigh else 0):
             if attempt or "experts" in one.both["model"]:
@@ -332,7 +332,7 @@ def _evaluated(workers: list[Worker]) -> list[tuple[float, float]]:
     return [(result.loss, result.samples) for result in run.results]
 
 
-def _run(plan: StoredPlan, setup: Any, *, evenly: bool = False) -> list[Worker]:
+def _run(plan: StoredPlan, setup: Any, *, evenly: bool = False, **how: Path | None) -> list[Worker]:
     """`evenly`: as plans take it, each expert is met equally often."""
     topology = plan.manifest.topology
     hub = Hub(topology.world, inside=topology.inside, prompt=setup is not None)
@@ -342,20 +342,12 @@ def _run(plan: StoredPlan, setup: Any, *, evenly: bool = False) -> list[Worker]:
         mock.patch.object(Experts, "_chosen", chosen),
         mock.patch.object(compiled, "BACKEND", {"backend": "aot_eager"}),
     ):
-        return run_threads(plan, STEPS, setup=setup, hub=hub)
+        return run_threads(plan, STEPS, setup=setup, hub=hub, **how)  # type: ignore[arg-type]
 
 
 def in_turn(experts: Experts, likely: Tensor) -> Tensor:
     """Choices in place of a router's: each expert is met equally often."""
     return torch.arange(likely.shape[0] * experts.top_k).view(-1, experts.top_k) % experts.count
-
-
-def _resumed(plan: StoredPlan, other: StoredPlan, folder: Path) -> tuple[list[tuple[float, float]], ...]:
-    """The last step of a plan that resumes another one's checkpoint, and that of a run with a checkpoint there."""
-    kept = folder / f"kept {plan.manifest.topology.world}"
-    run_threads(plan, STEPS - 1, folder=kept)
-    found = run_threads(other, STEPS, resume=disk.folder_of(kept, STEPS - 1))
-    return numbers(found), numbers(run_threads(other, STEPS, folder=kept / "whole"))[-1:]
 
 
 def _held(plan: StoredPlan, made: Compiled, scales: dict[int, Scale]) -> tuple[float, float]:

@@ -62,7 +62,7 @@ def test_layers_before_the_first_adapter_have_no_backward():
 
 
 def test_mfu_counts_no_weight_gradients(tmp_path):
-    many = {"hardware": {**GPU, "gpu": "h100"}, "adapter": {"rank": 16}}
+    many = {"hardware": {**GPU, "gpu": "h100"}, "adapter": {"rank": 16}, "memory": {"activations": "recompute"}}
     made = compile_job(llama_8b(**many), budget=0.0, suggest=False)
     made.write(tmp_path / "plan")
     s, weights = 4096, 7_504_658_432  # of matrices that tokens meet, the head among them

@@ -32,7 +32,7 @@ from zbc.plan.directory import StoredPlan
 LONG = {"model": {"family": "llama", "seq_len": 2048, "hidden": 64}}
 TOKENS = [2048, 256, 1024, 128, 2048, 64, 640, 1024]
 GIVEN = {"costs": {"f": 4.0, "b": 4.0, "w": 4.0, "comm": 0.5}, "model": {"seq_len": 16}}
-SHARES = [16, 4, 8, 16, 2, 16, 4, 8]
+SHARES, TWO = [16, 4, 8, 16, 2, 16, 4, 8], [16, 8] * 4
 
 
 def unequal(tokens=TOKENS, **changes):
@@ -139,10 +139,10 @@ def test_times_that_are_given_are_of_whole_rows_and_less_by_tokens():
 def test_given_times_of_collectives_are_of_whole_rows_and_less_by_tokens(axis, per):
     more = {"experts": 4, "top_k": 2} if axis == "ep" else {}
     parallel = {"ep": {"dp": 2, "ep": 2}}.get(axis, {axis: 2})
-    how = {"parallel": parallel, "model": {"family": "llama", "seq_len": 16, **more}, "schedule": {"tokens": SHARES}}
+    how = {"parallel": parallel, "model": {"family": "llama", "seq_len": 16, **more}, "schedule": {"tokens": TWO}}
     times = {"per": per, "f": 8.0, "b": 6.0, "w": 4.0}
     without, given = (costs_of(job(**how, costs=times | ms)) for ms in ({}, {axis: 1.6}))
-    for mb, tokens in enumerate(SHARES):
+    for mb, tokens in enumerate(TWO):
         for column in ("f", "b"):
             assert given.of(column, 1, mb) - without.of(column, 1, mb) == pytest.approx(0.1 * tokens), (column, mb)
 

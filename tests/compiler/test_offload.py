@@ -154,7 +154,7 @@ def test_the_least_peak_without_added_time(v, g, k):
     assert keeps(found, limit) and found.timeline.makespan <= context.timeline.makespan + 1e-6
 
 
-@pytest.mark.repeats
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
 def test_no_slower_in_every_row_of_the_reference(part):
     found = compared(MOVED[part::4])
@@ -265,7 +265,7 @@ def beside_published(rows):
         yield found.timeline.makespan / float(row["makespan_replayed"]) - 1
 
 
-@pytest.mark.repeats
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(8))
 def test_pairs_on_a_link_in_every_row_of_the_reference(part):
     late = [*beside_published(MOVED[part::8])]

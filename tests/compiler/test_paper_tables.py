@@ -110,6 +110,7 @@ def found():
     return list(cases())
 
 
+@pytest.mark.long
 def test_steps_and_memory_of_naive_and_balanced_vocabularies_are_near_what_was_published(found):
     # The eighth is half as fast and 8 GB larger than its neighbours, for reasons its paper does not give.
     assert [one.odd for one in found] == [False] * 3 + [True] + [False] * 4

@@ -169,6 +169,7 @@ def test_a_machine_that_cannot_be_reached_is_named_with_its_interface(two, plan)
 
 
 @pytest.mark.repeats
+@pytest.mark.limit(240)
 def test_a_run_outlives_an_outage_and_names_the_machine_that_is_gone_for_good(two, tmp_path):
     """Each machine has a name of its own; one end of the cable is down until it is reported, then permanently."""
     plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6, "watchdog_s": 25.0}, log={"every": 1})
@@ -191,7 +192,7 @@ def test_a_run_outlives_an_outage_and_names_the_machine_that_is_gone_for_good(tw
         time.sleep(5)  # for the first sign of life to be heard
         assert [process.poll() for process in processes] == [None, None]
         subprocess.run([*two[1].enter, "ip", "link", "set", two[1].interface, "down"], check=True)
-        here, there = ("".join(process.communicate(timeout=80)) for process in processes)
+        here, there = ("".join(process.communicate(timeout=160)) for process in processes)
         subprocess.run([*two[1].enter, "ip", "link", "set", two[1].interface, "up"], check=True)
     assert "nothing from n1 for 10 s\n" in here and "n1 is heard again, after " in here, here
     assert "this machine (n1) reaches nobody: nothing from the others for 10 s\n" in there, there

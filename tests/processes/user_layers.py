@@ -26,7 +26,7 @@ class Trouble(nn.Module):
         self.eaten: list[list[int]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # not in evaluation
+        if torch.is_grad_enabled() and type(x) is Tensor:  # not in evaluation, nor on fake tensors
             self.left -= 1
             if self.left < 0:
                 self.misbehave()

@@ -169,7 +169,9 @@ interleaved-1f1b: zoo, sharded gradients, momentum
 * 1f1b: zoo, model.family="tests.runtime.zoo:averages", recompute, resume""".splitlines()
 
 
-@pytest.mark.parametrize("line", few(TOGETHER, lambda line: line.startswith("*")))
+@pytest.mark.long
+@pytest.mark.always(*(line for line in TOGETHER if line.startswith("*")))
+@pytest.mark.parametrize("line", TOGETHER)
 def test_features_train_together_as_one_rank_does(line):
     """`resume`: from a checkpoint of one rank, and one rank from theirs."""
     found = outcome(named(line.removeprefix("* ")))
@@ -224,7 +226,7 @@ WEIGHED += [SHORT, ("sharded weights", "chimera", {})]
 WEIGHED += [("sharded weights", "interleaved-1f1b", {"memory__resident": 2}), ("sharded all", "bitpipe", {})]
 WEIGHED += [("sharded optimizer", "breadth-first", {}), ("sharded all", "chimera", AGAIN)]  # parts of two holders
 WEIGHED += [("sharded optimizer x post-validate", "breadth-first", {})]
-QUICK = [WEIGHED[n] for n in (6, 24, 26, 31, 33, 35, 43, 49, 50, 53, 66, 67)] + [SHORT]
+QUICK = [*(6, 24, 26, 31, 33, 35, 43, 49, 50, 53, 66, 67), WEIGHED.index(SHORT)]
 
 
 planned = partial(written, tiny=False)
@@ -244,11 +246,8 @@ def test_a_plan_knows_after_each_op_what_gradients_there_are(tmp_path, kind, sha
             assert one.held.gradients == pytest.approx(found.bytes, abs=8), one.op
 
 
-ENDS = [("1f1b", {}), ("interleaved-1f1b", {}), ("zb-v", {**SPREAD, "parallel__dp": 4})]
-
-
-@pytest.mark.long("zb-v-changes2")
-@pytest.mark.parametrize(("kind", "changes"), ENDS)
+@pytest.mark.long("zb-v-changes1")
+@pytest.mark.parametrize(("kind", "changes"), [("interleaved-1f1b", {}), ("zb-v", {**SPREAD, "parallel__dp": 4})])
 def test_a_plan_knows_what_messages_and_parts_hold_at_the_end_of_a_step_without_a_barrier(tmp_path, kind, changes):
     both, _ = beside("sharded optimizer", "post-validate", schedule__kind=kind, parallel__pp=2, **changes)
     made, plan = planned(both, tmp_path)
@@ -268,8 +267,9 @@ def test_a_plan_knows_what_messages_and_parts_hold_at_the_end_of_a_step_without_
                 assert held + one.held.activations == pytest.approx(there, abs=1024), one.op  # with its messages
 
 
-@pytest.mark.always("shared vocabulary x offload x tp", "shared vocabulary x slices x offload x tp")
-@pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, QUICK))
+@pytest.mark.long
+@pytest.mark.always(*(f"changes{n}" for n in QUICK))
+@pytest.mark.parametrize(("traits", "kind", "changes"), WEIGHED)
 def test_a_plan_knows_what_ranks_hold(tmp_path, monkeypatch, traits, kind, changes):
     """In one of five runs at least, within 2.5% on the fullest rank: a late message is held longer."""
     monkeypatch.setattr(Experts, "_chosen", in_turn)
@@ -284,10 +284,11 @@ def test_a_plan_knows_what_ranks_hold(tmp_path, monkeypatch, traits, kind, chang
         for number, scale in enumerate(scales):
             rank = topology.of(number).pp
             nearest[rank] = min(nearest[rank], scale.held.peak, key=lambda size, rank=rank: abs(size - predicted[rank]))
-        if nearest == pytest.approx(predicted, rel=0.01):
+        alike = nearest == pytest.approx(predicted, rel=0.03)
+        if alike and max(nearest) == pytest.approx(max(predicted), rel=0.025):
             break
-    assert nearest == pytest.approx(predicted, rel=0.03)
-    assert max(nearest) == pytest.approx(max(predicted), rel=0.025)
+    else:
+        pytest.fail(f"ranks hold {nearest}, predicted {predicted}")
     slabs = [host_bytes(made.program, rank, made.costs) for rank in range(len(predicted))]
     first = [scales[topology.ranks([rank])[0]] for rank in range(len(predicted))]
     assert [scale.held.host for scale in first] == pytest.approx(slabs, rel=0.02)
@@ -348,9 +349,9 @@ def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path
 REFUSED = ("E1", "E3", "E209", "E210")
 
 
-@pytest.mark.always("1", "9", "33", "51", "59", "95", "107", "118", "129", "143")
-@pytest.mark.long("0", "41")
-@pytest.mark.parametrize("seed", few(range(150), [0, 41, 43, 53]))
+@pytest.mark.long
+@pytest.mark.always("1", "9", "33", "43", "51", "53", "59", "95", "107", "129", "143")
+@pytest.mark.parametrize("seed", range(150))
 def test_drawn_features_train_alike_or_are_refused(seed):
     one = drawn(seed)
     how, why, *_ = outcome(one)
