@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from operator import add, sub
 from typing import Any, NamedTuple
 
 from zbc import excludes
@@ -240,22 +239,23 @@ class Setup:
         """One order for its limit, not the best possible with vocabulary parallelism."""
         if not self.job.vocabulary:
             return self._ordered(self.limit.units, budget)
-        order = self._ordered(self._less([meetings(self.job)] * self.placement.ranks), budget)
+        order = self._ordered(self._less(meetings(self.job)), budget)
         weave = order.lowering.weave
         quick = None if weave is None else replace(weave, quick=True)
         return replace(order, lowering=replace(order.lowering, weave=quick))
 
-    def _less(self, more: Sequence[float]) -> tuple[float, ...] | None:
+    def _less(self, more: float) -> tuple[float, ...] | None:
         """The limit less `more` units of each rank, but enough for some order."""
         if self.limit.units is None:
             return None
-        return tuple(map(max, least_of(self.placement, self.limit.costs), map(sub, self.limit.units, more)))
+        needs = least_of(self.placement, self.limit.costs)
+        return tuple(max(least, most - more) for least, most in zip(needs, self.limit.units, strict=True))
 
     def ordered(self, budget: float | None, *, group: int | None = None) -> Ordered:
         """One order for its limit; `group` instead of the job's. With vocabulary parallelism it is made for less than
         the limit, since collectives before the last stage's backwards make it hold units longer; the difference is
         known only after weaving."""
-        units, extra = self.limit.units, [meetings(self.job)] * self.placement.ranks
+        units, extra = self.limit.units, meetings(self.job)
         if not self.job.vocabulary:
             return self._ordered(units, budget, group)
         if units is None:
@@ -263,11 +263,10 @@ class Setup:
         for _ in range(RETRIES):
             order = self._ordered(self._less(extra), budget, group)
             held = peaks(order.complete.program, replace(self.limit.costs, bytes=None, shares=()))
-            beyond = [rank.units - most for rank, most in zip(held, units, strict=True)]
-            over = [max(gap, STEP) if gap > 1e-6 else 0.0 for gap in beyond]
-            if not any(over):
+            over = max(rank.units - most for rank, most in zip(held, units, strict=True))
+            if over <= 1e-6:
                 break
-            extra = list(map(add, extra, over))
+            extra += max(over, STEP)
         return self._later(order)
 
     def _later(self, found: Ordered) -> Ordered:
