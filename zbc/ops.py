@@ -242,6 +242,11 @@ class Row(NamedTuple):
     idle: str = ""  # why it has nothing to work on in a program without its feature
     fault: str = "E202"  # code of the error if such an op is missing or runs twice
 
+    @property
+    def with_weights(self) -> bool:
+        """Whether it computes with weights."""
+        return self.scope in UNIT_SCOPES and any(ref.what == "weights" for ref in self.reads)
+
 
 def _refs(text: str) -> tuple[Ref, ...]:
     """`act@SOURCES kept` as refs."""

@@ -17,7 +17,7 @@ from zbc.compiler.check import names
 from zbc.compiler.graph.graph import MESSAGE, Graph
 from zbc.compiler.graph.layout import EMPTY, FAR, FREED, CellKey, Channel, EdgeValue, members
 from zbc.errors import ZbcError
-from zbc.ir import Op
+from zbc.ir import Message, Op
 from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, WORDS, At, Kind, Scope, experts_of, home_of, owner_text, round_trip
 
 # Names a kind: REDO alone runs ops again, which no value says.
@@ -558,7 +558,11 @@ def _unpaired(g: Graph) -> list[int]:
 
 def _lacks(g: Graph, message: int) -> ZbcError:
     here, (a, b) = max(g.sender[message], g.receiver[message]), g.layout.channel_of(message)
-    sender, receiver = (names.named(g, op) for op in names.ends(g, message))
+    (what, home, edge), unit = g.layout.meaning(message)
+    source, sink = g.layout.edges[edge] if what == "act" else reversed(g.layout.edges[edge])
+    mb, part = divmod(unit, g.layout.slices)
+    carried, placement = Message(source, sink, mb, home, part), g.program.placement
+    sender, receiver = (names.named(g, op) for op in (placement.send(carried), placement.recv(carried)))
     if here < 0:
         text, hint = f"{sender} and {receiver} are missing", f"add the first on rank {a} and the second on rank {b}"
         return ZbcError("E203", f"program: {text}", hint=hint)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zbc.compiler.graph import Graph
 from zbc.compiler.graph.layout import CellKey
-from zbc.ir import Message, Op
+from zbc.ir import Op
 from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope
 
 number = [*Kind].index
@@ -83,15 +83,6 @@ def op_of(g: Graph, node: int, cell: int | None = None) -> int:
         return op
     what = g.layout.key_of(cell)[0].what
     return op if any(ref.what == what for ref in g.layout.rows[g.ops[op].kind].writes) else -1
-
-
-def ends(g: Graph, message: int) -> tuple[Op, Op]:
-    """The SEND and the RECV of a message between stages."""
-    meaning, unit = g.layout.meaning(message)
-    source, sink = g.layout.edges[meaning.edge] if meaning.what == "act" else reversed(g.layout.edges[meaning.edge])
-    mb, part = divmod(unit, g.layout.slices)
-    found, placement = Message(source, sink, mb, meaning.home, part), g.program.placement
-    return placement.send(found), placement.recv(found)
 
 
 def rank_of(g: Graph, op: Op) -> int:

@@ -187,8 +187,7 @@ class _RankLedger:
         self.coming: dict[int, float] = {}  # stage -> bytes of the messages that bring its weights
         self.scattering: list[tuple[float, _Deltas]] = []  # (ms when a sum of gradients completes, changes then)
         self.parts: dict[int, float] = {}  # stage -> bytes of the rank's part of its gradients
-        computing = {kind: row.reads for kind, row in self.rows.items() if kind.computes}
-        self.readers = {kind for kind, reads in computing.items() if any(ref.what == "weights" for ref in reads)}
+        self.readers = {kind for kind, row in self.rows.items() if row.with_weights}
 
     def entries(self) -> Iterator[Entry]:
         graph, leaving, row_of, unequal = self.graph, self.leaving, self.graph.row_of, self.costs.unequal

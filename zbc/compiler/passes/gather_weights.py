@@ -171,7 +171,7 @@ class _Use(NamedTuple):
 
 def _uses(ops: Sequence[Op], program: Program, rows: Rows) -> Iterator[_Use]:
     """Yields the ops of a rank that need weights, in order; a group needs all of its weights at once."""
-    needs = {kind for kind, row in rows.items() if kind.computes and any(ref.what == "weights" for ref in row.reads)}
+    needs = {kind for kind, row in rows.items() if row.with_weights}
     inside, step = groups(ops), 0
     while step < len(ops):
         last = inside[step] + 2 if step in inside else step

@@ -32,8 +32,7 @@ class Gathers(Feature):
         manifest = run.plan.manifest
         if run.trains and manifest.sharded and not manifest.flushless:
             rows = rows_with(("weights for W",) if manifest.with_w else ())
-            readers = (kind for kind in Kind if any(ref.what == "weights" for ref in rows[kind].reads))
-            run.wrap([kind for kind in readers if kind.computes], _with_weights)
+            run.wrap([kind for kind, row in rows.items() if row.with_weights], _with_weights)
 
     def routes(self, worker: Worker, run: PhaseRun, op: Op, route: Route) -> Route:
         """A layer may return a weight, which is freed before the next stage reads it."""
