@@ -71,7 +71,7 @@ SHARING = [{"dp": 4, "ep": 2, "expert_tp": 2}, {"ep": 2}, {"ep": 2, "tp_sequence
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", SHARING, ids=str)
 def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_once(tmp_path, parallel):
-    way = {"schedule": {"kind": "1f1b"}, "model": {"balance_loss": 0.0, "balance_rate": 0.05}}
+    way = {"schedule": {"kind": "1f1b"}, "model": {"balance_loss": [0.0, 0.05]}}
     some = run_threads(plan(tmp_path, way, tp=2, **parallel), 3)
     whole = run_threads(plan(tmp_path, {"model": way["model"]}, pp=1), 3)
     assert apart(numbers(some), numbers(whole)) <= TOLERANCE

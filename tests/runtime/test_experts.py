@@ -123,7 +123,7 @@ def biases(workers):
     return {one.name: one.module.mlp.bias for one in each_layer(workers) if one.name.startswith("layers.")}
 
 
-BIASED = {"model": {"balance_loss": 0.0, "balance_rate": 0.05}}
+BIASED = {"model": {"balance_loss": [0.0, 0.05]}}
 SHARED_OUT = {"schedule": {"microbatches": 4}, "parallel": {"pp": 2, "dp": 2, "ep": 2}}
 RECOMPUTED = {"schedule": {"kind": "zb-v", "slices": 2}, "memory": {"activations": "recompute"}}
 
