@@ -213,17 +213,17 @@ def test_norms_that_are_those_of_torch_use_it(kind, norms, tmp_path):
 
 
 MEASURED = [("qwen3", 1, {}), ("gpt_oss", 1, {}), ("deepseek_v3", 1, {}), ("deepseek_v3", 2, {}), ("opt", 2, {})]
-MEASURED += [("phi3", 1, {"tp": 2}), ("deepseek_v3", 1, {"tp": 2})]
-MEASURED += [(kind, 1, {"vocabulary": "shared"}) for kind in ("qwen3", "gemma2", "deepseek_v3", "gpt2")]
+MEASURED += [(kind, 1, {"parallel": {"tp": 2}}) for kind in ("phi3", "deepseek_v3")]
+MEASURED += [(kind, 1, {"parallel": {"vocabulary": "shared"}}) for kind in ("qwen3", "gemma2", "deepseek_v3", "gpt2")]
+MEASURED += [("gemma2", 1, {"schedule": "zb-v", "optimizer": {"kind": "adamw"}})]  # tied on one rank
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "slices", "parallel"), MEASURED)
-def test_memory(kind, slices, parallel, tmp_path):
-    made = compiled(tmp_path, kind, slices=slices, parallel=parallel)
-    _, scales = scaled(stored(made))
-    got = [scale.held.peak for scale in scales]
-    predicted = [rank.bytes for rank in peaks(made.program, made.costs) for _ in range(parallel.get("tp", 1))]
+@pytest.mark.parametrize(("kind", "slices", "how"), MEASURED)
+def test_memory(kind, slices, how, tmp_path):
+    made = compiled(tmp_path, kind, slices=slices, **how)
+    got = [scale.held.peak for scale in scaled(stored(made))[1]]
+    predicted = [rank.bytes for rank in peaks(made.program, made.costs) for _ in range(made.job.parallel.tp)]
     assert got == pytest.approx(predicted, rel=0.01)
 
 

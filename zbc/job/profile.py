@@ -34,7 +34,7 @@ WIDE = 0.10  # distance of the quartiles, as a share of the median, above which 
 FAMILY = ["embed", "block", "head"]  # the order of a built-in family whose blocks all cost the same
 _DIGITS = 6  # significant digits in the file
 # Of a layer, left out where they are empty, as in files from before there were any.
-_NEWER = ("slices", "kernels", "collectives", "apart", "matrices", "experts")
+_NEWER = ("slices", "kernels", "collectives", "apart", "tied", "matrices", "experts")
 # Keys of [model] that no cost depends on.
 _FREE = ("pretrained", "norm_eps", "rope_theta")
 
@@ -140,6 +140,7 @@ class LayerProfile(Section):
     parameters: int = key(0, "how many numbers", ge=0)
     parts: list[Bytes] = key([], "how many numbers in each parameter; [] if not known")
     apart: list[Bytes] = key([], "of parts, those of experts that ranks share out")
+    tied: int = key(0, "how many numbers are in parameters of another layer (model.ties)", ge=0)
     matrices: list[Shape] = key([], "of those that Muon steps")
     experts: int = key(0, "matrices in the largest stack of these", ge=0)
     bytes: LayerBytes | None = None

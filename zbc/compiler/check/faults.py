@@ -577,6 +577,5 @@ def _channel(g: Graph, i: int) -> Channel:
     op, placement = g.ops[i], g.program.placement
     known = 0 <= op.stage < placement.stages and op.pipe < len(placement.pipes)
     here = names.rank_of(g, op) if known else g.rank(i)
-    peer = placement.peer(op)
-    there = here if peer is None else peer
+    there = here if (peer := placement.peer(op)) is None else peer
     return (here, there) if op.kind.is_send else (there, here)

@@ -48,6 +48,7 @@ class Layer:
     matrices: tuple[tuple[int, int], ...] = ()  # shapes of those that Muon steps
     experts: int = 0  # that it has on a rank, whose matrices Muon steps together
     tied: int = 0  # the part of `params` in the weight that embedding and head share
+    lent: int = 0  # of a head, what of `frozen` is in that weight
     size: Footprint = NOTHING
     held: LayerBytes | None = None  # bytes of weights and the like; None: nobody knows
     collectives: Mapping[str, Sequence[Collective]] = field(default_factory=dict)  # inside of its ops
@@ -251,10 +252,10 @@ def _of_card(job: Job, card: Profile, *, again: bool = False) -> list[Layer]:
     embed, *inner, head = found
     if job.vocabulary and not again:  # F frees what was looked up
         embed = replace(embed, size=replace(embed.size, loose=0.0))
-    if not job.model.builtin:
-        return [embed, *found[1:]]
-    tied = max(embed.parts, default=0) if job.model.tie_embeddings and not job.vocabulary else 0
-    return [replace(embed, tied=tied), *inner, replace(head, tied=tied)]
+    ends = job.model.tie_embeddings or job.model.tied_layers == {0, len(found) - 1}
+    shared = card.layers[card.order[-1]].tied if ends and not job.vocabulary else 0
+    tied, lent = (0, shared) if job.adapter.rank else (shared, 0)
+    return [replace(embed, tied=tied), *inner, replace(head, tied=tied, lent=lent)]
 
 
 def of_profile(profile: Profile, names: Sequence[str], optimizer: str) -> list[Layer]:
@@ -358,6 +359,7 @@ def _measured(layer: Layer, one: Layer) -> Layer:
         matrices=layer.matrices or one.matrices,
         experts=layer.experts or one.experts,
         tied=layer.tied,
+        lent=layer.lent,
         size=layer.size if one.size is NOTHING else replace(one.size, result=one.size.result or layer.size.result),
         held=one.held or layer.held,
         collectives=one.collectives or layer.collectives,

@@ -105,11 +105,8 @@ def _stage(job: Job, placement: Placement, s: int, stages: Stages) -> StageBytes
 
 def _shared(job: Job, placement: Placement, s: int, stages: Stages) -> float:
     """Bytes of a frozen weight of the last layer that its rank has with its first stage."""
-    tied = bool(job.adapter.rank) and job.model.tie_embeddings and not job.vocabulary
-    if not (tied and stages[s] is stages[-1] and {*placement.holders(s)} <= {*placement.holders(0)}):
-        return 0.0
-    words = -(-(job.model.vocab or 0) // job.parallel.tp)
-    return (2.0 if job.model.lowered else 4.0) * words * (job.model.hidden or 0)
+    alone = stages[s] is not stages[-1] or not {*placement.holders(s)} <= {*placement.holders(0)}
+    return 0.0 if alone else (2.0 if job.model.lowered else 4.0) * stages[-1][-1].lent
 
 
 def _needs(placement: Placement, s: int, stages: Stages) -> dict[str, Any]:

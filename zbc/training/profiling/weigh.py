@@ -61,8 +61,8 @@ def parts(
     changes = _changes(scale.readings, rig.placement)
     whole = rig.worker(device) if cuts else worker  # a slice alone keeps as the whole does
     no_times: dict[str, Any] = dict.fromkeys("fbw", Measured(ms=0.0))
-    ends = [output is None for output in rig.outputs]
-    keeps = [_keeps(whole.stages[s], rig.inputs[s], whole, last=last) for s, last in enumerate(ends)]
+    keeps = [_keeps(whole.stages[s], rig.inputs[s], whole, last=gives is None) for s, gives in enumerate(rig.outputs)]
+    ties = {"head.logits.weight"} if rig.job.model.tie_embeddings else rig.job.model.tied.keys()
     shares, found = [stop - start for start, stop in pairwise(cuts)], list[dict[str, LayerProfile]]()
     for part in range(max(1, len(shares))):
         found.append({})
@@ -74,8 +74,7 @@ def parts(
             share = shares[part] / sum(shares) if shares else 1.0
             size = _layer(rig, worker, stage, changes, gradients[stage], keeps[stage], part, share)
             if alone:
-                fused = round_trip(split=False)[1]
-                first, later = (alone[Op(fused, stage, mb, 0, part)] for mb in range(2))
+                first, later = (alone[Op(_BACK[1], stage, mb, 0, part)] for mb in range(2))
                 late = {"bw": later.late, "rise_bw": first.late}
                 size = size.model_copy(update={"whole": [later.rise, first.rise], "whole_late": late})
             if shares:
@@ -86,6 +85,7 @@ def parts(
                 parameters=sum(p.numel() for p in parameters.values()),
                 parts=[size for name, p in trained.items() for size in _pieces(p, name in steps)],
                 apart=[size for name, p in trained.items() for size in _pieces(p, name in steps) if id(p) in apart],
+                tied=sum(p.numel() for name, p in parameters.items() if name in ties),
                 matrices=[(p.shape[-2], p.shape[-1]) for name, p in steps.items() for _ in _pieces(p, True)],
                 experts=max((len(p) for p in steps.values() if p.dim() > 2), default=0),
             )
