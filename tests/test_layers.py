@@ -195,10 +195,10 @@ COMPILER = ("zbc/compiler", "zbc/ir.py", "zbc/ops.py", "zbc/excludes.py", "zbc/t
 BOUNDS = {
     "the dry rig": (lambda: lines(*DRY), 401),
     "models of transformers": (lambda: lines(*HF), 880),
-    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 26056),
+    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 26055),
     "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 3663),
-    "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 21122),
-    "all of zbc": (lambda: lines("zbc"), 67690),
+    "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 21121),
+    "all of zbc": (lambda: lines("zbc"), 67689),
     "tests": (lambda: lines("tests"), 43806),
 }
 

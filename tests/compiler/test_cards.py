@@ -16,8 +16,8 @@ OWN = """
 import torch
 from torch import nn
 
-def layers(width=4, broken=False):
-    return [nn.Linear(8, width), Reads() if broken else nn.ReLU(), nn.Linear(width, 3)]
+def layers(width=4, broken=False, count=3):
+    return [nn.Linear(8, width), Reads() if broken else nn.ReLU(), nn.Linear(width, 3)][:count]
 
 class Reads(nn.Module):
     def forward(self, x):
@@ -64,12 +64,12 @@ def bytes_of(made):
     return [layer.bytes for layer in cards.of(made)[0].layers.values()]
 
 
-def own(tmp_path, monkeypatch, **args):
+def own(tmp_path, monkeypatch, count=3, **args):
     (tmp_path / "owned.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "owned", raising=False)
-    model = {"family": "owned:layers", "layers": 3, "loss": "cross_entropy", "seq_len": None, "vocab": None}
-    return job(model={**model, "args": args}, pp=3, m=4, data={"kind": "owned:Noise"})
+    model = {"family": "owned:layers", "layers": count, "loss": "cross_entropy", "seq_len": None, "vocab": None}
+    return job(model={**model, "args": {"count": count, **args}}, pp=count, m=4, data={"kind": "owned:Noise"})
 
 
 def test_it_is_made_once_and_read_from_its_file_then(place, makes):
@@ -147,9 +147,9 @@ def test_what_layers_depend_on_is_another_card(place, makes, changes):
 
 
 def test_layers_of_a_factory_are_counted(place, tmp_path, monkeypatch):
-    small, large = (compile_job(own(tmp_path, monkeypatch, width=width)).report for width in (4, 400))
-    assert small.costs == large.costs == "estimated" and small.bytes_known
-    assert max(rank.peak_bytes for rank in large.per_rank) > 10 * max(rank.peak_bytes for rank in small.per_rank)
+    one, few, wide = (compile_job(own(tmp_path, monkeypatch, **of)).report for of in ({"count": 1}, {}, {"width": 400}))
+    assert one.costs == few.costs == wide.costs == "estimated" and one.bytes_known and few.bytes_known
+    assert max(rank.peak_bytes for rank in wide.per_rank) > 10 * max(rank.peak_bytes for rank in few.per_rank)
 
 
 def test_other_files_beside_users_code_are_another_card(place, tmp_path, monkeypatch, makes):

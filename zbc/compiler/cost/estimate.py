@@ -48,7 +48,7 @@ class Layer:
     matrices: tuple[tuple[int, int], ...] = ()  # shapes of those that Muon steps
     experts: int = 0  # that it has on a rank, whose matrices Muon steps together
     tied: int = 0  # the part of `params` in the weight that embedding and head share
-    lent: int = 0  # of a head, what of `frozen` is in that weight
+    lent: int = 0  # the same of `frozen`
     size: Footprint = NOTHING
     held: LayerBytes | None = None  # bytes of weights and the like; None: nobody knows
     collectives: Mapping[str, Sequence[Collective]] = field(default_factory=dict)  # inside of its ops
@@ -249,13 +249,14 @@ def _of_card(job: Job, card: Profile, *, again: bool = False) -> list[Layer]:
     """The layers of a model by a card, with the times of its kernels; `again`: B runs some of them again."""
     each = of_profile(profiled.timed(card, Machine.of(job)), _names(job.model), job.optimizer.name)
     found = [replace(one, bw=one.b + one.w) for one in each]
-    embed, *inner, head = found
     if job.vocabulary and not again:  # F frees what was looked up
-        embed = replace(embed, size=replace(embed.size, loose=0.0))
+        found[0] = replace(found[0], size=replace(found[0].size, loose=0.0))
     ends = job.model.tie_embeddings or job.model.tied_layers == {0, len(found) - 1}
     shared = card.layers[card.order[-1]].tied if ends and not job.vocabulary else 0
     tied, lent = (0, shared) if job.adapter.rank else (shared, 0)
-    return [replace(embed, tied=tied), *inner, replace(head, tied=tied, lent=lent)]
+    for end in (0, -1):
+        found[end] = replace(found[end], tied=tied, lent=lent)
+    return found
 
 
 def of_profile(profile: Profile, names: Sequence[str], optimizer: str) -> list[Layer]:

@@ -112,8 +112,7 @@ def _of_slice(
     f, _, w = (changes[Op(kind, stage, _APART, 0, part)].held for kind in round_trip(split=True))
     kept = f - size.input - size.output * size.keeps_output - buffers * (part == 0)
     again = size.kept_again - (0 if part else buffers)
-    tensors = [round(share * one) for one in size.tensors or []]
-    made = {"kept_b": max(0, kept), "kept_w": -w, "tensors": tensors}
+    made = {"kept_b": max(0, kept), "kept_w": -w, "tensors": [round(share * one) for one in size.tensors or []]}
     return size.model_copy(update={**made, "kept_again": max(0, again), "kv": round(buffers * share)})
 
 
