@@ -28,6 +28,7 @@ from zbc.runtime.core.state import Entry, Worker
 from zbc.runtime.core.tensors import TensorSpec, each
 from zbc.runtime.features.slices.stage_slice import StageSlice
 from zbc.runtime.transports.transport import Offer
+from zbc.training.models.shared_words import LOGITS
 from zbc.training.profiling.kernels import Kernels
 from zbc.training.profiling.rig import Rig
 from zbc.training.recording.measure import Ledger, Reading, Scale, categories
@@ -62,7 +63,7 @@ def parts(
     whole = rig.worker(device) if cuts else worker  # a slice alone keeps as the whole does
     no_times: dict[str, Any] = dict.fromkeys("fbw", Measured(ms=0.0))
     keeps = [_keeps(whole.stages[s], rig.inputs[s], whole, last=gives is None) for s, gives in enumerate(rig.outputs)]
-    ties = {"head.logits.weight"} if rig.job.model.tie_embeddings else rig.job.model.tied.keys()
+    ties = {LOGITS} if rig.job.model.tie_embeddings else rig.job.model.tied.keys()
     shares, found = [stop - start for start, stop in pairwise(cuts)], list[dict[str, LayerProfile]]()
     for part in range(max(1, len(shares))):
         found.append({})
@@ -118,9 +119,8 @@ def _of_slice(
 
 def _name(op: Op) -> str | None:
     """The name of an op of the rig whose kernels count: "again" of a backward that recomputes."""
-    split, (_, fused) = round_trip(split=True), round_trip(split=False)
-    names = {(kind, _APART): name for kind, name in zip(split, "fbw", strict=True)}
-    return {**names, (fused, _WHOLE): "bw", (fused, _ALONE): "again"}.get((op.kind, op.mb))
+    names = {(kind, _APART): name for kind, name in zip(round_trip(split=True), "fbw", strict=True)}
+    return {**names, (_BACK[1], _WHOLE): "bw", (_BACK[1], _ALONE): "again"}.get((op.kind, op.mb))
 
 
 def _pieces(parameter: Tensor, stepped: bool) -> list[int]:
