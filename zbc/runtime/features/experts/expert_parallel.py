@@ -135,7 +135,7 @@ class Copies(NamedTuple):
     def rows(cls, of: Tensor, count: int) -> Copies:
         """Copies of the rows `of`, of `count` rows."""
         sums = of.new_zeros(count + 1).scatter_add_(0, of + 1, torch.ones_like(of)).cumsum(0)
-        return cls(of, of.argsort(stable=True), sums[:-1])
+        return cls(of.int(), of.argsort(stable=True).int(), sums[:-1].int())  # kept until B
 
     def spread(self, rows: Tensor) -> Tensor:
         """The copies (P, H) of `rows` (N, H)."""
