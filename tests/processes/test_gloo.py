@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from tests.composed import apart
+from tests.composed import apart, written
 from tests.processes.gloo_ranks import every, exchanging, one_node, open_network, skewed, train, unpack, without_step
 from tests.runtime import test_expert_parallel, test_given_steps, test_nonfinite, test_tensor_parallel, test_ties
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
@@ -19,7 +19,6 @@ from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.schedules import SCHEDULES
-from zbc.compiler.shapes import load_job
 from zbc.errors import ZbcError
 from zbc.ir import Message, Op, Placement, Program
 from zbc.ops import MAKER, experts_of
@@ -112,10 +111,11 @@ def test_rows_of_experts_cross_to_each_node_once_as_priced(pool, tmp_path, monke
     monkeypatch.setattr(Experts, "_chosen", choose)
     model = {"experts": 8, "top_k": 3, "seq_len": 56, "balance_loss": 0.0, "router_z_loss": 0.0}
     way = {"schedule": {"kind": "1f1b"}, "model": model, "optimizer": {"kind": "sgd", "lr": 0.1}}
-    plans = []
+    made, plans = [], []
     for steps, between in ((1, FAST), (2, SLOW)):
         way["hardware"] = {"ranks_per_node": 2, "link_gbps": FAST, "link_us": 0.0, "inter_node_gbps": between}
-        plans.append(test_expert_parallel.plan(tmp_path / str(steps), way, pp=1, dp=4, ep=4))
+        both = written(test_expert_parallel.asked(way, pp=1, dp=4, ep=4), tmp_path / str(steps))
+        made, plans = [*made, both[0]], [*plans, both[1]]
     assert [plan.manifest.near for plan in plans] == [0, 2]
     (one, two), workers = (pool.run(exchanging, plan, 2, choose) for plan in plans), run_threads(plans[1], 2)
     assert two == pool.run(exchanging, plans[1], 2, choose), "bit by bit"
@@ -124,12 +124,11 @@ def test_rows_of_experts_cross_to_each_node_once_as_priced(pool, tmp_path, monke
         assert apart(numbers, others) <= 1e-6 and {*counts.values()} == {2 * 4}  # steps, blocks
         same(unpack([own]), unpack([weights]), 1e-5)
         ms = 32 * 4 * 8 / 1e6 * (sent[True] / SLOW + sent[False] / FAST)
-        assert choose is not every or priced(plans[1], tmp_path / "2") == pytest.approx(ms, 1e-3)
+        assert choose is not every or priced(plans[1], made[1].job) == pytest.approx(ms, 1e-3)
 
 
-def priced(plan, folder):
+def priced(plan, job):
     """ms of two steps."""
-    job = load_job(folder / "zbc.toml")
     stages = [estimate.layers(job)]
     (one,) = pricing.exchanges(pricing._seated(job, plan.manifest.to_placement(), stages), stages)
     return 2 * plan.manifest.microbatches * (one.forward[0] + one.backward[0])
