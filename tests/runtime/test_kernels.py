@@ -159,4 +159,4 @@ def test_what_takes_the_place_of_other_ranks_is_no_kernel():
             with kernels.joined(Offer("sum", x, x), (0, 1)):
                 x.add_(1)
             x.mul_(2)
-    assert kernels.kernels("it") == [("moved", 0, 64, 1)] and kernels.collectives("it") == [("tp", "sum", 32)]
+    assert kernels.kernels("it") == [("moved", 0, 64, 1)] and kernels.collectives["it"] == [("tp", "sum", 32)]

@@ -408,7 +408,8 @@ def _costs(compiled: Compiled) -> Iterator[str]:
         if (dry := compiled.job.profile) is not None:
             yield f"kernels and bytes of layers: a dry run of them, torch {dry.on.torch}"
         elif (why := compiled.job.uncounted) is not None:
-            yield from wrap(f"{why.code} {why.message}".split(" "), _TEXT, between=" ")
+            told = ": ".join([f"{why.code} {why.message}", *why.details[:1]])
+            yield from wrap(told.split(" "), _TEXT, between=" ")
         return
     on = profile.on
     how = "measured" if on.source == "measured" else "read off a recorded run"

@@ -52,8 +52,8 @@ def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[P
     run = job.parallel.topology
     axes = {run.sharing(0): "ep", **{run.beside(axis.name, 0): axis.name for axis in INNER}}  # of groups within ops
     kernels = Kernels(job.hardware.device, axes)
-    on: dict[str, Any] = {"source": "dry", "device": job.hardware.device, "torch": torch.__version__}
-    made: dict[str, Any] = {"on": Origin(**on), **about(job)}
+    on = Origin(source="dry", device=job.hardware.device, torch=torch.__version__)
+    made: dict[str, Any] = {"on": on, **about(job)}
     if policy == "words":
         with fakes(job):
             return [Profile(**made, layers={}, order=[], shared=words.weighed(_rig(job), kernels))]
@@ -66,8 +66,8 @@ def profiles(job: Job, policy: str = "keep", cuts: Sequence[int] = ()) -> list[P
         done["again"] = kernels.kernels((stage, part, "again"), less=(stage, part, "bw"))
         if job.model.dtype == "fp8" and kind not in ("embed", "head"):
             done = {name: [(FP8 if k[0] == PRODUCT else k[0], *k[1:]) for k in each] for name, each in done.items()}
-        joined = {name: kernels.collectives((stage, part, name)) for name in ("f", "b", "w", "bw")}
-        both: dict[str, dict[str, list[Any]]] = {"kernels": done, "collectives": joined}
+        joined = {name: kernels.collectives.get((stage, part, name)) for name in ("f", "b", "w", "bw")}
+        both: dict[str, dict[str, Any]] = {"kernels": done, "collectives": joined}
         more = {what: {name: each for name, each in of.items() if each} for what, of in both.items()}
         return found[part][kind].model_copy(update=more)
 
@@ -214,11 +214,10 @@ def _wide(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widened(value: Any) -> Any:
-    low = isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < WIDTH
+    low = isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < 4
     return value.float() if low else value
 
 
-WIDTH = 4  # bytes of a float32
 # Of those that torch's autocast runs in float32 on a GPU alone.
 WIDE = (functional.layer_norm, functional.softmax, torch.softmax, Tensor.softmax, functional.log_softmax, Tensor.pow)
 # On a GPU. RMSNorm is one kernel that saves a number per row, as torch declares it (not measured). The runtime's own

@@ -18,7 +18,7 @@ from torch import Tensor
 from zbc.ir import Kind, Op
 from zbc.job.flops import TILE, keys_seen
 from zbc.job.profile import Collective, Kernel
-from zbc.runtime.core.private import DEVICE, TorchDispatchMode, flop_rules, tree_leaves
+from zbc.runtime.core.private import DEVICE, NUMBERLESS, TorchDispatchMode, flop_rules, tree_leaves
 from zbc.runtime.core.state import Handler, Worker
 from zbc.runtime.transports.transport import Offer
 
@@ -36,13 +36,13 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self._axes, self.rules = device, axes, {**dict.fromkeys(flop_rules(), _by_torch), **OURS}
         self._kernels: dict[Any, Counter[tuple[str, float, float]]] = {}
-        self._collectives: dict[Any, list[Collective]] = {}
+        self.collectives: dict[Any, list[Collective]] = {}
         self._now: Any = None
 
     @contextmanager
     def under(self, name: Any) -> Iterator[None]:
         """What runs in it counts for `name`."""
-        self._kernels[name], self._collectives[name], self._now = Counter(), [], name
+        self._kernels[name], self.collectives[name], self._now = Counter(), [], name
         Kernels.active = self
         try:
             with self:
@@ -68,9 +68,6 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         products = [(what, f * n, size * n, n) for (what, f, size), n in sorted(counts.items()) if what != MOVED]
         return products + ([(MOVED, 0.0, sum(size for size, _ in moved), sum(n for _, n in moved))] if moved else [])
 
-    def collectives(self, name: Any) -> list[Collective]:
-        return self._collectives.get(name, [])
-
     def add(self, what: str, flops: float, moved: float) -> None:
         """Counts a kernel."""
         if Kernels.active is self:
@@ -83,7 +80,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
             return
         size = max(offer.source.nbytes, offer.target.nbytes if offer.what == "gather" else 0)
-        self._collectives[self._now].append(("ep" if offer.what == "swap" else self._axes[ranks], offer.what, size))
+        self.collectives[self._now].append(("ep" if offer.what == "swap" else self._axes[ranks], offer.what, size))
         Kernels.active = None
         try:
             yield
@@ -96,6 +93,8 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet, rule = func.overloadpacket, self.rules.get(func.overloadpacket)
+        if packet in UNTOLD:
+            raise NUMBERLESS[-1](func)
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         if rule is not None:
             what, flops = rule(self, packet, args, kwargs, result)
@@ -160,6 +159,7 @@ OURS: dict[Any, Callable[..., tuple[str, float]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention(2, 0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(5, 1),
 }
+UNTOLD = {aten.mkldnn_rnn_layer}  # of an LSTM: torch's rule of shapes leaves out what it keeps for backward
 NOTHING = {aten.detach, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
 WRITES = {aten.copy_, aten.fill_, aten.zero_}  # they do not read what they change
 LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index}  # they read what comes out
