@@ -93,7 +93,7 @@ def test_what_a_device_does_to_a_program_is_what_is_said(seeds):
 
 @pytest.mark.long
 @batches
-def test_whatever_gets_stuck_is_a_deadlock_and_whatever_runs_is_none(seeds):
+def test_whatever_gets_stuck_is_a_deadlock_with_a_proof_and_whatever_runs_is_none(seeds):
     """check_deadlock alone, on programs that the checks before it would reject."""
     for seed in seeds:
         _, result = case(seed)
@@ -101,6 +101,12 @@ def test_whatever_gets_stuck_is_a_deadlock_and_whatever_runs_is_none(seeds):
             error, state = deadlock(seed, blocking), ran(seed, blocking).state
             if state != "failed":
                 assert (error is None) is (state == "success"), describe(seed, result, error, state)
+            if error is not None:
+                found = circles(error)
+                assert len(found) == (error.errors[0].message.endswith(("each other", "own rank")))
+                check_places(error, result.program)
+                for lines in found:
+                    check_circle(lines, result.program, blocking=blocking)
 
 
 @pytest.mark.long
@@ -121,21 +127,6 @@ def test_every_rejected_program_names_an_op_that_was_touched(seeds):
         assert {op.key for op in named} & {op.key for op in result.touched}, describe(seed, result, error)
         if result.how != "other op":
             assert named & result.touched, describe(seed, result, error)
-
-
-@pytest.mark.long
-@batches
-def test_every_deadlock_that_is_reported_is_a_proof(seeds):
-    for seed in seeds:
-        _, result = case(seed)
-        for blocking in (False, True):
-            error = deadlock(seed, blocking)
-            if error is not None:
-                found = circles(error)
-                assert len(found) == (error.errors[0].message.endswith(("each other", "own rank")))
-                check_places(error, result.program)
-                for lines in found:
-                    check_circle(lines, result.program, blocking=blocking)
 
 
 @pytest.mark.long

@@ -584,6 +584,4 @@ def explain(error: BaseException, rank: int) -> Failure:
 
 
 def _with_details(error: ZbcError, more: list[str]) -> ZbcError:
-    if not more:
-        return error
     return ZbcError(error.code, error.message, where=error.where, hint=error.hint, details=[*error.details, *more])

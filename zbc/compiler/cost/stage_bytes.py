@@ -20,7 +20,6 @@ from zbc.job.sections import Parallel
 from zbc.job.spec import Job
 from zbc.plan import dealing
 
-_LOW = 2  # bytes of a bfloat16
 Stages = Sequence[Sequence[Layer]]  # the layers of each stage
 
 
@@ -106,7 +105,7 @@ def _stage(job: Job, placement: Placement, s: int, stages: Stages) -> StageBytes
 def _shared(job: Job, placement: Placement, s: int, stages: Stages) -> float:
     """Bytes of a frozen weight of the last layer that its rank has with its first stage."""
     alone = stages[s] is not stages[-1] or not {*placement.holders(s)} <= {*placement.holders(0)}
-    return 0.0 if alone else (2.0 if job.model.lowered else 4.0) * stages[-1][-1].lent
+    return 0.0 if alone else float((stepping.LOW if job.model.lowered else GRAD_BYTES) * stages[-1][-1].lent)
 
 
 def _needs(placement: Placement, s: int, stages: Stages) -> dict[str, Any]:
@@ -158,7 +157,7 @@ def _owned_of(layer: Layer, experts: bool) -> Layer:
     for size, low in _lows(layer.parts, layer.size.casts):
         mine = apart[size] > 0
         apart[size] -= mine
-        casts += _LOW * size * (low and mine)
+        casts += stepping.LOW * size * (low and mine)
         parts += [size] if mine is experts else []
     for shape in layer.matrices:
         mine = shapes[math.prod(shape)] > 0
@@ -172,7 +171,7 @@ def _owned_of(layer: Layer, experts: bool) -> Layer:
 
 def _lows(parts: Sequence[int], casts: float) -> Iterator[tuple[int, bool]]:
     """Yields the elements of parameters, and whether they have a cast: these are matrices, and so the largest."""
-    left = casts / _LOW
+    left = casts / stepping.LOW
     for size in sorted(parts, reverse=True):
         low = 0 < size <= left
         left -= size * low
@@ -223,21 +222,21 @@ def lowered(job: Job, layers: Sequence[Layer]) -> float:
     model = job.model
     if not (job.parallel.frees and model.builtin and model.dtype != "float32" and not model.lowered):
         return 0.0
-    return sum((layer.size.casts for layer in layers if not layer.tied), 0.0) / _LOW
+    return sum((layer.size.casts for layer in layers if not layer.tied), 0.0) / stepping.LOW
 
 
 def _message(job: Job, layers: Sequence[Layer], shares: Dealt, params: int, tied: int) -> float:
     """Bytes that each rank sends of such weights: as many as the rank with most, of either type."""
-    own = [one for layer in layers for one in _lows(layer.parts, _LOW * lowered(job, [layer]))]
+    own = [one for layer in layers for one in _lows(layer.parts, stepping.LOW * lowered(job, [layer]))]
     while sum(size for size, _ in own) > params - shares.whole and (tied, False) in own:
         own.remove((tied, False))  # all ranks step it
     uncut = {*map(math.prod, stepping.matrices(job.optimizer, layers))}
     kinds = [(b - a, low) for size, low in own for a, b in dealing.cut(size, size if size in uncut else dealing.CHUNK)]
     if not kinds:
-        return (GRAD_BYTES + _LOW) / 2 * shares.row
+        return (GRAD_BYTES + stepping.LOW) / 2 * shares.row
     dealt = dealing.deal([size for size, _ in kinds], shares.ranks)
     most = [max(sum(kinds[k][0] for k in share if kinds[k][1] is low) for share in dealt) for low in (False, True)]
-    return float(GRAD_BYTES * most[0] + _LOW * most[1])
+    return float(GRAD_BYTES * most[0] + stepping.LOW * most[1])
 
 
 def averaging(job: Job, params: float) -> float:

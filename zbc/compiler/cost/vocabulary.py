@@ -119,7 +119,7 @@ def share_bytes(job: Job) -> tuple[StageBytes, ShareBytes] | None:
     stepped = float(count)
     if count and job.parallel.shard != "none":  # tables are dealt in pieces
         stepped, _ = dealing.most(card.parts, job.parallel.copies)
-    masters = 4.0 * stepped if job.model.lowered and job.model.master else 0.0
+    masters = stepping.WIDE * stepped if job.model.lowered and job.model.master else 0.0
     kept = stepping.kept(job.optimizer) * stepped + averaging(job, count)
     state = StageBytes(float(card.weights), float(GRAD_BYTES * count), masters, kept)
     return state, ShareBytes(card.values, card.needs)

@@ -110,7 +110,9 @@ _FAKE: Any = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "FAKE", N
 
 def load_fakes() -> None:
     """Imports what the first op on fake tensors would import, which fails inside of a kernel; 1.3 s."""
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
+
+    torch._subclasses.fake_tensor.log.disabled = True  # it prints the stack of an op that fails, and so does its error
 
 
 def flop_rules() -> dict[Any, Callable[..., int]]:

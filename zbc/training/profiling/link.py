@@ -307,12 +307,8 @@ def _trip(other: int, first: bool, size: int, where: torch.device, rounds: int) 
     more, end = torch.ones(1, device=where), time.perf_counter() + _ENOUGH_S
     while more.item():
         began = time.perf_counter()
-        if first:
-            dist.send(tensor, other)
-            dist.recv(tensor, other)
-        else:
-            dist.recv(tensor, other)
-            dist.send(tensor, other)
+        for move in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+            move(tensor, other)
         settled(where)
         took.append((time.perf_counter() - began) / 2)
         if first:

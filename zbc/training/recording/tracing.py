@@ -403,14 +403,13 @@ class CudaStamps(Stamps):
     def open(self) -> None:
         self._used = 0
         torch.cuda.current_stream(self._device).synchronize()
-        best: int | None = None
+        tries = list[tuple[int, int, torch.cuda.Event]]()
         for _ in range(_TRIES):
-            before = time.perf_counter_ns()
-            event = self.stamp()
+            before, event = time.perf_counter_ns(), self.stamp()
             event.synchronize()
             after = time.perf_counter_ns()
-            if best is None or after - before < best:
-                best, self._anchor, self._anchored_ns = after - before, event, (before + after) // 2
+            tries.append((after - before, (before + after) // 2, event))
+        _, self._anchored_ns, self._anchor = min(tries, key=lambda one: one[0])
 
     def stamp(self) -> Any:
         if self._used == len(self._events):
@@ -453,17 +452,15 @@ def compare_clocks(
                 board.hear(f"{key}/ask", limit)
                 board.tell(f"{key}/answer", f"{now()} {here}")
         return ClockOffset(now(), 0, 0)
-    best: tuple[int, int, int] | None = None
-    there = ""
+    there, tries = "", list[tuple[int, int, int]]()
     for attempt in range(_ASKED):
         key = f"clock/{name}/{board.rank}/{attempt}"
         asked = now()
         board.tell(f"{key}/ask", "")
         answer, _, there = board.hear(f"{key}/answer", limit).partition(" ")
         heard = now()
-        if best is None or heard - asked < best[0]:
-            best = heard - asked, (asked + heard) // 2, int(answer)
-    took, at, theirs = best or (0, 0, 0)
+        tries.append((heard - asked, (asked + heard) // 2, int(answer)))
+    took, at, theirs = min(tries)
     offset, uncertainty = theirs - at, (took + 1) // 2
     if here and here == there and abs(offset) <= uncertainty:
         return ClockOffset(at, 0, 0)
