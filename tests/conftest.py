@@ -171,10 +171,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _in_turns(items):
-    """Interleaves groups that mostly wait with groups that compute.
-
-    So one worker waits while the other computes, and neither has a long wait at the end.
-    """
+    """Interleaves groups that mostly wait with groups that compute: neither worker has a long wait at the end."""
     groups = {}
     for item in items:
         groups.setdefault(_group(item.nodeid), []).append(item)

@@ -20,6 +20,7 @@ from zbc.runtime.core import validate
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.validate import CHUNK, VectorLayout, squares_of
 from zbc.training.guest import Skips, origin
+from zbc.training.recording.measure import Ledger
 
 PARAMETER = "up.weight"
 WAYS = {
@@ -159,13 +160,14 @@ def test_sums_of_squares_are_exact_where_float32_is_not(monkeypatch, way):
     grad = torch.full((5, 2**21), 0.1)
     value = float(torch.tensor(0.1)) ** 2
     grads = {"a": grad, "none": torch.zeros(0, 3), "far": torch.tensor([1e30]), "two": torch.tensor([3 + 4j, 1j])}
-    found = squares_of({**grads, "low": torch.tensor([0.5, 0.5], dtype=torch.bfloat16)})
+    with Ledger() as ledger:
+        found = squares_of({**grads, "low": torch.tensor([0.5, 0.5], dtype=torch.bfloat16)})
     assert len(found["a"]) == -(-grad.numel() // CHUNK) and {one.dtype for one in found.values()} == {torch.float64}
     assert found["a"].sum().item() == pytest.approx(grad.numel() * value, rel=1e-10)
     assert found["none"].tolist() == [0.0]
     assert found["far"].item() == pytest.approx(1e60)
     assert found["two"].tolist() == pytest.approx([26.0]) and found["low"].tolist() == pytest.approx([0.5])
-    assert squares_of({}) == {}
+    assert squares_of({}) == {} and ledger.peak <= 8 * CHUNK + 1000, "one chunk in float64 at a time"
 
 
 @pytest.mark.usefixtures("filled")

@@ -163,8 +163,12 @@ def squares_of(grads: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
 
 
 def _one_by_one(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
-    sums = {name: [torch.dot(wide := part.double(), wide) for part in some] for name, some in parts.items()}
+    sums = {name: [_square(part.double()) for part in some] for name, some in parts.items()}
     return {name: torch.stack(some) if len(some) > 1 else some[0].view(1) for name, some in sums.items()}
+
+
+def _square(wide: Tensor) -> Tensor:
+    return torch.dot(wide, wide)  # a call, since a name would keep it while the next one is made
 
 
 def _together(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
