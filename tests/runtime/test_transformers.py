@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn import functional
+from torch.nn import RMSNorm, functional
 
 from tests.jobs import stored, write_job
 from tests.refusals import refused
@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
 from zbc.training.models import hfsharding, hfweights
-from zbc.training.models.parts import _Fused
+from zbc.training.models.parts import _Fused, fused
 from zbc.training.models.transformers import config_of, facts, layers, shared
 
 transformers.utils.logging.set_verbosity_error()
@@ -201,6 +201,7 @@ def test_the_loss_of_a_head(kind, parallel, chunk, tmp_path):
 @pytest.mark.parametrize(("kind", "norms"), [("qwen3", 4), ("gemma2", 4), ("bamba", 2), ("opt", 0)])
 def test_norms_that_are_those_of_torch_use_it(kind, norms, tmp_path):
     """With the same bits; not those with a gate, nor for numbers of another type than their weights, nor if asked."""
+    assert type(fused(RMSNorm(8, elementwise_affine=False))) is RMSNorm, "has no weight"
     own = compiled(tmp_path, kind, model={"variant": "own norms"}).job.model
     found, asked = (
         [one for one in layers(of)[1]().modules() if isinstance(one, _Fused)]

@@ -86,7 +86,7 @@ class _Fused(nn.Module):
 
 def fused(layer: nn.Module) -> nn.Module:
     """Makes the norms in a layer use torch's RMSNorm where it is the same function."""
-    found: list[Any] = [one for one in layer.modules() if [*one._parameters] == ["weight"] and not one._modules]
+    found: list[Any] = [one for one in layer.modules() if [name for name, _ in one.named_parameters()] == ["weight"]]
     for one in (one for one in found if one.weight.dim() == 1):
         kind: Any = type(one)
         one.__class__ = _norm(kind, *(of for of in vars(one).values() if isinstance(of, float)))
