@@ -215,10 +215,7 @@ def _evaluated(worker: Worker, run: EvaluationRun, name: str, step: int) -> Eval
     worker.all_reduce(losses, worker.everyone)
     worker.clock.read()  # drops the time, which is not part of a step
     progress.waiting = True
-    totals = [0.0, 0.0, 0.0]
-    for which, values in enumerate(losses[:, :count].tolist()):  # in order: the sum is the same for every partition
-        for value in values:
-            totals[which] += value
+    totals = [*map(sum, losses[:, :count].tolist())]  # in order: the same for every partition
     progress.waiting, worker.step = False, step
     samples, (mean, measured) = count * manifest.microbatch_size, (totals[i] / (totals[1] or 1.0) for i in (0, 2))
     metric = None if run.metric is None else measured

@@ -348,9 +348,8 @@ def _digest(files: Iterable[Path]) -> str:
     """A digest of the files' names and contents; a file that cannot be read counts as empty."""
     seen = hashlib.sha256()
     for file in files:
-        seen.update(file.name.encode() + b"\0")
-        try:
-            seen.update(hashlib.sha256(file.read_bytes()).digest())
-        except OSError:
-            seen.update(b"\0")
+        found = b"\0"
+        with suppress(OSError):
+            found = hashlib.sha256(file.read_bytes()).digest()
+        seen.update(file.name.encode() + b"\0" + found)
     return seen.hexdigest()[:_DIGITS]
