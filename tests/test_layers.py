@@ -193,12 +193,12 @@ HF = tuple(f"zbc/training/models/{name}.py" for name in ("transformers", "regist
 COMPILER = ("zbc/compiler", "zbc/ir.py", "zbc/ops.py", "zbc/excludes.py", "zbc/topology.py", "zbc/plan")
 # Upper bounds of lines, which fall with each step and are never raised.
 BOUNDS = {
-    "the dry rig": (lambda: lines(*DRY), 401),
+    "the dry rig": (lambda: lines(*DRY), 400),
     "models of transformers": (lambda: lines(*HF), 880),
-    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 26055),
-    "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 3663),
+    "runtime and training": (lambda: lines("zbc/runtime", "zbc/training", but=DRY + HF), 26048),
+    "costs and memory": (lambda: lines("zbc/compiler/cost", "zbc/compiler/memory"), 3662),
     "the compiler without costs": (lambda: lines(*COMPILER) - lines("zbc/compiler/cost"), 21121),
-    "all of zbc": (lambda: lines("zbc"), 67689),
+    "all of zbc": (lambda: lines("zbc"), 67681),
     "tests": (lambda: lines("tests"), 43806),
 }
 
