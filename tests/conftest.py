@@ -6,9 +6,8 @@ Tests marked `repeats` (tests/tiers.py) or `long` run with `--all`, with `--eigh
 sixteenth of the latter, or if the command line names one (`pytest tests/x.py::test_y`). `long` take more than `QUICK`
 CPU seconds, with the cards that no other test reads; `pytest --all --measure` says which should be marked, or need not.
 Tests marked `always` run all the same: they catch planted bugs that no other test catches as fast (bench/planted.py),
-or judge many features at once. Both marks name cases by their parameters, or mean all of them. Tests without a mark
-fail if they take more than `MOST`; a slow machine may take longer by what it needs for additions.
-
+or judge many features at once. Both marks name cases, or mean all. Tests without one fail beyond `MOST`, or what a
+slow machine takes for as many additions.
 Schedules are searched for `BUDGET` seconds by default, except in tests of searches and of their results.
 """
 

@@ -345,11 +345,12 @@ def test_a_run_goes_on_from_its_checkpoint(kind, tp, tmp_path):
 )
 def test_adapters_are_those_of_lora_by_the_names_of_peft(kind, targets, tmp_path):
     """After one step; at first B is 0."""
-    peer(kind).save_pretrained(tmp_path / "weights")
+    (own := peer(kind)).save_pretrained(tmp_path / "weights")
     workers = trained(tmp_path, kind, weights=tmp_path / "weights", adapter={**SMALL, "targets": targets})
-    ours = tensors_of(workers)
+    ours, before = tensors_of(workers), {f"base_model.model.{name}": p for name, p in own.named_parameters()}
     assert ours and sum("lm_head" in name for name in ours) == sum("lm_head" in name for name in targets)
-    model, named = with_lora(tmp_path / "weights", {n: t if "lora_A" in n else 0 * t for n, t in ours.items()})
+    start = {n: before.get(n, t if "lora_A" in n else 0 * t) for n, t in ours.items()}
+    model, named = with_lora(tmp_path / "weights", start)
     loss = one_step(model.train(), next(worker for worker in workers if 0 in worker.stages))
     assert workers[-1].results[0].loss == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(ours, {name: p.detach() for name, p in named.items()}, rtol=1e-6, atol=1e-6)
