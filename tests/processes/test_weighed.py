@@ -58,7 +58,7 @@ def most_buffers(rank, plan):
     few([("zb-v", 2, 4), ("interleaved-1f1b", 2, 4), ("gpipe", 2, 5), ("zb-v", 4, 4)], [("zb-v", 2, 4)]),
 )
 def test_buffers_of_processes_are_those_predicted(kind, p, m, profile, pair, pool, tmp_path):
-    compiled = compile_job(replace(sleeping(kind=kind, pp=p, m=m), profile=profile))
+    compiled = compile_job(replace(sleeping(kind=kind, pp=p, m=m), profile=profile, carded=False))
     compiled.write(tmp_path / "plan")
     measured = (pair if p == 2 else pool).run(most_buffers, StoredPlan.read(tmp_path / "plan"))
     for predicted, steps in zip(peaks(compiled.program, compiled.costs), measured, strict=True):

@@ -82,8 +82,7 @@ def test_what_is_answered_is_no_worse_than_any_look(kind, monkeypatch):
 @pytest.mark.always
 def test_the_budget_goes_to_the_searched_orders_that_look_best_and_no_more_of_it(monkeypatch):
     """However many limits an order is searched under."""
-    looks, searches = [], []
-    look, ordered = Best.look, Setup._ordered
+    looks, searches, look, ordered = [], [], Best.look, Setup._ordered
 
     def looked(self, case, choice, spent=0.0, **options):
         looks.append((spent, case.two_pipes))
@@ -176,7 +175,8 @@ def test_what_fits_with_a_shared_vocabulary_fits_as_it_is_planned(limit):
 
 @pytest.mark.long
 def test_moves_count_in_a_budget():
-    """A look at two pipes takes some 40 ms."""
+    """A look at two pipes takes some 40 ms. Where moves lead may look better than where they begin, and be worse."""
     asked = job(kind="chimera-zb", pp=4, m=8, layers=14, model=LLAMA, hardware={"device": "cuda"})
-    tried = [compile_job(asked, suggest=False, budget=budget).report.cut.tried for budget in (0.0, 0.1)]
-    assert tried[0] < tried[1] <= tried[0] + 20
+    reports = [compile_job(asked, suggest=False, budget=budget).report for budget in (0.0, 0.1, 1.0, 2.0)]
+    tried, steps = zip(*((one.cut.tried, one.barrier_ms) for one in reports), strict=True)
+    assert tried[0] < tried[1] <= tried[0] + 20 and [*steps] == sorted(steps, reverse=True)

@@ -74,14 +74,12 @@ def planned(job: Job, cards: Sequence[tuple[ScheduleCard, int | None]], budget: 
         for k, (case, choice) in enumerate(best.too_large_ones()):
             if k < IMPROVED or case.card.searched:
                 _into_the_limit(best, case, choice)
-    spent = 0.0
+    spent, begun = 0.0, best.ranked()
     if budget is None or budget > SMALL_BUDGET:
         share = MOVED if any(case.card.searched for case in cases) else 1 / IMPROVED
         seconds = INF if budget is None else max(budget * share, LEAST_SECONDS)
-        for case, choice in best.ranked()[:IMPROVED]:
-            if case.free:
-                spent += _improve(best, case, choice, seconds)
-    _search(best, budget if budget is None else max(budget - spent, budget * (1 - IMPROVED * MOVED)))
+        spent = sum(_improve(best, case, choice, seconds) for case, choice in begun[:IMPROVED] if case.free)
+    _search(best, begun, budget if budget is None else max(budget - spent, budget * (1 - IMPROVED * MOVED)))
     try:
         return best.answer()
     except TooTight as error:
@@ -139,9 +137,7 @@ def _look(best: Best, case: Case) -> None:
     if case.least_step >= best.step * (1 - SAME):
         return
     scores = dict[Choice, Score]()
-    for choice in case.starts:
-        if best.rules_out(case, case.least(choice)):
-            continue
+    for choice in (one for one in case.starts if not best.rules_out(case, case.least(one))):
         if case.may_fit(choice):
             scores[choice] = best.look(case, choice, quick=True)
         else:
@@ -201,8 +197,8 @@ def _improve(best: Best, case: Case, choice: Choice, seconds: float) -> float:
     the seconds that its looks count for in a budget, at most about `seconds`."""
     price = case.size * (SEARCHING if case.card.searched else 1) * (WEAVING if case.job.vocabulary else 1)
     price *= STEPPING if case.job.steady else 1
-    price += LAYER * len(case.table)
-    took = (LOOK + price * (PIPES if case.card.searched and case.two_pipes else 1)) / RATE
+    pipes = PIPES if case.card.searched and case.two_pipes else 1
+    took = (LOOK + LAYER * len(case.table) + price * pipes) / RATE
     most, before = int(min(max(2, min(MOVES, OPS // price)), seconds / took)), best.looks
     if not most:
         return 0.0
@@ -246,9 +242,12 @@ def _less(one: Score, other: Score) -> bool:
     return one[0] < other[0] - SAME or (one[0] <= other[0] + SAME and one[1] < other[1] * (1 - SAME))
 
 
-def _search(best: Best, budget: float | None) -> None:
-    """Spends the budget on the best looking searched orders; all of it on one if there is only one."""
-    pairs = [(case, choice) for case, choice in best.ranked() if case.card.searched]
+def _search(best: Best, begun: Sequence[tuple[Case, Choice]], budget: float | None) -> None:
+    """Spends the budget on the best looking searched orders; of one case, also on the one from which its moves have
+    `begun`, which may look worse and be better. All of it on one if there is only one."""
+    ranked = best.ranked()
+    every = ranked if len(ranked) > 1 else dict.fromkeys([*ranked, *begun])
+    pairs = [(case, choice) for case, choice in every if case.card.searched]
     for share, (case, choice) in zip(SHARES if len(pairs) > 1 else (1.0,), pairs, strict=False):
         seconds = (case.card.budget if budget is None else budget) * share
         if seconds and case.least_step < best.step * (1 - SAME):
