@@ -29,7 +29,7 @@ from zbc.compiler.search.engine import compiles_first
 
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache")  # of cards: all workers share it
 GOLDEN = Path(__file__).parent / "golden"
-QUICK, MOST = 0.5, 6.0  # CPU seconds, of all processes of a test
+QUICK, MOST = 0.5, 3.0  # CPU seconds, of all processes of a test
 COLD = 25.0 if compiles_first() else 0.0  # additional seconds for a fresh clone, whose first searches compile
 WHOLE = ("tests/search/", "tests/docs/")  # with the default budgets of users
 BUDGETS = {name: card.budget for name, card in SCHEDULES.items()}

@@ -4,7 +4,7 @@
    variants with the least lower bound first, and none whose bound is not below the best step.
 2. Moves: from the best variants to a better neighbour while there is one; first into the limit, of schedules that
    would be faster and do not fit.
-3. The budget goes to the best looking searched orders.
+3. The budget goes to the best looking searched orders, of one case also to that from which its moves began.
 
 All of it is scored by the step of the complete plan. The looks of a larger budget begin with those of a smaller one; a
 small one has no other moves, so that with more memory, which lets more variants fit, it is hardly ever worse.

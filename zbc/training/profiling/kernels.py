@@ -94,7 +94,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         packet, rule = func.overloadpacket, self.rules.get(func.overloadpacket)
         if packet in UNTOLD:
-            raise NUMBERLESS[-1](func)
+            raise NUMBERLESS[-1](func)  # as an op without a rule
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         if rule is not None:
             what, flops = rule(self, packet, args, kwargs, result)
