@@ -160,7 +160,7 @@ class Empty:
 """
 
 
-@pytest.mark.long("an empty dataset")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("factory", "code", "text"),
     [
