@@ -223,9 +223,9 @@ MEASURED += [("gemma2", 1, {"schedule": "zb-v", "optimizer": {"kind": "adamw"}})
 @pytest.mark.parametrize(("kind", "slices", "how"), MEASURED)
 def test_memory(kind, slices, how, tmp_path):
     made = compiled(tmp_path, kind, slices=slices, **how)
-    got = [scale.held.peak for scale in scaled(stored(made))[1]]
     predicted = [rank.bytes for rank in peaks(made.program, made.costs) for _ in range(made.job.parallel.tp)]
-    assert got == pytest.approx(predicted, rel=0.01)
+    for scale, most in zip(scaled(stored(made))[1], predicted, strict=True):  # a message may leave later than simulated
+        assert scale.held.peak == pytest.approx(most, abs=0.005 * most + made.costs.bytes[0].behind)
 
 
 @pytest.mark.parametrize(
