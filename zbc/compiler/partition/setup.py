@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -295,15 +295,17 @@ class Setup:
             slices=job.slices,
             budget=self.schedule.budget if budget is None else budget,
             compiled=self.compiled,
+            fits=None if job.vocabulary or moves(job, self.placement) else lambda one: not any(self.beyond(made(one))),
         )
-        program = finished(job, self.schedule.make(request), self.costs, self.stages)
-        if (program, 1) in self.woven:
-            return self.woven[program, 1]
-        lower = bounds_of(job, self.placement, self.costs.hidden() if program.grouped else self.costs)
-        made = Ordered(self.schedule.name, program, self.stages, self.costs, lower, self.lowering, self.recompute)
-        if job.vocabulary:
-            self.woven[program, 1] = made
-        return made
+
+        @cache
+        def made(found: Program) -> Ordered:
+            program = finished(job, found, self.costs, self.stages)
+            lower = bounds_of(job, self.placement, self.costs.hidden() if program.grouped else self.costs)
+            order = Ordered(self.schedule.name, program, self.stages, self.costs, lower, self.lowering, self.recompute)
+            return self.woven.setdefault((program, 1), order) if job.vocabulary else order
+
+        return made(self.schedule.make(request))
 
     @property
     def _overlaps(self) -> bool:

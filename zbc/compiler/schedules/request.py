@@ -41,6 +41,7 @@ class Request:
     budget: float = 0.0  # the fast tier alone
     compiled: bool = False
     slices: int = 1
+    fits: Callable[[Program], bool] | None = None  # whether an order found fits on the devices, messages included
 
     @property
     def units(self) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 
 from zbc.compiler.cost.cost import Costs
@@ -93,19 +94,8 @@ def _at_most(name: str, request: Request) -> Request:
     return replace(request, memory_limit=tuple(min(units, limit) for limit in given) if given else float(units))
 
 
-class _Plain:
-    """CPU seconds of searches by plain Python in this process. Loading compiled kernels takes longer than the fast tier
-    of one search, unless it is a large one, and less than many."""
-
-    spent = 0.0
-
-    def done(self) -> bool:
-        """Whether they have taken as long as loading would, if there is something to load."""
-        return self.spent > LOADING and not compiles_first()
-
-
-_PLAIN = _Plain()
-LOADING = 1.5  # CPU seconds
+# CPU seconds of searches by plain Python in this process, and those that loading compiled kernels takes at most.
+_PLAIN, LOADING = [0.0], 1.5
 
 
 def found(
@@ -123,14 +113,20 @@ def found(
     costs = costs if split else costs.joined()
     problem = Problem.make(placement, costs, request.m, request.limits())
     check_feasible(name, placement, costs, request.limits())
-    engine = Engine(available() and (request.budget > 0 or request.compiled or problem.size > FEW_OPS or _PLAIN.done()))
+    loads = request.budget > 0 or request.compiled or problem.size > FEW_OPS
+    engine = Engine(available() and (loads or (_PLAIN[0] > LOADING and not compiles_first())))
     judge = None
     if problem.pipes > 1 and any(costs.column("reduce")):  # an order that leaves time for sums is better
 
         def judge(order: Sequence[int]) -> float:
             return with_sums(problem.program(order, name), costs, request.objective)
 
-    began = time.process_time()
+    @cache
+    def made(order: Sequence[int]) -> Program:
+        program = problem.program(order, name)
+        return program if split else fused(program)
+
+    began, fits = time.process_time(), request.fits
     best = search(
         problem,
         request.objective,
@@ -139,12 +135,12 @@ def found(
         orders=_by_hand(problem, placement, request, orders),
         target=bounds(placement, costs, request.m, problem.limit).of(request.objective),
         judge=judge,
+        fits=fits and (lambda order: fits(made(order))),
     )
-    _PLAIN.spent += 0.0 if engine.compiled else time.process_time() - began
+    _PLAIN[0] += 0.0 if engine.compiled else time.process_time() - began
     if best is None:  # one_by_one always fits
         raise ZbcError("E303", f"schedule: {name} found no order")
-    program = problem.program(best.order, name)
-    return program if split else fused(program)
+    return made(best.order)
 
 
 def fused(program: Program) -> Program:

@@ -10,7 +10,7 @@ goes into annealing those. The budget never changes the steps, only their number
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 
 from zbc.compiler.blocks import AnyBlock
@@ -47,9 +47,10 @@ def search(
     orders: Iterable[tuple[str, Sequence[int]]] = (),
     target: float = 0.0,
     judge: Judge | None = None,
+    fits: Callable[[Sequence[int]], bool] | None = None,
 ) -> Candidate | None:
-    """The best order found for `problem`, or None if nothing fits. `target` is a lower bound at which to stop. The
-    steps of fewer `visits` of ops are a prefix of those of more."""
+    """The best order found for `problem`, or None if nothing fits; of the few best, one that `fits`, if any does.
+    `target` is a lower bound at which to stop. The steps of fewer `visits` of ops are a prefix of those of more."""
     full = Bench(problem, engine, objective, judge)
     for origin, order in orders:
         full.order(order, origin)
@@ -66,7 +67,7 @@ def search(
         small = Bench(few, engine, objective)
         _fast_tier(small, 0.0)
         _in_turn(small, full, visits, target)
-    return full.best
+    return next((one for one in full.found if fits and fits(one.order)), full.best)
 
 
 def _in_turn(small: Bench, full: Bench, visits: int, target: float) -> None:
