@@ -248,8 +248,7 @@ def test_policies_hardly_ever_wedge_at_small_limits(compiled):
     for k, limit in ((4, 2.0), (4, 1.5), (8, 1.5)):
         problem = Problem.make(where, Costs.uniform(where).cut([1 / k] * k), 8, limit)
         bench = Recorder(problem, compiled, "makespan")
-        ran = [bench.decode(policy, "policy") is not None for policy in policies(2)]
-        assert all(ran), (k, limit, ran)
+        assert all(bench.decode(policy, "policy") is not None for policy in policies(2)), (k, limit)
 
 
 @pytest.mark.parametrize("k", [2, 4])
@@ -258,8 +257,10 @@ def test_orders_for_few_microbatches_are_repeated_in_whole_microbatches(k, compi
     costs = Costs.uniform(where).cut([1 / k] * k)
     few_of, many_of = (Problem.make(where, costs, m, 2.0) for m in (24, 48))
     found = portfolio.search(few_of, "makespan", 0, compiled)
-    bench = Recorder(few_of, compiled, "makespan")
-    full = Recorder(many_of, compiled, "makespan")
+    other = portfolio.search(few_of, "makespan", 0, compiled, fits=lambda order: order != found.order)
+    assert other.order != found.order and other.makespan >= found.makespan, "the best one that fits"
+    assert portfolio.search(few_of, "makespan", 0, compiled, fits=lambda order: False) == found, "if any does"
+    bench, full = (Recorder(one, compiled, "makespan") for one in (few_of, many_of))
     for order in stretched(few_of, many_of, found.order, bench.starts(found.order)):
         assert sorted(order) == list(range(many_of.size))
         assert full.order(order, "repeated") is not None
